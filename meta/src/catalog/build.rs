@@ -1,0 +1,334 @@
+//! Building a catalog from outcomes that arrive in walk order, in memory that does not grow with their number: each
+//! column streams into a nameless file of its own, and the columns are joined at the end.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::layout::{
+    COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord, START_LEN, Source,
+    SourceRecord, Start, WIDTHS, index_slot, index_slots,
+};
+use super::member::{Member, MemberKey, MemberKind, StoredBlock};
+use crate::limits::{ENTRIES_MAX, PAGE_SIZE};
+use crate::path::{components, display, is_below, split_last, walk_order};
+use crate::shared::map_private_file;
+
+/// Gives new nameless files to write to.
+pub type Scratch<'a> = &'a dyn Fn() -> io::Result<File>;
+
+/// Why a catalog could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// The data dir failed; full, perhaps.
+    #[error("cannot write the catalog: {0}")]
+    Write(#[from] io::Error),
+    /// More names than a dataset may have.
+    #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several")]
+    Entries,
+    /// More blocks than a dataset may have.
+    #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
+    Blocks,
+    /// The members did not come in walk order: a defect of the merge.
+    #[error("'{0}' came out of order")]
+    Order(String),
+    /// A record that only the resolver handles came here: a defect of the merge.
+    #[error("'{0}' came as an unresolved hard link")]
+    HardLink(String),
+}
+
+/// A finished catalog, in a nameless file.
+#[derive(Debug)]
+pub struct Built {
+    /// The file.
+    pub file: File,
+    /// Its length in bytes.
+    pub len: u64,
+    /// CRC32C of all of it.
+    pub checksum: u32,
+    /// Number of samples.
+    pub samples: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Number of directories and symlinks.
+    pub others: u64,
+}
+
+/// Streams outcomes into a catalog.
+pub struct CatalogBuilder<'a> {
+    scratch: Scratch<'a>,
+    columns: Vec<ColumnWriter>,
+    hashes: BufWriter<File>,
+    patches: BufWriter<File>,
+    open: Vec<OpenDirectory>,
+    last_path: Vec<u8>,
+    shared: HashMap<MemberKey, u32>,
+    bytes: u64,
+    seed: u64,
+    created_s: i64,
+}
+
+struct ColumnWriter {
+    file: BufWriter<File>,
+    len: u64,
+}
+
+struct OpenDirectory {
+    path: Vec<u8>,
+    entry: u32,
+    row: u32,
+    subdirectories: u32,
+}
+
+/// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
+const PATCH_LEN: usize = 16;
+
+impl<'a> CatalogBuilder<'a> {
+    /// Starts a catalog. `created_s` (seconds of the epoch) also dates directories that no source names.
+    pub fn new(scratch: Scratch<'a>, seed: u64, created_s: i64, sources: &[Source]) -> Result<Self, BuildError> {
+        let new_column = |_| Ok(ColumnWriter { file: BufWriter::new(scratch()?), len: 0 });
+        let mut builder = Self {
+            scratch,
+            columns: (0..COLUMNS).map(new_column).collect::<io::Result<_>>()?,
+            hashes: BufWriter::new(scratch()?),
+            patches: BufWriter::new(scratch()?),
+            open: Vec::new(),
+            last_path: Vec::new(),
+            shared: HashMap::new(),
+            bytes: 0,
+            seed,
+            created_s,
+        };
+        for source in sources {
+            let path_offset = builder.write(Column::Names, &source.path)?;
+            builder.write(Column::Names, &source.prefix)?;
+            let (path_len, prefix_len) = (source.path.len() as u32, source.prefix.len() as u32);
+            let record = SourceRecord { path_offset, path_len, prefix_len, kind: source.kind, compression: source.compression };
+            builder.write(Column::Sources, &record.encode())?;
+        }
+        Ok(builder)
+    }
+
+    /// Adds what `path` ends as. `names` is how many paths share it; each of them is added.
+    pub fn add(&mut self, path: &[u8], member: &Member, names: u32) -> Result<(), BuildError> {
+        if !self.open.is_empty() && walk_order(&self.last_path, path).is_ge() {
+            return Err(BuildError::Order(display(path)));
+        }
+        self.open_parents(path)?;
+        self.last_path = path.to_vec();
+        match &member.kind {
+            MemberKind::Directory => self.open_directory(path, member.mode, member.mtime_s, member.mtime_ns),
+            MemberKind::File { size, blocks } => self.add_file(path, member, *size, blocks, names),
+            MemberKind::Symlink(target) => self.add_symlink(path, member, target),
+            MemberKind::HardLink(_) => Err(BuildError::HardLink(display(path))),
+        }
+    }
+
+    fn add_file(
+        &mut self,
+        path: &[u8],
+        member: &Member,
+        size: u64,
+        blocks: &[StoredBlock],
+        names: u32,
+    ) -> Result<(), BuildError> {
+        if let Some(&sample) = self.shared.get(&member.key) {
+            return self.add_entry(path, EntryKind::File, sample).map(drop);
+        }
+        let first_block = self.columns[Column::Owners as usize].len / WIDTHS[Column::Owners as usize];
+        if first_block + blocks.len() as u64 > ENTRIES_MAX {
+            return Err(BuildError::Blocks);
+        }
+        let sample = (self.columns[Column::Samples as usize].len / WIDTHS[Column::Samples as usize]) as u32;
+        self.write_node(Column::Samples, member, size, names, first_block as u32)?;
+        let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
+        self.write(Column::Origins, &origin.encode())?;
+        for block in blocks {
+            self.write(Column::Owners, &block.owner.0.to_le_bytes())?;
+            self.write(Column::Checksums, &block.checksum.to_le_bytes())?;
+        }
+        if names > 1 {
+            self.shared.insert(member.key, sample);
+        }
+        self.bytes += size;
+        self.add_entry(path, EntryKind::File, sample).map(drop)
+    }
+
+    fn add_symlink(&mut self, path: &[u8], member: &Member, target: &[u8]) -> Result<(), BuildError> {
+        let offset = self.write(Column::Names, target)?;
+        let row = self.write_node(Column::Others, member, offset, 1, target.len() as u32)?;
+        self.add_entry(path, EntryKind::Symlink, row).map(drop)
+    }
+
+    /// Closes directories that `path` is not below, and opens those on the way to it that no member named.
+    fn open_parents(&mut self, path: &[u8]) -> Result<(), BuildError> {
+        while self.open.last().is_some_and(|directory| !is_below(path, &directory.path)) {
+            self.close_directory()?;
+        }
+        if self.open.is_empty() && !path.is_empty() {
+            self.open_directory(b"", 0o755, self.created_s, 0)?;
+        }
+        let Some((parent, _)) = split_last(path) else { return Ok(()) };
+        let mut at = self.open.last().map_or(0, |directory| components(&directory.path).count());
+        let mut missing: Vec<u8> = self.open.last().map_or_else(Vec::new, |directory| directory.path.clone());
+        for name in components(parent).skip(at) {
+            missing = crate::path::join(&missing, name);
+            self.open_directory(&missing, 0o755, self.created_s, 0)?;
+            at += 1;
+        }
+        Ok(())
+    }
+
+    fn open_directory(&mut self, path: &[u8], mode: u32, mtime_s: i64, mtime_ns: u32) -> Result<(), BuildError> {
+        let record = NodeRecord { data: 0, mtime_s, mtime_ns, mode, links: 2, extra: 0 };
+        let row = self.write(Column::Others, &record.encode())? / WIDTHS[Column::Others as usize];
+        if let Some(parent) = self.open.last_mut() {
+            parent.subdirectories += 1;
+        }
+        let entry = self.add_entry(path, EntryKind::Directory, row as u32)?;
+        self.open.push(OpenDirectory { path: path.to_vec(), entry, row: row as u32, subdirectories: 0 });
+        Ok(())
+    }
+
+    fn close_directory(&mut self) -> Result<(), BuildError> {
+        let Some(directory) = self.open.pop() else { return Ok(()) };
+        let next = self.entries() as u32;
+        let links = directory.subdirectories.saturating_add(2);
+        for word in [directory.entry, next, directory.row, links] {
+            self.patches.write_all(&word.to_le_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn add_entry(&mut self, path: &[u8], kind: EntryKind, node: u32) -> Result<u32, BuildError> {
+        let entry = self.entries();
+        if entry >= ENTRIES_MAX {
+            return Err(BuildError::Entries);
+        }
+        let entry = entry as u32;
+        let name = split_last(path).map_or(&b""[..], |(_, name)| name);
+        let name_offset = self.write(Column::Names, name)?;
+        let parent = self.open.last().map_or(0, |directory| directory.entry);
+        let record = EntryRecord { name_offset, name_len: name.len() as u8, kind, parent, next: entry + 1, node };
+        self.write(Column::Entries, &record.encode())?;
+        self.hashes.write_all(&xxh3_64(path).to_le_bytes())?;
+        Ok(entry)
+    }
+
+    fn entries(&self) -> u64 {
+        self.columns[Column::Entries as usize].len / WIDTHS[Column::Entries as usize]
+    }
+
+    fn write_node(&mut self, column: Column, member: &Member, data: u64, links: u32, extra: u32) -> Result<u32, BuildError> {
+        let mtime_ns = member.mtime_ns.min(999_999_999);
+        let record = NodeRecord { data, mtime_s: member.mtime_s, mtime_ns, mode: member.mode & 0o7777, links, extra };
+        Ok((self.write(column, &record.encode())? / WIDTHS[column as usize]) as u32)
+    }
+
+    /// Appends to a column; returns the offset within it.
+    fn write(&mut self, column: Column, bytes: &[u8]) -> io::Result<u64> {
+        let writer = &mut self.columns[column as usize];
+        writer.file.write_all(bytes)?;
+        let offset = writer.len;
+        writer.len += bytes.len() as u64;
+        Ok(offset)
+    }
+
+    /// Joins the columns, fills in what is known only now, and makes the path index.
+    pub fn finish(mut self) -> Result<Built, BuildError> {
+        if self.open.is_empty() {
+            self.open_directory(b"", 0o755, self.created_s, 0)?;
+        }
+        while !self.open.is_empty() {
+            self.close_directory()?;
+        }
+        let entries = self.entries();
+        let mut extents = [Extent::default(); COLUMNS];
+        let mut end = PAGE_SIZE;
+        for (column, extent) in extents.iter_mut().enumerate() {
+            let is_index = column == Column::Index as usize;
+            let count = if is_index { index_slots(entries) } else { self.columns[column].len / WIDTHS[column] };
+            *extent = Extent { offset: end, count };
+            end = (end + count * WIDTHS[column]).next_multiple_of(PAGE_SIZE);
+        }
+        let file = (self.scratch)()?;
+        file.set_len(end)?;
+        for (column, writer) in std::mem::take(&mut self.columns).into_iter().enumerate() {
+            let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+            from.rewind()?;
+            let mut to = &file;
+            to.seek(io::SeekFrom::Start(extents[column].offset))?;
+            io::copy(&mut from, &mut to)?;
+        }
+        let header = HeaderRecord { seed: self.seed, created_s: self.created_s, bytes: self.bytes, columns: extents };
+        write_start(&file, &header, end)?;
+        let mut map = map_private_file(&file)?;
+        apply_patches(&mut map, &extents, self.patches)?;
+        fill_index(&mut map, &extents, self.hashes)?;
+        let checksum = crc32c::crc32c(&map);
+        drop(map);
+        let count = |column: Column| extents[column as usize].count;
+        let (samples, others) = (count(Column::Samples), count(Column::Others));
+        Ok(Built { file, len: end, checksum, samples, bytes: self.bytes, others })
+    }
+}
+
+fn write_start(file: &File, header: &HeaderRecord, file_len: u64) -> Result<(), BuildError> {
+    let bytes = rkyv::to_bytes::<rkyv::rancor::Error>(header).map_err(io::Error::other)?;
+    debug_assert!(bytes.len() <= HEADER_LEN_MAX);
+    let start = Start { header_len: bytes.len() as u32, header_checksum: crc32c::crc32c(&bytes), file_len };
+    file.write_all_at(&start.encode(), 0)?;
+    file.write_all_at(&bytes, START_LEN as u64)?;
+    Ok(())
+}
+
+fn rewound(writer: BufWriter<File>) -> io::Result<BufReader<File>> {
+    let mut file = writer.into_inner().map_err(io::IntoInnerError::into_error)?;
+    file.rewind()?;
+    Ok(BufReader::new(file))
+}
+
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>) -> io::Result<()> {
+    let mut patches = rewound(patches)?;
+    let mut patch = [0; PATCH_LEN];
+    while read_whole(&mut patches, &mut patch)? {
+        let [entry, next, row, links] = std::array::from_fn(|word| &patch[word * 4..word * 4 + 4]);
+        let number = |word: &[u8]| word.iter().rev().fold(0_usize, |value, &byte| value << 8 | usize::from(byte));
+        let entry_at = extents[Column::Entries as usize].offset as usize + number(entry) * 20;
+        let row_at = extents[Column::Others as usize].offset as usize + number(row) * 32;
+        map[entry_at + 12..entry_at + 16].copy_from_slice(next);
+        map[row_at + 24..row_at + 28].copy_from_slice(links);
+    }
+    Ok(())
+}
+
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>) -> io::Result<()> {
+    let mut hashes = rewound(hashes)?;
+    let Extent { offset, count: slots } = extents[Column::Index as usize];
+    let mut hash = [0; 8];
+    let mut entry = 0_u32;
+    while read_whole(&mut hashes, &mut hash)? {
+        let (mut slot, fingerprint) = index_slot(u64::from_le_bytes(hash), slots);
+        entry += 1;
+        loop {
+            let at = (offset + slot * 8) as usize;
+            if map[at..at + 4] == [0; 4] {
+                map[at..at + 8].copy_from_slice(&(u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes());
+                break;
+            }
+            slot = (slot + 1) % slots;
+        }
+    }
+    Ok(())
+}
+
+/// Fills `buffer`, or says that the file ended before its first byte.
+fn read_whole(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
+    match from.read(&mut buffer[..1])? {
+        0 => Ok(false),
+        _ => from.read_exact(&mut buffer[1..]).map(|()| true),
+    }
+}

@@ -1,0 +1,98 @@
+//! The whole check, made once by each server before it shows a catalog to anyone: after it, every access that follows
+//! the catalog's own numbers succeeds, walks end, and every name can be exported as a file's.
+
+use super::layout::{Column, EntryKind};
+use super::map::{Catalog, CatalogError, EntryId};
+use crate::limits::{NAME_LEN_MAX, SYMLINK_LEN_MAX};
+
+impl Catalog {
+    /// Checks every record, against each other and against the number of nodes.
+    pub fn check(&self, nodes: usize) -> Result<(), CatalogError> {
+        let damaged = |what| Err(CatalogError::Damaged(what));
+        let header = *self.header();
+        let mut open: Vec<(EntryId, EntryId)> = Vec::new();
+        for id in 0..header.entries {
+            let Some(entry) = self.entry(EntryId(id)) else { return damaged("an entry") };
+            while open.last().is_some_and(|&(_, end)| end <= entry.id) {
+                open.pop();
+            }
+            let (parent, end) = open.last().copied().unwrap_or((EntryId(0), EntryId(header.entries)));
+            if entry.next <= entry.id || entry.next > end {
+                return damaged("the end of a directory");
+            }
+            if id == 0 {
+                if entry.kind != EntryKind::Directory || !entry.name.is_empty() || entry.next != end {
+                    return damaged("the root");
+                }
+            } else {
+                if entry.parent != parent {
+                    return damaged("an entry's parent");
+                }
+                let name = entry.name;
+                let bad = |byte: &u8| matches!(byte, b'/' | 0);
+                if name.is_empty() || name.len() > NAME_LEN_MAX || name == b"." || name == b".." || name.iter().any(bad) {
+                    return damaged("a name");
+                }
+            }
+            match entry.kind {
+                EntryKind::Directory => open.push((entry.id, entry.next)),
+                _ if entry.next.0 != id + 1 => return damaged("an entry's end"),
+                EntryKind::Symlink if self.symlink_target(&entry).is_none_or(|target| target.len() > SYMLINK_LEN_MAX) => {
+                    return damaged("a symlink");
+                }
+                _ => {}
+            }
+            if self.attributes(&entry).is_none_or(|attributes| attributes.mtime_ns > 999_999_999) {
+                return damaged("an entry's attributes");
+            }
+        }
+        self.check_samples(nodes)?;
+        self.check_index()
+    }
+
+    fn check_samples(&self, nodes: usize) -> Result<(), CatalogError> {
+        let damaged = |what| Err(CatalogError::Damaged(what));
+        let header = *self.header();
+        let mut end = 0;
+        let mut bytes = 0_u64;
+        for sample in 0..header.samples {
+            let sample = crate::id::SampleId(sample);
+            match self.sample(sample) {
+                Some((size, blocks)) if blocks.start == end => {
+                    end = blocks.end;
+                    bytes = bytes.saturating_add(size);
+                }
+                _ => return damaged("a sample's blocks"),
+            }
+            let source = self
+                .record::<12>(Column::Origins, u64::from(sample.0))
+                .map(|origin| super::layout::OriginRecord::decode(origin).source);
+            if source.is_none_or(|source| source >= header.sources) {
+                return damaged("a sample's source");
+            }
+        }
+        if end != header.blocks || bytes != header.bytes {
+            return damaged("the number of blocks or bytes");
+        }
+        if (0..header.sources).any(|source| self.source(source).is_none()) {
+            return damaged("a source");
+        }
+        let owned = |block| self.owner(crate::id::BlockId(block)).is_some_and(|owner| owner.index() < nodes);
+        if (0..header.blocks).all(owned) { Ok(()) } else { damaged("a block's owner") }
+    }
+
+    fn check_index(&self) -> Result<(), CatalogError> {
+        let found = |id| {
+            let entry = self.entry(EntryId(id))?;
+            self.find(&self.path(&entry)).filter(|found| found.id == entry.id)
+        };
+        let slots = self.columns[Column::Index as usize].count;
+        let taken =
+            (0..slots).filter(|&slot| self.record::<8>(Column::Index, slot).is_some_and(|word| word[..4] != [0; 4])).count();
+        if taken as u64 == u64::from(self.header().entries) && (0..self.header().entries).all(|id| found(id).is_some()) {
+            Ok(())
+        } else {
+            Err(CatalogError::Damaged("the path index"))
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! The catalog's bytes: a fixed start, a small rkyv header, then page-aligned columns of fixed-width little-endian
+//! records, among them the path index, and one blob of names.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+/// The first eight bytes of a catalog.
+pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
+/// Version of the layout; any change below raises it.
+pub(crate) const VERSION: u32 = 1;
+/// Magic, version, header length and checksum, file length.
+pub(crate) const START_LEN: usize = 32;
+/// Bound on the rkyv header: it has no part that grows with the dataset.
+pub(crate) const HEADER_LEN_MAX: usize = 4096 - START_LEN;
+
+/// The columns, in file order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(crate) enum Column {
+    /// [`EntryRecord`]s in the order of a walk; entry 0 is the dataset's root.
+    Entries,
+    /// [`NodeRecord`]s of samples.
+    Samples,
+    /// [`OriginRecord`]s of samples.
+    Origins,
+    /// [`NodeRecord`]s of directories and symlinks.
+    Others,
+    /// `u16` per block: the node that owns it.
+    Owners,
+    /// `u32` per block: the CRC32C of its bytes, taken at stage-in.
+    Checksums,
+    /// `u64` per slot: open addressing over XXH3-64 of paths; upper half a fingerprint, lower half the entry plus one.
+    Index,
+    /// [`SourceRecord`]s.
+    Sources,
+    /// Names, symlink targets and source paths, back to back.
+    Names,
+}
+
+/// How many columns there are.
+pub(crate) const COLUMNS: usize = 9;
+/// Bytes of one record of each column.
+pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 8, 20, 1];
+
+/// Where a column lies.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Extent {
+    /// Offset in the file, a multiple of the page size.
+    pub(crate) offset: u64,
+    /// Number of records.
+    pub(crate) count: u64,
+}
+
+/// The rkyv header.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub(crate) struct HeaderRecord {
+    pub(crate) seed: u64,
+    pub(crate) created_s: i64,
+    pub(crate) bytes: u64,
+    pub(crate) columns: [Extent; COLUMNS],
+}
+
+/// What an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EntryKind {
+    /// A sample.
+    File,
+    /// A directory.
+    Directory,
+    /// A symbolic link.
+    Symlink,
+}
+
+/// One name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EntryRecord {
+    pub(crate) name_offset: u64,
+    pub(crate) name_len: u8,
+    pub(crate) kind: EntryKind,
+    pub(crate) parent: u32,
+    /// The first entry after this one's subtree.
+    pub(crate) next: u32,
+    /// The sample's number, or the row in `Others`.
+    pub(crate) node: u32,
+}
+
+impl EntryRecord {
+    pub(crate) fn encode(self) -> [u8; 20] {
+        let kind = match self.kind {
+            EntryKind::File => 0_u64,
+            EntryKind::Directory => 1,
+            EntryKind::Symlink => 2,
+        };
+        let name = self.name_offset << 16 | kind << 8 | u64::from(self.name_len);
+        let mut bytes = [0; 20];
+        bytes[..8].copy_from_slice(&name.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.parent.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.next.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.node.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 20]) -> Option<Self> {
+        let name = u64_at(bytes, 0);
+        let kind = match name >> 8 & 0xff {
+            0 => EntryKind::File,
+            1 => EntryKind::Directory,
+            2 => EntryKind::Symlink,
+            _ => return None,
+        };
+        Some(Self {
+            name_offset: name >> 16,
+            name_len: name as u8,
+            kind,
+            parent: u32_at(bytes, 8),
+            next: u32_at(bytes, 12),
+            node: u32_at(bytes, 16),
+        })
+    }
+}
+
+/// What `stat` tells of a file, directory or symlink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NodeRecord {
+    /// A sample's size in bytes; a symlink's target's offset in `Names`.
+    pub(crate) data: u64,
+    pub(crate) mtime_s: i64,
+    pub(crate) mtime_ns: u32,
+    pub(crate) mode: u32,
+    /// Number of names, or of subdirectories plus two.
+    pub(crate) links: u32,
+    /// A sample's first block; a symlink's target's length.
+    pub(crate) extra: u32,
+}
+
+impl NodeRecord {
+    pub(crate) fn encode(self) -> [u8; 32] {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&self.data.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.mtime_s.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.mtime_ns.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.mode.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.links.to_le_bytes());
+        bytes[28..].copy_from_slice(&self.extra.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 32]) -> Self {
+        Self {
+            data: u64_at(bytes, 0),
+            mtime_s: u64_at(bytes, 8) as i64,
+            mtime_ns: u32_at(bytes, 16),
+            mode: u32_at(bytes, 20),
+            links: u32_at(bytes, 24),
+            extra: u32_at(bytes, 28),
+        }
+    }
+}
+
+/// Where a sample's bytes lie on the PFS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OriginRecord {
+    pub(crate) source: u32,
+    pub(crate) offset: u64,
+}
+
+impl OriginRecord {
+    pub(crate) fn encode(self) -> [u8; 12] {
+        let mut bytes = [0; 12];
+        bytes[..4].copy_from_slice(&self.source.to_le_bytes());
+        bytes[4..].copy_from_slice(&self.offset.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 12]) -> Self {
+        Self { source: u32_at(bytes, 0), offset: u64_at(bytes, 4) }
+    }
+}
+
+/// What a source is, told by its content.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SourceKind {
+    /// A tar archive.
+    Tar,
+    /// A directory tree.
+    Directory,
+    /// A single file, staged in as it is.
+    File,
+}
+
+/// How an archive is compressed, told by its content.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Compression {
+    /// Not at all.
+    None,
+    /// gzip
+    Gzip,
+    /// zstd
+    Zstd,
+    /// xz
+    Xz,
+    /// bzip2
+    Bzip2,
+    /// lz4 frames
+    Lz4,
+}
+
+/// A source as the catalog keeps it.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    /// Its absolute path on the PFS.
+    pub path: Vec<u8>,
+    /// The directory of the dataset that its names go below; empty for the root. For a single file, its path.
+    pub prefix: Vec<u8>,
+    /// What it is.
+    pub kind: SourceKind,
+    /// How it is compressed.
+    pub compression: Compression,
+}
+
+/// A row of `Sources`: the path, then the prefix, in `Names`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SourceRecord {
+    pub(crate) path_offset: u64,
+    pub(crate) path_len: u32,
+    pub(crate) prefix_len: u32,
+    pub(crate) kind: SourceKind,
+    pub(crate) compression: Compression,
+}
+
+const KINDS: [SourceKind; 3] = [SourceKind::Tar, SourceKind::Directory, SourceKind::File];
+const COMPRESSIONS: [Compression; 6] =
+    [Compression::None, Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4];
+
+impl SourceRecord {
+    pub(crate) fn encode(self) -> [u8; 20] {
+        let mut bytes = [0; 20];
+        bytes[..8].copy_from_slice(&self.path_offset.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.path_len.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.prefix_len.to_le_bytes());
+        bytes[16] = self.kind as u8;
+        bytes[17] = self.compression as u8;
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 20]) -> Option<Self> {
+        Some(Self {
+            path_offset: u64_at(bytes, 0),
+            path_len: u32_at(bytes, 8),
+            prefix_len: u32_at(bytes, 12),
+            kind: *KINDS.get(usize::from(bytes[16]))?,
+            compression: *COMPRESSIONS.get(usize::from(bytes[17]))?,
+        })
+    }
+}
+
+/// The fixed start of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Start {
+    pub(crate) header_len: u32,
+    pub(crate) header_checksum: u32,
+    pub(crate) file_len: u64,
+}
+
+impl Start {
+    pub(crate) fn encode(self) -> [u8; START_LEN] {
+        let mut bytes = [0; START_LEN];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.header_len.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.header_checksum.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.file_len.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the start of a catalog of this version.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes = bytes.first_chunk::<START_LEN>()?;
+        if bytes[..8] != MAGIC || u32_at(bytes, 8) != VERSION {
+            return None;
+        }
+        Some(Self { header_len: u32_at(bytes, 12), header_checksum: u32_at(bytes, 16), file_len: u64_at(bytes, 24) })
+    }
+}
+
+/// The slot at which the search for a hash starts, and the fingerprint that its slot holds.
+pub(crate) fn index_slot(hash: u64, slots: u64) -> (u64, u32) {
+    ((u128::from(hash) * u128::from(slots) >> 64) as u64, hash as u32)
+}
+
+/// Slots of an index over so many entries: four fifths full.
+pub(crate) fn index_slots(entries: u64) -> u64 {
+    entries + entries / 4 + 1
+}
+
+fn u32_at<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+fn u64_at<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_read_back_as_written() {
+        let entry = EntryRecord { name_offset: 1 << 40, name_len: 255, kind: EntryKind::Symlink, parent: 7, next: 9, node: 3 };
+        assert_eq!(EntryRecord::decode(&entry.encode()), Some(entry));
+        let node = NodeRecord { data: 1 << 50, mtime_s: -5, mtime_ns: 999_999_999, mode: 0o4755, links: 2, extra: 8 };
+        assert_eq!(NodeRecord::decode(&node.encode()), node);
+        let origin = OriginRecord { source: 5, offset: u64::MAX };
+        assert_eq!(OriginRecord::decode(&origin.encode()), origin);
+        let start = Start { header_len: 1, header_checksum: 2, file_len: 3 };
+        assert_eq!(Start::decode(&start.encode()), Some(start));
+        for kind in KINDS {
+            for compression in COMPRESSIONS {
+                let source = SourceRecord { path_offset: 4, path_len: 3, prefix_len: 2, kind, compression };
+                assert_eq!(SourceRecord::decode(&source.encode()), Some(source));
+            }
+        }
+    }
+
+    #[test]
+    fn golden_bytes() {
+        let entry = EntryRecord { name_offset: 5, name_len: 3, kind: EntryKind::Directory, parent: 1, next: 2, node: 4 };
+        assert_eq!(entry.encode(), [3, 1, 5, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0]);
+        let start = Start { header_len: 16, header_checksum: 0x01020304, file_len: 4096 };
+        assert_eq!(&start.encode(), b"DAYFLYCT\x01\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
+    }
+}

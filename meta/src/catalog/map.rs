@@ -1,0 +1,326 @@
+//! A catalog, mapped. Opening it checks the header and where the columns lie, at a cost that does not grow with the
+//! dataset; each access checks its own bounds, so a damaged catalog gives `None`, never a fault.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use memmap2::Mmap;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::layout::{
+    COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord, START_LEN, Source,
+    SourceRecord, Start, VERSION, WIDTHS, index_slot,
+};
+use crate::id::{BlockId, NodeId, SampleId};
+use crate::limits::BLOCK_SIZE_MAX;
+use crate::path::join;
+use crate::shared::map_immutable;
+
+/// Why a file is no catalog.
+#[derive(Debug, thiserror::Error)]
+pub enum CatalogError {
+    /// It could not be mapped.
+    #[error("cannot map the catalog: {0}")]
+    Map(#[from] io::Error),
+    /// Not a catalog, or of another version.
+    #[error("not a catalog of version {VERSION}")]
+    Version,
+    /// Its bytes contradict each other.
+    #[error("the catalog is damaged: {0}")]
+    Damaged(&'static str),
+}
+
+/// An entry's number, from 0 (the root), in walk order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EntryId(pub u32);
+
+/// One name of the dataset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry<'a> {
+    /// Its number.
+    pub id: EntryId,
+    /// Its last name; empty for the root.
+    pub name: &'a [u8],
+    /// What it is.
+    pub kind: EntryKind,
+    /// The directory that holds it; the root's is the root.
+    pub parent: EntryId,
+    /// The first entry after all that lies below it.
+    pub next: EntryId,
+    /// The sample's number, or a number among directories and symlinks.
+    pub node: u32,
+}
+
+impl Entry<'_> {
+    /// The sample, if it is a file.
+    pub fn sample(&self) -> Option<SampleId> {
+        (self.kind == EntryKind::File).then_some(SampleId(self.node))
+    }
+}
+
+/// What `stat` tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attributes {
+    /// Bytes of a file; length of a symlink's target; 0 for a directory.
+    pub size: u64,
+    /// Permission bits.
+    pub mode: u32,
+    /// Names of a file; for a directory its subdirectories plus two.
+    pub links: u32,
+    /// Modification time, whole seconds.
+    pub mtime_s: i64,
+    /// And nanoseconds.
+    pub mtime_ns: u32,
+}
+
+/// Where a sample's bytes lie on the PFS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The source.
+    pub source: Source,
+    /// In a tar, the offset in the unpacked stream; in a tree, the number in the walk.
+    pub offset: u64,
+}
+
+/// Numbers of the whole dataset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// The seed of its placement.
+    pub seed: u64,
+    /// When it was staged in, seconds of the epoch.
+    pub created_s: i64,
+    /// Bytes of all samples.
+    pub bytes: u64,
+    /// Names: files, directories and symlinks.
+    pub entries: u32,
+    /// Samples.
+    pub samples: u32,
+    /// Blocks.
+    pub blocks: u32,
+    /// Sources.
+    pub sources: u32,
+    /// Length of the catalog in bytes.
+    pub file_len: u64,
+}
+
+/// A mapped catalog.
+#[derive(Debug)]
+pub struct Catalog {
+    map: Mmap,
+    header: Header,
+    pub(super) columns: [Extent; COLUMNS],
+}
+
+impl Catalog {
+    /// Maps a catalog and checks its header.
+    pub fn open(file: &File) -> Result<Self, CatalogError> {
+        let map = map_immutable(file)?;
+        let start = Start::decode(&map).ok_or(CatalogError::Version)?;
+        let len = start.header_len as usize;
+        let bytes = map.get(START_LEN..START_LEN + len.min(HEADER_LEN_MAX + 1)).filter(|bytes| bytes.len() == len);
+        let bytes = bytes.ok_or(CatalogError::Damaged("the header's length"))?;
+        if crc32c::crc32c(bytes) != start.header_checksum || start.file_len != map.len() as u64 {
+            return Err(CatalogError::Damaged("the header's checksum or the file's length"));
+        }
+        let record =
+            rkyv::from_bytes::<HeaderRecord, rkyv::rancor::Error>(bytes).map_err(|_| CatalogError::Damaged("the header"))?;
+        for (extent, width) in record.columns.iter().zip(WIDTHS) {
+            let end = extent.count.checked_mul(width).and_then(|len| len.checked_add(extent.offset));
+            if end.is_none_or(|end| end > map.len() as u64) {
+                return Err(CatalogError::Damaged("a column's place"));
+            }
+        }
+        let count = |column: Column| {
+            u32::try_from(record.columns[column as usize].count).map_err(|_| CatalogError::Damaged("a column's length"))
+        };
+        let header = Header {
+            seed: record.seed,
+            created_s: record.created_s,
+            bytes: record.bytes,
+            entries: count(Column::Entries)?,
+            samples: count(Column::Samples)?,
+            blocks: count(Column::Owners)?,
+            sources: count(Column::Sources)?,
+            file_len: start.file_len,
+        };
+        if header.entries == 0 || count(Column::Checksums)? != header.blocks || count(Column::Origins)? != header.samples {
+            return Err(CatalogError::Damaged("columns that do not match"));
+        }
+        Ok(Self { map, header, columns: record.columns })
+    }
+
+    /// Numbers of the whole dataset.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// CRC32C of the whole file: reads all of it.
+    pub fn file_checksum(&self) -> u32 {
+        crc32c::crc32c(&self.map)
+    }
+
+    /// The entry of a normal path; the root's is the empty one.
+    pub fn find(&self, path: &[u8]) -> Option<Entry<'_>> {
+        let slots = self.columns[Column::Index as usize].count;
+        if slots == 0 {
+            return None;
+        }
+        let (mut slot, fingerprint) = index_slot(xxh3_64(path), slots);
+        for _ in 0..slots {
+            let word = u64::from_le_bytes(*self.record::<8>(Column::Index, slot)?);
+            let entry = (word as u32).checked_sub(1)?;
+            if (word >> 32) as u32 == fingerprint {
+                if let Some(entry) = self.entry(EntryId(entry)).filter(|entry| self.has_path(entry, path)) {
+                    return Some(entry);
+                }
+            }
+            slot = (slot + 1) % slots;
+        }
+        None
+    }
+
+    /// Compares an entry's path from its end, so that it need not be put together.
+    fn has_path(&self, entry: &Entry<'_>, path: &[u8]) -> bool {
+        let mut rest = path;
+        let mut at = *entry;
+        while at.id.0 != 0 {
+            let Some(before) = rest.strip_suffix(at.name) else { return false };
+            let parent = match self.entry(at.parent) {
+                Some(parent) if parent.id < at.id => parent,
+                _ => return false,
+            };
+            rest = match before.strip_suffix(b"/") {
+                Some(directory) if parent.id.0 != 0 => directory,
+                None if parent.id.0 == 0 => before,
+                _ => return false,
+            };
+            at = parent;
+        }
+        rest.is_empty()
+    }
+
+    /// An entry by its number.
+    pub fn entry(&self, id: EntryId) -> Option<Entry<'_>> {
+        let record = EntryRecord::decode(self.record(Column::Entries, u64::from(id.0))?)?;
+        let name = self.names(record.name_offset, u64::from(record.name_len))?;
+        let (parent, next) = (EntryId(record.parent), EntryId(record.next));
+        Some(Entry { id, name, kind: record.kind, parent, next, node: record.node })
+    }
+
+    /// What lies in a directory, by the bytes of its names; to go on later, pass the `next` of the last one seen.
+    pub fn children<'a>(&'a self, directory: &Entry<'a>, from: Option<EntryId>) -> impl Iterator<Item = Entry<'a>> + use<'a> {
+        let is_directory = directory.kind == EntryKind::Directory;
+        let end = if is_directory { directory.next } else { directory.id };
+        let mut at = from.unwrap_or(EntryId(directory.id.0.saturating_add(1)));
+        std::iter::from_fn(move || {
+            let entry = (at < end).then(|| self.entry(at)).flatten()?;
+            // A damaged catalog must not send the walk backwards.
+            at = entry.next.max(EntryId(at.0 + 1));
+            Some(entry)
+        })
+    }
+
+    /// What `stat` tells of an entry.
+    pub fn attributes(&self, entry: &Entry<'_>) -> Option<Attributes> {
+        let column = if entry.kind == EntryKind::File { Column::Samples } else { Column::Others };
+        let record = self.node(column, entry.node)?;
+        let size = match entry.kind {
+            EntryKind::File => record.data,
+            EntryKind::Directory => 0,
+            EntryKind::Symlink => u64::from(record.extra),
+        };
+        let NodeRecord { mode, links, mtime_s, mtime_ns, .. } = record;
+        Some(Attributes { size, mode, links, mtime_s, mtime_ns })
+    }
+
+    /// Where a symlink leads.
+    pub fn symlink_target(&self, entry: &Entry<'_>) -> Option<&[u8]> {
+        let record = self.node(Column::Others, entry.node).filter(|_| entry.kind == EntryKind::Symlink)?;
+        self.names(record.data, u64::from(record.extra))
+    }
+
+    /// An entry's path.
+    pub fn path(&self, entry: &Entry<'_>) -> Vec<u8> {
+        let mut names = Vec::new();
+        let mut at = *entry;
+        while at.id.0 != 0 {
+            names.push(at.name);
+            match self.entry(at.parent) {
+                Some(parent) if parent.id < at.id => at = parent,
+                _ => break,
+            }
+        }
+        names.iter().rev().fold(Vec::new(), |path, name| join(&path, name))
+    }
+
+    /// A sample's size and blocks.
+    pub fn sample(&self, sample: SampleId) -> Option<(u64, Range<u32>)> {
+        let record = self.node(Column::Samples, sample.0)?;
+        let count = u32::try_from(block_count(record.data)).ok()?;
+        let end = record.extra.checked_add(count).filter(|&end| end <= self.header.blocks)?;
+        Some((record.data, record.extra..end))
+    }
+
+    /// The sample that a block is a piece of, and the block's length in bytes.
+    pub fn block(&self, block: BlockId) -> Option<(SampleId, u64)> {
+        // First blocks do not fall from sample to sample: find the last sample that starts at or before the block. A sample
+        // without blocks starts where its follower does, so the last such one is the one with blocks.
+        let (mut low, mut high) = (0, self.header.samples);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.node(Column::Samples, middle)?.extra <= block.0 { low = middle + 1 } else { high = middle }
+        }
+        let sample = SampleId(low.checked_sub(1)?);
+        let (size, blocks) = self.sample(sample)?;
+        let part = u64::from(block.0.checked_sub(blocks.start)?);
+        blocks.contains(&block.0).then(|| (sample, (size - part * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX)))
+    }
+
+    /// The node to ask for a block that is not here.
+    pub fn owner(&self, block: BlockId) -> Option<NodeId> {
+        self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
+    }
+
+    /// The CRC32C of a block's bytes, taken at stage-in.
+    pub fn checksum(&self, block: BlockId) -> Option<u32> {
+        self.record(Column::Checksums, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
+    }
+
+    /// Where a sample's bytes lie on the PFS.
+    pub fn origin(&self, sample: SampleId) -> Option<Origin> {
+        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
+        Some(Origin { source: self.source(source)?, offset })
+    }
+
+    /// A source by its number.
+    pub fn source(&self, source: u32) -> Option<Source> {
+        let record = SourceRecord::decode(self.record(Column::Sources, u64::from(source))?)?;
+        let path = self.names(record.path_offset, u64::from(record.path_len))?.to_vec();
+        let prefix = self.names(record.path_offset.checked_add(path.len() as u64)?, u64::from(record.prefix_len))?.to_vec();
+        Some(Source { path, prefix, kind: record.kind, compression: record.compression })
+    }
+
+    pub(super) fn node(&self, column: Column, row: u32) -> Option<NodeRecord> {
+        self.record(column, u64::from(row)).map(NodeRecord::decode)
+    }
+
+    pub(super) fn record<const WIDTH: usize>(&self, column: Column, row: u64) -> Option<&[u8; WIDTH]> {
+        let Extent { offset, count } = self.columns[column as usize];
+        if row >= count {
+            return None;
+        }
+        self.map.get((offset + row * WIDTH as u64) as usize..)?.first_chunk()
+    }
+
+    fn names(&self, offset: u64, len: u64) -> Option<&[u8]> {
+        let Extent { offset: start, count } = self.columns[Column::Names as usize];
+        let end = offset.checked_add(len).filter(|&end| end <= count)?;
+        self.map.get((start + offset) as usize..(start + end) as usize)
+    }
+}
+
+/// Into how many blocks a sample of so many bytes is cut.
+pub(crate) fn block_count(size: u64) -> u64 {
+    size.div_ceil(BLOCK_SIZE_MAX)
+}

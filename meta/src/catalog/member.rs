@@ -1,0 +1,154 @@
+//! What a stage-in found: one record a member of a source, and the runs in which records are kept and sorted.
+
+use std::cmp::Ordering;
+use std::io::{self, Read, Write};
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use crate::id::NodeId;
+use crate::path::walk_order;
+
+/// A member's place in the order of all members, and its sample's origin: sources in the order given, members in the
+/// order of their source.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MemberKey {
+    /// Number of the source.
+    pub source: u32,
+    /// In a tar, the offset of the data in the unpacked stream; in a tree, the number in the walk.
+    pub offset: u64,
+}
+
+/// A block of a member, stored.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StoredBlock {
+    /// The node that holds it.
+    pub owner: NodeId,
+    /// CRC32C of its bytes as they were read from the source.
+    pub checksum: u32,
+}
+
+/// What a member makes of its path.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub enum MemberKind {
+    /// A regular file, with its blocks where they were stored.
+    File {
+        /// Size in bytes.
+        size: u64,
+        /// One a block, in order.
+        blocks: Vec<StoredBlock>,
+    },
+    /// A directory.
+    Directory,
+    /// A symlink, and its target as it stands.
+    Symlink(Vec<u8>),
+    /// A further name for what the given path was at this point of the order.
+    HardLink(Vec<u8>),
+}
+
+/// One member of a source.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its path in the dataset, normal.
+    pub path: Vec<u8>,
+    /// Its place in the order.
+    pub key: MemberKey,
+    /// Permission bits.
+    pub mode: u32,
+    /// Modification time, whole seconds.
+    pub mtime_s: i64,
+    /// And nanoseconds below 10^9.
+    pub mtime_ns: u32,
+    /// What it is.
+    pub kind: MemberKind,
+}
+
+impl Member {
+    /// The order of runs: paths as a walk visits them, and what happened to one path in its order.
+    pub fn run_order(&self, other: &Self) -> Ordering {
+        walk_order(&self.path, &other.path).then(self.key.cmp(&other.key))
+    }
+
+    /// About how much memory it takes.
+    pub fn memory_len(&self) -> usize {
+        let heap = match &self.kind {
+            MemberKind::File { blocks, .. } => blocks.capacity() * size_of::<StoredBlock>(),
+            MemberKind::Symlink(target) | MemberKind::HardLink(target) => target.capacity(),
+            MemberKind::Directory => 0,
+        };
+        size_of::<Self>() + self.path.capacity() + heap
+    }
+}
+
+/// A record's bound in a run: a path, a target and the blocks of a sample of 64 TiB.
+const RECORD_LEN_MAX: usize = 16 << 20;
+
+/// Appends a member to a run.
+pub fn write_member(run: &mut impl Write, member: &Member) -> io::Result<()> {
+    let bytes = rkyv::to_bytes::<rkyv::rancor::Error>(member).map_err(io::Error::other)?;
+    if bytes.len() > RECORD_LEN_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a sample has too many blocks"));
+    }
+    run.write_all(&(bytes.len() as u32).to_le_bytes())?;
+    run.write_all(&bytes)
+}
+
+/// Reads a run's next member; `None` at its end.
+pub fn read_member(run: &mut impl Read) -> io::Result<Option<Member>> {
+    let mut len = [0; 4];
+    let mut got = 0;
+    while got < len.len() {
+        match run.read(&mut len[got..])? {
+            0 if got == 0 => return Ok(None),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => got += count,
+        }
+    }
+    let len = u32::from_le_bytes(len) as usize;
+    if len > RECORD_LEN_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a member record is too long"));
+    }
+    let mut bytes = Vec::new();
+    run.take(len as u64).read_to_end(&mut bytes)?;
+    if bytes.len() < len {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    rkyv::from_bytes::<Member, rkyv::rancor::Error>(&bytes)
+        .map(Some)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_reads_back_and_damage_is_an_error() {
+        let member = |path: &[u8], kind| Member {
+            path: path.to_vec(),
+            key: MemberKey { source: 1, offset: 2 },
+            mode: 0o644,
+            mtime_s: -1,
+            mtime_ns: 5,
+            kind,
+        };
+        let blocks = vec![StoredBlock { owner: NodeId(3), checksum: 9 }];
+        let members = [
+            member(b"a", MemberKind::File { size: 3, blocks }),
+            member(b"b\xff", MemberKind::HardLink(b"a".to_vec())),
+            member(b"", MemberKind::Directory),
+        ];
+        let mut run = Vec::new();
+        members.iter().for_each(|member| write_member(&mut run, member).unwrap());
+        let mut reader = run.as_slice();
+        for member in &members {
+            assert_eq!(read_member(&mut reader).unwrap().as_ref(), Some(member));
+        }
+        assert_eq!(read_member(&mut reader).unwrap(), None);
+        for cut in 1..run.len() {
+            let mut reader = &run[..cut];
+            while let Ok(Some(_)) = read_member(&mut reader) {}
+        }
+        assert!(read_member(&mut [0xff; 8].as_slice()).is_err());
+        assert!(read_member(&mut run[..3].as_ref()).is_err());
+    }
+}

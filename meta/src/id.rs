@@ -1,0 +1,77 @@
+//! Identifiers: newtypes, so that a node is never taken for a dataset.
+
+use std::fmt;
+use std::str::FromStr;
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+/// A node's place in the session's roster, from 0.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(pub u16);
+
+/// A dataset's number in its session, from 1, never used twice.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct DatasetId(pub u32);
+
+/// A sample's number, dense from 0 within its dataset.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SampleId(pub u32);
+
+/// A block's number, dense from 0 within its dataset: the blocks of sample 0, then those of sample 1, and so on.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockId(pub u32);
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}", self.0)
+    }
+}
+
+impl NodeId {
+    /// The node's index into tables that have one row a node.
+    pub fn index(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
+/// A session's public name: 8 random bytes, written as 16 hexadecimal digits.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub [u8; 8]);
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(out, "{byte:02x}"))
+    }
+}
+
+/// Why a text is no session id.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("a session id is 16 hexadecimal digits")]
+pub struct InvalidSessionId;
+
+impl FromStr for SessionId {
+    type Err = InvalidSessionId;
+
+    fn from_str(text: &str) -> Result<Self, InvalidSessionId> {
+        let lower_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+        if text.len() != 16 || !text.as_bytes().iter().all(|byte| lower_hex(byte)) {
+            return Err(InvalidSessionId);
+        }
+        u64::from_str_radix(text, 16).map(|number| Self(number.to_be_bytes())).map_err(|_| InvalidSessionId)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn session_ids_read_back_as_written() {
+        let id = SessionId([0, 1, 2, 3, 0xfc, 0xfd, 0xfe, 0xff]);
+        assert_eq!(id.to_string(), "00010203fcfdfeff");
+        assert_eq!(id.to_string().parse(), Ok(id));
+        for wrong in ["", "../..", "0001020", "00010203fcfdfeFF", "+0010203fcfdfeff", "00010203fcfdfeff0"] {
+            assert_eq!(wrong.parse::<SessionId>(), Err(InvalidSessionId), "{wrong}");
+        }
+    }
+}

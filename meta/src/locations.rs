@@ -1,0 +1,91 @@
+//! The locations table: per node and dataset, where each block lies here, or that it is absent.
+//!
+//! A sparse file: one page of header, then one word for every block of the dataset, whoever owns it. A word is stored
+//! with Release once the block's bytes can be read, and loaded with Acquire; it never moves while clients live. The
+//! header's *gone* word is set before the segment's bytes are given up, so a reader that finds it clear after its copy
+//! has copied real bytes.
+
+use std::fs::File;
+use std::io;
+
+use crate::id::BlockId;
+use crate::limits::PAGE_SIZE;
+use crate::segment::Place;
+use crate::shared::SharedWords;
+
+/// The first eight bytes of a table, as a little-endian word.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"DAYFLYLO");
+/// Version of the layout.
+pub const VERSION: u64 = 1;
+
+const MAGIC_WORD: usize = 0;
+const VERSION_WORD: usize = 1;
+const BLOCKS_WORD: usize = 2;
+const GONE_WORD: usize = 3;
+const FIRST_WORD: usize = PAGE_SIZE as usize / 8;
+
+/// A node's table for one dataset, mapped.
+pub struct Locations {
+    words: SharedWords,
+}
+
+impl Locations {
+    /// Makes an empty table in `file`, which must be new.
+    pub fn create(file: &File, blocks: u32) -> io::Result<Self> {
+        let words = FIRST_WORD + blocks as usize;
+        file.set_len(words as u64 * 8)?;
+        let table = Self { words: SharedWords::map(file, words, true)? };
+        table.words.store(VERSION_WORD, VERSION);
+        table.words.store(BLOCKS_WORD, u64::from(blocks));
+        table.words.store(MAGIC_WORD, MAGIC);
+        Ok(table)
+    }
+
+    /// Maps a table that a server made, to read it.
+    pub fn open(file: &File, blocks: u32) -> io::Result<Self> {
+        let words = SharedWords::map(file, FIRST_WORD + blocks as usize, false)?;
+        if (words.load(MAGIC_WORD), words.load(VERSION_WORD), words.load(BLOCKS_WORD)) != (MAGIC, VERSION, u64::from(blocks)) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a locations table of this version and dataset"));
+        }
+        Ok(Self { words })
+    }
+
+    /// Where the block lies on this node, if it is here.
+    pub fn find(&self, block: BlockId) -> Option<Place> {
+        Place::unpack(self.words.load(FIRST_WORD + block.0 as usize))
+    }
+
+    /// Publishes a block whose bytes can be read now.
+    pub fn publish(&self, block: BlockId, place: Place) {
+        self.words.store(FIRST_WORD + block.0 as usize, place.pack());
+    }
+
+    /// Whether the dataset's bytes have been given up: anything copied before this was asked may be zeros.
+    pub fn is_gone(&self) -> bool {
+        self.words.load(GONE_WORD) != 0
+    }
+
+    /// Says that the dataset's bytes are about to be given up.
+    pub fn set_gone(&self) {
+        self.words.store(GONE_WORD, 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_published_block_is_found_by_another_mapping() {
+        let file = tempfile::tempfile().unwrap();
+        let server = Locations::create(&file, 3).unwrap();
+        let client = Locations::open(&file, 3).unwrap();
+        let place = Place { drive: 0, offset: 4096 };
+        server.publish(BlockId(2), place);
+        assert_eq!((client.find(BlockId(1)), client.find(BlockId(2)), client.find(BlockId(3))), (None, Some(place), None));
+        server.set_gone();
+        assert!(client.is_gone());
+        assert!(Locations::open(&file, 2).is_err());
+        assert!(Locations::open(&tempfile::tempfile().unwrap(), 0).is_err());
+    }
+}

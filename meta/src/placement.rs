@@ -1,0 +1,165 @@
+//! Who owns a block: a pure function of the seed, the sample's path, the block's number in it, and the members.
+//!
+//! A consistent-hash ring (crate `hashring`) with virtual nodes in proportion to capacity. The hash is XXH3-64 over bytes
+//! laid out here, so that every build on every machine places alike; golden values in the tests hold it.
+
+use std::hash::{BuildHasher, Hash, Hasher};
+
+use hashring::HashRing;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use crate::id::NodeId;
+use crate::limits::{NODES_MAX, VIRTUAL_NODES};
+
+/// A member's weight is its capacity in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// The node.
+    pub node: NodeId,
+    /// What it has room for, in bytes.
+    pub capacity: u64,
+}
+
+/// The ring of a session's members.
+pub struct Placement {
+    ring: HashRing<VirtualNode, ExplicitHash>,
+    counts: Vec<(NodeId, u32)>,
+    seed: u64,
+}
+
+impl Placement {
+    /// Builds the ring. A member without capacity owns nothing, unless all are without: then they share alike.
+    pub fn new(seed: u64, members: &[Member]) -> Self {
+        let total: u128 = members.iter().map(|member| u128::from(member.capacity)).sum();
+        let all = (VIRTUAL_NODES * members.len().min(NODES_MAX)) as u128;
+        let count = |member: &Member| match (u128::from(member.capacity) * all).checked_div(total) {
+            None => VIRTUAL_NODES as u32,
+            Some(share) => (share as u32).max(u32::from(member.capacity > 0)),
+        };
+        Self::build(seed, members.iter().map(|member| (member.node, count(member))).collect())
+    }
+
+    /// The ring without some members. What they owned goes to the next on the ring; all else stays where it was.
+    pub fn without(&self, absent: &[NodeId]) -> Self {
+        Self::build(self.seed, self.counts.iter().filter(|(node, _)| !absent.contains(node)).copied().collect())
+    }
+
+    /// The owner of block `part` of the sample at `path`; `None` if the ring is empty.
+    pub fn owner(&self, path: &[u8], part: u32) -> Option<NodeId> {
+        self.ring.get(&self.key(path, part)).map(|virtual_node| virtual_node.node)
+    }
+
+    fn build(seed: u64, counts: Vec<(NodeId, u32)>) -> Self {
+        let virtual_nodes = |&(node, count): &(NodeId, u32)| (0..count).map(move |replica| VirtualNode { node, replica });
+        let mut ring = HashRing::with_hasher(ExplicitHash);
+        ring.batch_add(counts.iter().flat_map(virtual_nodes).collect());
+        Self { ring, counts, seed }
+    }
+
+    fn key(&self, path: &[u8], part: u32) -> Key {
+        let seed = self.seed ^ u64::from(part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Key(xxh3_64_with_seed(path, seed))
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct VirtualNode {
+    node: NodeId,
+    replica: u32,
+}
+
+impl Hash for VirtualNode {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let mut bytes = *b"node\0\0\0\0\0\0";
+        bytes[4..6].copy_from_slice(&self.node.0.to_le_bytes());
+        bytes[6..].copy_from_slice(&self.replica.to_le_bytes());
+        state.write(&bytes);
+    }
+}
+
+struct Key(u64);
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write(&self.0.to_le_bytes());
+    }
+}
+
+/// XXH3-64 of exactly the one `write` that the types above make.
+#[derive(Clone, Default)]
+struct ExplicitHash;
+
+struct OneWrite(u64);
+
+impl BuildHasher for ExplicitHash {
+    type Hasher = OneWrite;
+
+    fn build_hasher(&self) -> OneWrite {
+        OneWrite(0)
+    }
+}
+
+impl Hasher for OneWrite {
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = xxh3_64(bytes);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn equal(nodes: u16) -> Vec<Member> {
+        (0..nodes).map(|node| Member { node: NodeId(node), capacity: 1 << 40 }).collect()
+    }
+
+    #[test]
+    fn golden_owners() {
+        let placement = Placement::new(7, &equal(4));
+        let owners: Vec<u16> =
+            (0..8).map(|number| placement.owner(format!("train/{number}.jpg").as_bytes(), 0).unwrap().0).collect();
+        let parts: Vec<u16> = (0..8).map(|part| placement.owner(b"large.bin", part).unwrap().0).collect();
+        assert_eq!((owners, parts), (vec![3, 0, 0, 1, 0, 2, 1, 1], vec![3, 0, 0, 2, 3, 2, 0, 3]));
+    }
+
+    #[test]
+    fn four_equal_nodes_hold_at_most_8_percent_over_the_mean() {
+        for seed in 0..10 {
+            let placement = Placement::new(seed, &equal(4));
+            let mut held = [0_u32; 4];
+            for sample in 0..100_000 {
+                held[placement.owner(format!("class{}/{sample}.jpg", sample % 1000).as_bytes(), 0).unwrap().index()] += 1;
+            }
+            assert!(held.iter().all(|&samples| samples <= 27_000), "seed {seed}: {held:?}");
+        }
+    }
+
+    #[test]
+    fn shares_follow_capacity() {
+        let members = [1_u64, 2, 5, 0].iter().enumerate();
+        let members: Vec<_> =
+            members.map(|(node, &capacity)| Member { node: NodeId(node as u16), capacity: capacity << 30 }).collect();
+        let placement = Placement::new(1, &members);
+        let mut held = [0_f64; 4];
+        (0..80_000).for_each(|sample: u32| held[placement.owner(&sample.to_le_bytes(), 0).unwrap().index()] += 1.0);
+        assert!((held[0] - 10_000.0).abs() < 1_000.0 && (held[2] - 50_000.0).abs() < 3_000.0 && held[3] == 0.0, "{held:?}");
+    }
+
+    #[test]
+    fn without_a_member_only_its_blocks_move() {
+        let full = Placement::new(3, &equal(5));
+        let fewer = full.without(&[NodeId(2), NodeId(4)]);
+        for sample in 0..2000_u32 {
+            let (before, after) = (full.owner(&sample.to_le_bytes(), 0).unwrap(), fewer.owner(&sample.to_le_bytes(), 0).unwrap());
+            match before.0 {
+                2 | 4 => assert!(after != NodeId(2) && after != NodeId(4)),
+                _ => assert_eq!(before, after),
+            }
+        }
+        assert_eq!(fewer.without(&(0..5).map(NodeId).collect::<Vec<_>>()).owner(b"x", 0), None);
+    }
+}

@@ -1,0 +1,79 @@
+//! Messages as plain data: between servers ([`peer`]), between a server and the processes of its node ([`local`]), and the
+//! commands among these ([`control`]). All are rkyv, checked before they are looked at; both ends name [`VERSION`] first.
+
+pub mod control;
+pub mod frame;
+pub mod local;
+pub mod peer;
+
+use rkyv::api::high::{HighDeserializer, HighSerializer, HighValidator};
+use rkyv::bytecheck::CheckBytes;
+use rkyv::rancor::Error;
+use rkyv::ser::allocator::ArenaHandle;
+use rkyv::util::AlignedVec;
+use rkyv::{Archive, Deserialize, Serialize};
+
+/// Version of all messages and frames; any change to them raises it. Both ends must be of one version: a session is one
+/// binary, started together.
+pub const VERSION: u32 = 1;
+
+/// Bytes that are no message of this version.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("not a message of version {VERSION}")]
+pub struct InvalidMessage;
+
+/// A message's bytes.
+pub fn encode<T>(message: &T) -> Vec<u8>
+where
+    T: for<'a> Serialize<HighSerializer<AlignedVec, ArenaHandle<'a>, Error>>,
+{
+    // Writing plain data into a growing buffer does not fail; an empty message would be refused by its reader.
+    rkyv::to_bytes::<Error>(message).map(|bytes| bytes.into_vec()).unwrap_or_default()
+}
+
+/// The message that the bytes are, if they are one. Memory taken is in proportion to their number.
+pub fn decode<T>(bytes: &[u8]) -> Result<T, InvalidMessage>
+where
+    T: Archive,
+    T::Archived: for<'a> CheckBytes<HighValidator<'a, Error>> + Deserialize<T, HighDeserializer<Error>>,
+{
+    rkyv::from_bytes::<T, Error>(bytes).map_err(|_| InvalidMessage)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn messages_read_back() {
+        let message = local::FromClient::Fetch {
+            dataset: crate::id::DatasetId(3),
+            blocks: vec![crate::id::BlockId(1), crate::id::BlockId(9)],
+        };
+        assert_eq!(decode::<local::FromClient>(&encode(&message)).as_ref(), Ok(&message));
+        assert_eq!(decode::<local::FromClient>(&encode(&message)[1..]), Err(InvalidMessage));
+        assert_eq!(decode::<local::FromClient>(&[]), Err(InvalidMessage));
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_are_never_a_fault(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = decode::<local::FromClient>(&bytes);
+            let _ = decode::<local::FromServer>(&bytes);
+            let _ = decode::<peer::Request>(&bytes);
+            let _ = decode::<peer::Reply>(&bytes);
+        }
+
+        #[test]
+        fn damaged_messages_are_never_a_fault(at in 0_usize..200, flip in 1_u8..) {
+            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock {
+                key: crate::catalog::MemberKey { source: 1, offset: 2 }, part: 3, block_len: 4, offset: 0, len: 4 }; 3] };
+            let mut bytes = encode(&message);
+            let at = at % bytes.len();
+            bytes[at] ^= flip;
+            let _ = decode::<peer::Request>(&bytes);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Frames: what stands before a message on a stream.
+//!
+//! Between peers, 24 bytes: body length, kind, a request's number, and an argument. On the local socket, 4 bytes: the
+//! length of the message.
+
+use crate::limits::{FRAME_BODY_LEN_MAX, LOCAL_MESSAGE_LEN_MAX};
+
+/// Length of a peer frame's header.
+pub const PEER_HEADER_LEN: usize = 24;
+/// Length of a local message's header.
+pub const LOCAL_HEADER_LEN: usize = 4;
+
+/// What a peer frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// A request for bulk data; the argument is how many bytes may be sent. Body: lengths of the slots, message.
+    Pull = 1,
+    /// The answer to a pull; the argument is how many bytes follow as `Data`. Body: lengths of the pieces, message.
+    Pulled = 2,
+    /// Bulk bytes of a pull or an offer, in order.
+    Data = 3,
+    /// An offer of as many bytes as the argument says. Body: message.
+    Offer = 4,
+    /// The offered bytes may be sent.
+    Ready = 5,
+    /// The answer to an offer. Body: message.
+    Offered = 6,
+    /// The request failed. Body: text.
+    Refused = 7,
+    /// A sign of life is asked for.
+    Ping = 8,
+    /// A sign of life.
+    Pong = 9,
+}
+
+const KINDS: [Kind; 9] =
+    [Kind::Pull, Kind::Pulled, Kind::Data, Kind::Offer, Kind::Ready, Kind::Offered, Kind::Refused, Kind::Ping, Kind::Pong];
+
+/// A peer frame's header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerHeader {
+    /// Bytes of the body that follows.
+    pub body_len: u32,
+    /// What it is.
+    pub kind: Kind,
+    /// Which request it belongs to; numbered by the side that asks.
+    pub request: u64,
+    /// See [`Kind`].
+    pub argument: u64,
+}
+
+/// A header that no peer of this version sends.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("not a frame of this version")]
+pub struct InvalidFrame;
+
+impl PeerHeader {
+    /// The header's bytes.
+    pub fn encode(self) -> [u8; PEER_HEADER_LEN] {
+        let mut bytes = [0; PEER_HEADER_LEN];
+        bytes[..4].copy_from_slice(&self.body_len.to_le_bytes());
+        bytes[4] = self.kind as u8;
+        bytes[8..16].copy_from_slice(&self.request.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.argument.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header; the body's length is within its bound.
+    pub fn decode(bytes: [u8; PEER_HEADER_LEN]) -> Result<Self, InvalidFrame> {
+        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]));
+        let body_len = u32::from_le_bytes(std::array::from_fn(|byte| bytes[byte]));
+        let kind = KINDS.into_iter().find(|&kind| kind as u8 == bytes[4]).ok_or(InvalidFrame)?;
+        if body_len as usize > FRAME_BODY_LEN_MAX || bytes[5..8] != [0; 3] {
+            return Err(InvalidFrame);
+        }
+        Ok(Self { body_len, kind, request: word(8), argument: word(16) })
+    }
+}
+
+/// The header of a local message.
+pub fn encode_local(len: usize) -> Result<[u8; LOCAL_HEADER_LEN], InvalidFrame> {
+    if len > LOCAL_MESSAGE_LEN_MAX { Err(InvalidFrame) } else { Ok((len as u32).to_le_bytes()) }
+}
+
+/// The length of the local message that follows.
+pub fn decode_local(header: [u8; LOCAL_HEADER_LEN]) -> Result<usize, InvalidFrame> {
+    let len = u32::from_le_bytes(header) as usize;
+    if len > LOCAL_MESSAGE_LEN_MAX { Err(InvalidFrame) } else { Ok(len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn golden_header_reads_back_and_strange_ones_do_not() {
+        let header = PeerHeader { body_len: 0x0102, kind: Kind::Offer, request: 7, argument: 1 << 40 };
+        let bytes = *b"\x02\x01\0\0\x04\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0\0\x01\0\0";
+        assert_eq!(header.encode(), bytes);
+        assert_eq!(PeerHeader::decode(bytes), Ok(header));
+        for (at, value) in [(3, 1), (4, 0), (4, 10), (5, 1)] {
+            let mut wrong = bytes;
+            wrong[at] = value;
+            assert_eq!(PeerHeader::decode(wrong), Err(InvalidFrame), "byte {at} = {value}");
+        }
+        assert_eq!(decode_local([0xff; 4]), Err(InvalidFrame));
+    }
+}

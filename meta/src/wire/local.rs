@@ -1,0 +1,100 @@
+//! Between a server and the processes of its node: one request at a time, each with its answer. Descriptors travel beside
+//! the answers that say so. A client that needs nothing but local blocks sends nothing after it has attached.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use super::control::{Command, Event};
+use crate::id::{BlockId, DatasetId, NodeId, SessionId};
+
+/// What a client asks.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum FromClient {
+    /// The first message: who speaks, by version. Answer: `Welcome`.
+    Hello {
+        /// [`super::VERSION`] of the client.
+        version: u32,
+    },
+    /// All datasets. Answers: one `Dataset` each, then `DatasetsEnd`.
+    Datasets,
+    /// Blocks that are not in the node's locations. Answer: `Fetched`, with at least the first of them; ask again for the rest.
+    Fetch {
+        /// Their dataset.
+        dataset: DatasetId,
+        /// At most [`crate::limits::BATCH_BLOCKS_MAX`].
+        blocks: Vec<BlockId>,
+    },
+    /// Leases that are no longer needed. No answer.
+    Release {
+        /// As named in `Fetched`.
+        leases: Vec<u64>,
+    },
+    /// A command. Answers: `Event`s, the last of which says that it is.
+    Control(Command),
+}
+
+/// What a server answers.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum FromServer {
+    /// The session. Descriptors: the board, the counters, the arena.
+    Welcome {
+        /// [`super::VERSION`] of the server.
+        version: u32,
+        /// The session's id.
+        session: SessionId,
+        /// The server's node.
+        node: NodeId,
+        /// Number of nodes.
+        nodes: u16,
+        /// The path below which programs see the namespace.
+        prefix: Vec<u8>,
+        /// Whether clients verify what they read against the catalog's checksums.
+        verify_reads: bool,
+        /// Length of the arena in bytes.
+        arena_len: u64,
+    },
+    /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
+    Dataset {
+        /// Its number.
+        id: DatasetId,
+        /// Its root's path below the prefix.
+        target: Vec<u8>,
+    },
+    /// All datasets have been named.
+    DatasetsEnd {
+        /// The board's generation that this answer is as new as.
+        generation: u64,
+    },
+    /// Blocks.
+    Fetched {
+        /// In the order asked for, perhaps fewer.
+        blocks: Vec<FetchedBlock>,
+    },
+    /// Part of a command's answer.
+    Event(Event),
+    /// The request is not granted.
+    Refused {
+        /// Why, for the user.
+        reason: String,
+    },
+}
+
+/// What became of a block that was asked for.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub enum FetchedBlock {
+    /// It is in the node's locations now.
+    Here,
+    /// It is in the arena, until the lease is released.
+    Leased {
+        /// The lease.
+        lease: u64,
+        /// Offset of its first byte in the arena.
+        offset: u64,
+        /// Its length.
+        len: u64,
+    },
+    /// It cannot be had; names the node and what to do.
+    Failed {
+        /// For the user.
+        reason: String,
+    },
+}
