@@ -54,7 +54,7 @@ impl FromStr for SessionId {
 
     fn from_str(text: &str) -> Result<Self, InvalidSessionId> {
         let lower_hex = |byte: &u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-        if text.len() != 16 || !text.as_bytes().iter().all(|byte| lower_hex(byte)) {
+        if text.len() != 16 || !text.as_bytes().iter().all(lower_hex) {
             return Err(InvalidSessionId);
         }
         u64::from_str_radix(text, 16).map(|number| Self(number.to_be_bytes())).map_err(|_| InvalidSessionId)

@@ -1,6 +1,8 @@
 //! Messages as plain data: between servers ([`peer`]), between a server and the processes of its node ([`local`]), and the
 //! commands among these ([`control`]). All are rkyv, checked before they are looked at; both ends name [`VERSION`] first.
 
+#![allow(missing_docs, reason = "of the archived twins that rkyv derives; the messages themselves are documented")]
+
 pub mod control;
 pub mod frame;
 pub mod local;

@@ -172,12 +172,11 @@ impl<'a> CatalogBuilder<'a> {
             self.open_directory(b"", 0o755, self.created_s, 0)?;
         }
         let Some((parent, _)) = split_last(path) else { return Ok(()) };
-        let mut at = self.open.last().map_or(0, |directory| components(&directory.path).count());
+        let opened = self.open.last().map_or(0, |directory| components(&directory.path).count());
         let mut missing: Vec<u8> = self.open.last().map_or_else(Vec::new, |directory| directory.path.clone());
-        for name in components(parent).skip(at) {
+        for name in components(parent).skip(opened) {
             missing = crate::path::join(&missing, name);
             self.open_directory(&missing, 0o755, self.created_s, 0)?;
-            at += 1;
         }
         Ok(())
     }

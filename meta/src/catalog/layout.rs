@@ -284,7 +284,7 @@ impl Start {
 
 /// The slot at which the search for a hash starts, and the fingerprint that its slot holds.
 pub(crate) fn index_slot(hash: u64, slots: u64) -> (u64, u32) {
-    ((u128::from(hash) * u128::from(slots) >> 64) as u64, hash as u32)
+    (((u128::from(hash) * u128::from(slots)) >> 64) as u64, hash as u32)
 }
 
 /// Slots of an index over so many entries: four fifths full.

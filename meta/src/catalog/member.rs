@@ -1,5 +1,7 @@
 //! What a stage-in found: one record a member of a source, and the runs in which records are kept and sorted.
 
+#![allow(missing_docs, reason = "of the archived twins that rkyv derives")]
+
 use std::cmp::Ordering;
 use std::io::{self, Read, Write};
 

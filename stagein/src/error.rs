@@ -1,0 +1,86 @@
+//! What can go wrong while staging in. Each message names the source, the place in it, and the way out.
+
+use std::io;
+use std::path::PathBuf;
+
+use dayfly_meta::id::NodeId;
+
+/// Why a stage-in failed.
+#[derive(Debug, thiserror::Error)]
+pub enum StageInError {
+    /// Nothing is there.
+    #[error("no file or directory matches '{0}'")]
+    NoMatch(String),
+    /// A pattern that cannot be understood.
+    #[error("'{pattern}' is not a pattern: {reason}")]
+    Pattern {
+        /// As given.
+        pattern: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A source, or a file of a tree, cannot be read.
+    #[error("cannot read '{}': {error}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// Named as an archive, but not one.
+    #[error("'{}' is named like an archive, but its content is none (known: tar, plain or in gzip, zstd, xz, bzip2 or lz4)", path.display())]
+    NotAnArchive {
+        /// Which.
+        path: PathBuf,
+    },
+    /// An archive breaks off or is damaged.
+    #[error("'{}' is damaged at byte {offset} of its unpacked content: {reason}", path.display())]
+    Damaged {
+        /// Which.
+        path: PathBuf,
+        /// Where, after decompression.
+        offset: u64,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// A member that this version does not unpack.
+    #[error("'{}' has at byte {offset} a member that cannot be unpacked: {reason}", path.display())]
+    Unsupported {
+        /// Which archive.
+        path: PathBuf,
+        /// Where, after decompression.
+        offset: u64,
+        /// What it is.
+        reason: String,
+    },
+    /// A file is not what it was when the stage-in was planned.
+    #[error("'{}' changed while it was staged in: it had {planned} bytes and now has {found}", path.display())]
+    Changed {
+        /// Which.
+        path: PathBuf,
+        /// Bytes when it was listed.
+        planned: u64,
+        /// Bytes when it was read.
+        found: u64,
+    },
+    /// No node has room for a block.
+    #[error("no node has room left for '{sample}'; give more with --capacity or --data-dir, or stage in less")]
+    NoRoom {
+        /// The sample.
+        sample: String,
+    },
+    /// The data dir failed while something was put aside there.
+    #[error("cannot write to the data dir: {0}")]
+    Scratch(#[source] io::Error),
+    /// A node did not take what was shipped to it.
+    #[error("cannot store on node {node}: {reason}")]
+    Ship {
+        /// Which node.
+        node: NodeId,
+        /// Why.
+        reason: String,
+    },
+    /// It was cancelled.
+    #[error("cancelled")]
+    Cancelled,
+}

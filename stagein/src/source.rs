@@ -1,0 +1,46 @@
+//! What a source is, told by its content: a tar in any of the known compressions, a directory tree, or a single file.
+
+pub(crate) mod compressed;
+pub(crate) mod directory;
+pub(crate) mod tar;
+
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::path::Path;
+
+use dayfly_meta::catalog::{Compression, SourceKind};
+
+use crate::StageInError;
+
+/// Name endings that promise an archive: a file so named that is none is an error, not a sample.
+const ARCHIVE_ENDINGS: [&str; 14] = [
+    ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4", ".tzst", ".crate", ".tar.gz", ".tar.xz", ".tar.zst",
+    ".tar.bz2",
+];
+
+/// Tells what the regular file at `path` is.
+pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageInError> {
+    let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
+    let mut file = File::open(path).map_err(unreadable)?;
+    let mut start = Vec::with_capacity(tar::BLOCK_LEN);
+    (&mut file).take(tar::BLOCK_LEN as u64).read_to_end(&mut start).map_err(unreadable)?;
+    let compression = compressed::recognize(&start);
+    if compression != Compression::None {
+        file.rewind().map_err(unreadable)?;
+        let mut decoder = compressed::decoder(compression, file).map_err(unreadable)?;
+        let mut unpacked = Vec::with_capacity(tar::BLOCK_LEN);
+        decoder.by_ref().take(tar::BLOCK_LEN as u64).read_to_end(&mut unpacked).map_err(|error| {
+            let (offset, reason) = (unpacked.len() as u64, error.to_string());
+            StageInError::Damaged { path: path.to_owned(), offset, reason }
+        })?;
+        start = unpacked;
+    }
+    if tar::is_tar(&start) {
+        return Ok((SourceKind::Tar, compression));
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    if ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.") {
+        return Err(StageInError::NotAnArchive { path: path.to_owned() });
+    }
+    Ok((SourceKind::File, Compression::None))
+}

@@ -1,0 +1,131 @@
+//! Decompression by well-kept libraries, each bounded in the memory that a hostile stream can make it take. All formats
+//! may consist of several streams one after another, as their own tools accept.
+
+use std::io::{self, BufRead, BufReader, Read};
+
+use dayfly_meta::catalog::Compression;
+use dayfly_meta::limits::DECODER_MEMORY_MAX;
+
+/// Bytes read from the PFS at a time.
+const READ_LEN: usize = 1 << 20;
+
+/// How a file that starts so is compressed.
+pub(crate) fn recognize(start: &[u8]) -> Compression {
+    const MAGICS: [(&[u8], Compression); 5] = [
+        (&[0x1f, 0x8b, 8], Compression::Gzip),
+        (&[0x28, 0xb5, 0x2f, 0xfd], Compression::Zstd),
+        (&[0xfd, b'7', b'z', b'X', b'Z', 0], Compression::Xz),
+        (b"BZh", Compression::Bzip2),
+        (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
+    ];
+    let found = MAGICS.iter().find(|(magic, _)| start.starts_with(magic));
+    found.map_or(Compression::None, |&(_, compression)| compression)
+}
+
+/// A reader of the unpacked stream.
+pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a) -> io::Result<Box<dyn Read + Send + 'a>> {
+    let input = BufReader::with_capacity(READ_LEN, input);
+    Ok(match compression {
+        Compression::None => Box::new(input),
+        Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(input)),
+        Compression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(input)),
+        Compression::Xz => {
+            let stream = liblzma::stream::Stream::new_stream_decoder(DECODER_MEMORY_MAX, liblzma::stream::CONCATENATED)?;
+            Box::new(liblzma::bufread::XzDecoder::new_stream(input, stream))
+        }
+        Compression::Zstd => {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(input)?;
+            decoder.window_log_max(DECODER_MEMORY_MAX.ilog2())?;
+            Box::new(decoder)
+        }
+        Compression::Lz4 => Box::new(Lz4Frames { frame: lz4_flex::frame::FrameDecoder::new(input) }),
+    })
+}
+
+/// lz4 frames one after another: the library's reader ends with the first.
+struct Lz4Frames<R: BufRead> {
+    frame: lz4_flex::frame::FrameDecoder<R>,
+}
+
+impl<R: BufRead> Read for Lz4Frames<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let count = self.frame.read(buffer)?;
+            // At a frame's end the decoder gives 0 once and is ready for the next frame, if there is one.
+            if count > 0 || buffer.is_empty() || self.frame.get_mut().fill_buf()?.is_empty() {
+                return Ok(count);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    pub(crate) fn compress(compression: Compression, bytes: &[u8]) -> Vec<u8> {
+        match compression {
+            Compression::None => bytes.to_vec(),
+            Compression::Gzip => {
+                let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+                encoder.write_all(bytes).unwrap();
+                encoder.finish().unwrap()
+            }
+            Compression::Bzip2 => {
+                let mut encoder = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+                encoder.write_all(bytes).unwrap();
+                encoder.finish().unwrap()
+            }
+            Compression::Xz => {
+                let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 1);
+                encoder.write_all(bytes).unwrap();
+                encoder.finish().unwrap()
+            }
+            Compression::Zstd => zstd::encode_all(bytes, 1).unwrap(),
+            Compression::Lz4 => {
+                let info = lz4_flex::frame::FrameInfo::new().content_checksum(true).block_checksums(true);
+                let mut encoder = lz4_flex::frame::FrameEncoder::with_frame_info(info, Vec::new());
+                encoder.write_all(bytes).unwrap();
+                encoder.finish().unwrap()
+            }
+        }
+    }
+
+    const ALL: [Compression; 5] = [Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4];
+
+    fn unpack(compression: Compression, bytes: &[u8]) -> io::Result<Vec<u8>> {
+        let mut unpacked = Vec::new();
+        decoder(compression, bytes)?.take(1 << 26).read_to_end(&mut unpacked)?;
+        Ok(unpacked)
+    }
+
+    #[test]
+    fn each_is_recognized_and_unpacked_also_in_several_streams() {
+        let half: Vec<u8> = (0..300_000_u32).flat_map(|number| (number / 7).to_le_bytes()).collect();
+        for compression in ALL {
+            let packed = compress(compression, &half);
+            assert_eq!(recognize(&packed), compression);
+            assert!(unpack(compression, &packed).unwrap() == half, "{compression:?}");
+            assert!(unpack(compression, &packed.repeat(2)).unwrap() == half.repeat(2), "{compression:?} twice");
+        }
+        assert_eq!(recognize(b"ustar"), Compression::None);
+    }
+
+    #[test]
+    fn what_is_cut_short_or_damaged_is_an_error() {
+        let bytes: Vec<u8> = (0..100_000_u32).flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+        for compression in ALL {
+            let packed = compress(compression, &bytes);
+            for cut in [packed.len() / 2, packed.len() - 1] {
+                assert!(unpack(compression, &packed[..cut]).is_err(), "{compression:?} cut to {cut}");
+            }
+            if compression != Compression::Zstd {
+                let mut damaged = packed.clone();
+                damaged[packed.len() / 2] ^= 0x55;
+                assert!(unpack(compression, &damaged).map_or(true, |unpacked| unpacked != bytes), "{compression:?} damaged");
+            }
+        }
+    }
+}

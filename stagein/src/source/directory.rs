@@ -1,0 +1,116 @@
+//! Walking a directory tree: names of a directory by their bytes, a directory before what is in it. Symlinks are kept,
+//! not followed.
+
+use std::collections::HashMap;
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use dayfly_meta::limits::PATH_LEN_MAX;
+use dayfly_meta::path::join;
+use dayfly_meta::wire::peer::{TreeEntry, TreeKind};
+
+use crate::StageInError;
+use crate::selection::Selector;
+
+/// What a walk meets.
+pub(crate) enum Found {
+    /// An entry of the tree.
+    Entry(TreeEntry),
+    /// A device, FIFO or socket.
+    Special,
+    /// A path too long to keep.
+    TooLong(PathBuf),
+}
+
+/// Names already seen of files that have several, by device and inode.
+type Links = HashMap<(u64, u64), Vec<u8>>;
+
+/// Calls `found` for the tree's root and everything below it.
+pub(crate) fn walk(
+    root: &Path,
+    selector: &Selector,
+    found: &mut dyn FnMut(Found) -> Result<(), StageInError>,
+) -> Result<(), StageInError> {
+    let mut number = 0;
+    let mut links = Links::new();
+    // Directories yet to be read, so that depth costs memory and not stack.
+    let mut waiting = vec![(root.to_owned(), Vec::new())];
+    while let Some((path, name)) = waiting.pop() {
+        let metadata = fs::symlink_metadata(&path).map_err(|error| unreadable(&path, error))?;
+        let is_root = name.is_empty();
+        if name.len() > PATH_LEN_MAX {
+            found(Found::TooLong(path))?;
+            continue;
+        }
+        let is_directory = metadata.is_dir() || is_root;
+        if !is_root && (selector.excludes(&name) || !is_directory && !selector.includes(&name, false)) {
+            continue;
+        }
+        if is_root || selector.includes(&name, is_directory) {
+            let metadata = if is_root { fs::metadata(&path).map_err(|error| unreadable(&path, error))? } else { metadata };
+            match kind_of(&path, &name, &metadata, &mut links).map_err(|error| unreadable(&path, error))? {
+                Some(kind) => found(Found::Entry(entry(number, name.clone(), &metadata, kind)))?,
+                None => found(Found::Special)?,
+            }
+            number += 1;
+        }
+        if is_directory {
+            let names = sorted_names(&path).map_err(|error| unreadable(&path, error))?;
+            waiting.extend(
+                names.into_iter().rev().map(|child| (path.join(std::ffi::OsStr::from_bytes(&child)), join(&name, &child))),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The subdirectories of a directory, sorted: the roots that remain when a component is stripped.
+pub(crate) fn subdirectories(path: &Path) -> Result<Vec<PathBuf>, StageInError> {
+    let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
+    let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));
+    Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir())).collect())
+}
+
+/// The entry that a single file makes.
+pub(crate) fn single_file(metadata: &Metadata) -> TreeEntry {
+    entry(0, Vec::new(), metadata, TreeKind::File(metadata.len()))
+}
+
+fn entry(number: u64, path: Vec<u8>, metadata: &Metadata, kind: TreeKind) -> TreeEntry {
+    let (mtime_s, mtime_ns) = (metadata.mtime(), metadata.mtime_nsec() as u32);
+    TreeEntry { number, path, mode: metadata.mode() & 0o7777, mtime_s, mtime_ns, kind }
+}
+
+fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> io::Result<Option<TreeKind>> {
+    let kind = metadata.file_type();
+    if kind.is_dir() {
+        return Ok(Some(TreeKind::Directory));
+    }
+    if kind.is_symlink() {
+        return Ok(Some(TreeKind::Symlink(fs::read_link(path)?.into_os_string().into_vec())));
+    }
+    if !kind.is_file() {
+        return Ok(None);
+    }
+    if metadata.nlink() > 1 {
+        if let Some(first) = links.get(&(metadata.dev(), metadata.ino())) {
+            return Ok(Some(TreeKind::HardLink(first.clone())));
+        }
+        links.insert((metadata.dev(), metadata.ino()), name.to_vec());
+    }
+    Ok(Some(TreeKind::File(metadata.len())))
+}
+
+fn sorted_names(path: &Path) -> io::Result<Vec<Vec<u8>>> {
+    let names = fs::read_dir(path)?.map(|entry| entry.map(|entry| entry.file_name().into_vec()));
+    let mut names = names.collect::<io::Result<Vec<_>>>()?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+fn unreadable(path: &Path, error: io::Error) -> StageInError {
+    StageInError::Read { path: path.to_owned(), error }
+}

@@ -1,0 +1,96 @@
+//! PAX extended headers: records of `length key=value`.
+
+/// What extended headers say of the next member.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Extension {
+    pub(super) path: Option<Vec<u8>>,
+    pub(super) link_path: Option<Vec<u8>>,
+    pub(super) size: Option<u64>,
+    pub(super) mtime: Option<(i64, u32)>,
+    pub(super) is_sparse: bool,
+}
+
+impl Extension {
+    /// Takes over a header's records.
+    pub(super) fn parse(&mut self, mut text: &[u8]) -> Result<(), &'static str> {
+        const BROKEN: &str = "a broken extended header";
+        // Some writers pad with NULs.
+        while text.first().is_some_and(|&byte| byte != 0) {
+            let digits = text.iter().position(|&byte| byte == b' ').filter(|&len| (1..=7).contains(&len)).ok_or(BROKEN)?;
+            let len: usize = ascii(&text[..digits]).and_then(|digits| digits.parse().ok()).ok_or(BROKEN)?;
+            let record = text.get(digits + 1..len).and_then(|record| record.strip_suffix(b"\n")).ok_or(BROKEN)?;
+            let equals = record.iter().position(|&byte| byte == b'=').ok_or(BROKEN)?;
+            self.set(&record[..equals], &record[equals + 1..]).ok_or(BROKEN)?;
+            text = &text[len..];
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, key: &[u8], value: &[u8]) -> Option<()> {
+        // An empty value takes back what a global header said.
+        let text = || (!value.is_empty()).then(|| value.to_vec());
+        match key {
+            b"path" => self.path = text(),
+            b"linkpath" => self.link_path = text(),
+            b"size" if value.is_empty() => self.size = None,
+            b"size" => self.size = Some(ascii(value)?.parse().ok().filter(|&size: &u64| size < 1 << 62)?),
+            b"mtime" if value.is_empty() => self.mtime = None,
+            b"mtime" => self.mtime = Some(time(ascii(value)?)?),
+            _ => self.is_sparse |= key.starts_with(b"GNU.sparse."),
+        }
+        Some(())
+    }
+}
+
+fn ascii(bytes: &[u8]) -> Option<&str> {
+    std::str::from_utf8(bytes).ok().filter(|text| text.is_ascii())
+}
+
+/// `-12.345` as whole seconds, rounded down, and nanoseconds.
+fn time(text: &str) -> Option<(i64, u32)> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+    let is_negative = whole.starts_with('-');
+    let seconds: i64 = whole.parse().ok()?;
+    if !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let nanoseconds: u32 = format!("{:0<9}", fraction.get(..9).unwrap_or(fraction)).parse().ok()?;
+    match (is_negative, nanoseconds) {
+        (true, 1..) => Some((seconds.checked_sub(1)?, 1_000_000_000 - nanoseconds)),
+        _ => Some((seconds, nanoseconds)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_and_times() {
+        let mut extension = Extension::default();
+        extension.parse(b"15 path=a/\xff\xfe=b\n20 mtime=12.5000001\n12 size=500\n").unwrap();
+        assert_eq!(extension.path.as_deref(), Some(&b"a/\xff\xfe=b"[..]));
+        assert_eq!((extension.mtime, extension.size), (Some((12, 500_000_100)), Some(500)));
+        for (text, expect) in
+            [("5", Some((5, 0))), ("-1.25", Some((-2, 750_000_000))), ("1.2.3", None), ("", None), ("1.0000000009", Some((1, 0)))]
+        {
+            assert_eq!(time(text), expect, "{text}");
+        }
+    }
+
+    #[test]
+    fn broken_records_are_errors() {
+        for broken in [
+            &b"99 path=a\n"[..],
+            b"0 =\n",
+            b"path=a\n",
+            b"9 path=aa",
+            b"7 size\n",
+            b"11 size=-1\n",
+            b"99999999999 a=b\n",
+            b"3 \n",
+        ] {
+            assert!(Extension::default().parse(broken).is_err(), "{}", String::from_utf8_lossy(broken));
+        }
+    }
+}
