@@ -171,9 +171,10 @@ impl Catalog {
             let word = u64::from_le_bytes(*self.record::<8>(Column::Index, slot)?);
             let entry = (word as u32).checked_sub(1)?;
             if (word >> 32) as u32 == fingerprint
-                && let Some(entry) = self.entry(EntryId(entry)).filter(|entry| self.has_path(entry, path)) {
-                    return Some(entry);
-                }
+                && let Some(entry) = self.entry(EntryId(entry)).filter(|entry| self.has_path(entry, path))
+            {
+                return Some(entry);
+            }
             slot = (slot + 1) % slots;
         }
         None

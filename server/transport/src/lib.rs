@@ -1,1 +1,195 @@
-//! placeholder
+//! Moves messages and bulk bytes between nodes. Knows nothing of catalogs, blocks or sessions beyond their key.
+//!
+//! A connection has two operations, each a small message with bulk bytes beside it, both with a deadline:
+//! [`Connection::pull`], answered with bytes that land in our slots, and [`Connection::offer`], by which the far side takes
+//! our bytes when it is ready. Slots go in by value and come back only when no more bytes can land in them: a deadline
+//! answers the caller, while the slot stays with the connection until that is drained or dead.
+
+pub mod fault;
+mod region;
+pub mod tcp;
+
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dayfly_meta::id::NodeId;
+
+pub use region::{Region, Slot};
+
+/// Why a message did not get through, or its answer not back.
+#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
+pub enum TransportError {
+    /// The peer is gone, or was never there.
+    #[error("node {peer} ({address}) is lost: {reason}")]
+    Lost {
+        /// Which.
+        peer: NodeId,
+        /// Where it was.
+        address: SocketAddr,
+        /// How that shows.
+        reason: String,
+    },
+    /// The peer lives, but the request made no progress in time.
+    #[error("node {peer} ({address}) did not answer within {} ms", timeout.as_millis())]
+    Timeout {
+        /// Which.
+        peer: NodeId,
+        /// Where it is.
+        address: SocketAddr,
+        /// How long was waited.
+        timeout: Duration,
+    },
+    /// The peer answered that it will not.
+    #[error("node {peer} ({address}) refuses: {reason}")]
+    Refused {
+        /// Which.
+        peer: NodeId,
+        /// Where it is.
+        address: SocketAddr,
+        /// Its words.
+        reason: String,
+    },
+    /// The message is larger than one may be: a defect of the caller.
+    #[error("a message of {0} bytes is too long")]
+    TooLong(usize),
+}
+
+/// Bulk bytes of an answer.
+pub enum Piece {
+    /// A range of a file.
+    File {
+        /// Which.
+        file: Arc<File>,
+        /// From where.
+        offset: u64,
+        /// How many bytes.
+        len: u64,
+    },
+    /// Bytes.
+    Bytes(Vec<u8>),
+}
+
+impl Piece {
+    /// Its length in bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Self::File { len, .. } => *len,
+            Self::Bytes(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The answer to a pull: piece *i* lands in slot *i* and must fit it.
+pub struct Answer {
+    /// For the asker.
+    pub message: Vec<u8>,
+    /// At most as many as there are slots.
+    pub pieces: Vec<Piece>,
+}
+
+/// An answered pull.
+pub struct Pulled {
+    /// The peer's message.
+    pub message: Vec<u8>,
+    /// The slots, with bytes in them.
+    pub slots: Vec<Slot>,
+    /// How many bytes landed in each slot.
+    pub lens: Vec<u64>,
+}
+
+/// An answered offer.
+pub struct Offered {
+    /// The peer's message.
+    pub message: Vec<u8>,
+    /// What was offered, whether the peer took it or not.
+    pub payload: Slot,
+}
+
+/// A way to one peer.
+#[async_trait]
+pub trait Connection: Send + Sync {
+    /// The peer.
+    fn peer(&self) -> NodeId;
+
+    /// Whether the peer was found lost; a lost connection never recovers.
+    fn is_lost(&self) -> bool;
+
+    /// Asks; the answer's bytes land in `slots`. `timeout` counts from the last progress.
+    async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError>;
+
+    /// Offers the first `len` bytes of `payload`, of which the far side takes all or nothing.
+    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError>;
+}
+
+/// What a node does with its peers' requests.
+#[async_trait]
+pub trait Service: Send + Sync + 'static {
+    /// Answers a pull into slots of the given lengths. An `Err` reaches the asker as a refusal.
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String>;
+
+    /// Answers an offer; to take its bytes, lands them.
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String>;
+}
+
+/// Offered bytes that have not been sent yet.
+pub struct Incoming {
+    len: u64,
+    landing: Box<dyn Landing>,
+}
+
+impl Incoming {
+    /// How many bytes are offered.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether none are.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Lets the bytes come into `slot`, which must have room for them.
+    pub async fn land(self, slot: Slot) -> io::Result<Slot> {
+        if (slot.len() as u64) < self.len {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the slot is too small for the offer"));
+        }
+        self.landing.land(slot).await
+    }
+}
+
+/// How a transport lands offered bytes.
+#[async_trait]
+trait Landing: Send {
+    async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot>;
+}
+
+/// A network.
+#[async_trait]
+pub trait Transport: Send + Sync {
+    /// Shared memory from which slots come; a transport that must register memory has done so.
+    fn region(&self, len: u64) -> io::Result<Region>;
+
+    /// Finds a way to a peer, proves the key to it and has it prove it to us.
+    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError>;
+
+    /// Answers peers until the returned guard is dropped.
+    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving>;
+}
+
+/// A running listener; dropping it ends it and all connections that it accepted.
+pub struct Serving {
+    /// Ends the tasks.
+    _tasks: tokio::task::JoinSet<()>,
+}
+
+#[cfg(test)]
+mod conformance;

@@ -1,0 +1,194 @@
+//! What every transport promises: one body, run over TCP and over the fault decorator.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
+
+use super::*;
+use crate::fault::{Fault, Faulty, Plan};
+use crate::tcp::{Identity, Tcp};
+
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Answers a pull of `n` with a file's and its own bytes; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
+struct Echo {
+    file: Arc<File>,
+    region: Region,
+    landed: AtomicUsize,
+}
+
+impl Echo {
+    fn new(region: Region) -> Arc<Self> {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, &pattern(4 << 20)).unwrap();
+        Arc::new(Self { file: Arc::new(file), region, landed: AtomicUsize::new(0) })
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
+}
+
+#[async_trait]
+impl Service for Echo {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+        match message.as_slice() {
+            b"no" => return Err("told to refuse".to_owned()),
+            b"wait" => std::future::pending().await,
+            b"slow" => tokio::time::sleep(Duration::from_millis(300)).await,
+            _ => {}
+        }
+        let piece = |(slot, len): (usize, &u64)| match slot % 2 {
+            0 => Piece::File { file: self.file.clone(), offset: slot as u64, len: *len },
+            _ => Piece::Bytes(pattern(*len as usize)),
+        };
+        let message = [&message[..], &from.0.to_le_bytes()].concat();
+        Ok(Answer { message, pieces: room.iter().enumerate().map(piece).collect() })
+    }
+
+    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+        if message == b"full" {
+            return Ok(b"no room".to_vec());
+        }
+        let len = incoming.len();
+        let slot = self.region.slot_within(len, TIMEOUT).await.ok_or("no slot")?;
+        let slot = incoming.land(slot).await.map_err(|error| error.to_string())?;
+        assert!(slot[..len as usize] == pattern(len as usize));
+        self.landed.fetch_add(len as usize, Ordering::Relaxed);
+        Ok(message)
+    }
+}
+
+async fn tcp(node: u16) -> (Tcp, SocketAddr) {
+    let identity = Identity { session: SessionId([9; 8]), key: Arc::new([3; 32]), node: NodeId(node) };
+    Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
+}
+
+/// The body.
+async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketAddr) {
+    let echo = Echo::new(theirs.region(16 << 20).unwrap());
+    let serving = theirs.serve(echo.clone()).await.unwrap();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    let region = ours.region(32 << 20).unwrap();
+    assert_eq!(connection.peer(), NodeId(1));
+
+    // A message alone, and one with slots of all sizes: pieces land in their slots, byte for byte.
+    let pulled = connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
+    assert_eq!(pulled.message, b"hi\0\0");
+    let lens = [1, 3000, 0, FRAME_BODY_LEN_MAX - 1, FRAME_BODY_LEN_MAX, FRAME_BODY_LEN_MAX + 1, 3 << 20, 64];
+    let slots = lens.iter().map(|&len| region.slot(len as u64).unwrap()).collect();
+    let pulled = connection.pull(b"bulk".to_vec(), slots, TIMEOUT).await.unwrap();
+    for (at, (slot, len)) in pulled.slots.iter().zip(lens).enumerate() {
+        let skip = if at % 2 == 0 { at } else { 0 };
+        assert!(pulled.lens[at] == len as u64 && slot[..len] == pattern(len + skip)[skip..], "slot {at}");
+    }
+    drop(pulled);
+
+    // Many at once, pulls and offers mixed.
+    let many = (0..64_usize).map(|number| {
+        let (connection, region) = (connection.clone(), region.clone());
+        tokio::spawn(async move {
+            let len = number * 2000;
+            let mut slot = region.slot_within(len.max(1) as u64, TIMEOUT).await.unwrap();
+            if number % 3 == 0 {
+                slot[..len].copy_from_slice(&pattern(len));
+                let offered = connection.offer(b"take".to_vec(), slot, len, TIMEOUT).await.unwrap();
+                assert_eq!(offered.message, b"take");
+            } else {
+                let pulled = connection.pull(b"give".to_vec(), vec![slot], TIMEOUT).await.unwrap();
+                assert!(pulled.slots[0][..len] == pattern(len)[..]);
+            }
+        })
+    });
+    for task in many.collect::<Vec<_>>() {
+        task.await.unwrap();
+    }
+    assert_eq!(
+        echo.landed.load(Ordering::Relaxed),
+        (0..64).filter(|number| number % 3 == 0).map(|number| number * 2000).sum::<usize>()
+    );
+
+    // An offer that is not taken comes back unsent; a refusal says why.
+    let mut slot = region.slot(100).unwrap();
+    slot.fill(7);
+    let offered = connection.offer(b"full".to_vec(), slot, 100, TIMEOUT).await.unwrap();
+    assert!(offered.message == b"no room" && offered.payload.iter().all(|&byte| byte == 7));
+    let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
+    assert!(matches!(refused, Err(TransportError::Refused { reason, .. }) if reason == "told to refuse"));
+
+    // A deadline is kept; while it runs others are served; the slot comes back only with the connection.
+    let start = Instant::now();
+    let slot = region.slot(20 << 20).unwrap();
+    let late = connection.pull(b"wait".to_vec(), vec![slot], Duration::from_millis(200));
+    let (late, other) = tokio::join!(late, connection.pull(b"slow".to_vec(), vec![], TIMEOUT));
+    assert!(matches!(late, Err(TransportError::Timeout { .. })) && other.is_ok());
+    assert!(start.elapsed() < Duration::from_secs(2));
+    assert!(region.slot(20 << 20).is_none(), "the slot must stay in quarantine");
+    assert!(matches!(connection.pull(vec![0; 2 << 20], vec![], TIMEOUT).await, Err(TransportError::TooLong(_))));
+
+    // The peer dies: requests under way and new ones fail at once, and no slot is lost.
+    let dying = connection.pull(b"wait".to_vec(), vec![region.slot(64).unwrap()], TIMEOUT);
+    let (died, ()) = tokio::join!(dying, async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        drop(serving);
+    });
+    assert!(matches!(died, Err(TransportError::Lost { .. })), "{:?}", died.map(|pulled| pulled.lens));
+    assert!(matches!(connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await, Err(TransportError::Lost { .. })));
+    assert!(connection.is_lost() && start.elapsed() < Duration::from_secs(4));
+    assert!(region.slot_within(30 << 20, TIMEOUT).await.is_some());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_conforms() {
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    conforms(&ours, &theirs, address).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tcp_conforms_when_slow() {
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let plan: Plan = Arc::new(|number| (number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(number % 7))));
+    conforms(&Faulty::new(ours, plan), &theirs, address).await;
+}
+
+#[tokio::test]
+async fn faults_are_what_they_say() {
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
+    let plan: Plan = Arc::new(|number| {
+        [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(number as usize).copied().flatten()
+    });
+    let connection = Faulty::new(ours, plan).connect(NodeId(1), address).await.unwrap();
+    let mut results = Vec::new();
+    for _ in 0..5 {
+        results.push(connection.pull(b"hi".to_vec(), vec![], Duration::from_millis(50)).await.map(drop));
+    }
+    use TransportError::{Lost, Refused, Timeout};
+    assert!(
+        matches!(&results[..], [Ok(()), Err(Refused { .. }), Err(Timeout { .. }), Err(Lost { .. }), Err(Lost { .. })]),
+        "{results:?}"
+    );
+    assert!(connection.is_lost());
+}
+
+#[tokio::test]
+async fn a_stranger_is_told_nothing() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let (theirs, address) = tcp(1).await;
+    let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
+    for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &[0; 64]] {
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        stream.write_all(noise).await.unwrap();
+        let mut answer = Vec::new();
+        // A reset, for the bytes that were not read, is as good as an end.
+        let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
+        assert!(answer.is_empty());
+    }
+    let identity = Identity { session: SessionId([9; 8]), key: Arc::new([4; 32]), node: NodeId(0) };
+    let (stranger, _) = Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap();
+    assert!(matches!(stranger.connect(NodeId(1), address).await, Err(TransportError::Lost { .. })));
+}

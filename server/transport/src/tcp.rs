@@ -1,0 +1,60 @@
+//! TCP: to each peer one connection for small messages and a few for bulk, each proved by the session's key, then plain.
+
+mod dial;
+mod handshake;
+mod serve;
+mod stream;
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use dayfly_meta::id::{NodeId, SessionId};
+use tokio::net::TcpListener;
+use tokio::sync::Mutex;
+
+use crate::{Connection, Region, Service, Serving, Transport, TransportError};
+
+/// Who we are, and what we and our peers prove to each other.
+#[derive(Clone)]
+pub struct Identity {
+    /// The session.
+    pub session: SessionId,
+    /// Its key. Never logged, never shown.
+    pub key: Arc<[u8; 32]>,
+    /// Our node.
+    pub node: NodeId,
+}
+
+/// The TCP transport of one node.
+pub struct Tcp {
+    identity: Identity,
+    listener: Mutex<Option<TcpListener>>,
+}
+
+impl Tcp {
+    /// Binds the listener; peers reach us at the returned address.
+    pub async fn bind(identity: Identity, address: SocketAddr) -> io::Result<(Self, SocketAddr)> {
+        let listener = TcpListener::bind(address).await?;
+        let address = listener.local_addr()?;
+        Ok((Self { identity, listener: Mutex::new(Some(listener)) }, address))
+    }
+}
+
+#[async_trait]
+impl Transport for Tcp {
+    fn region(&self, len: u64) -> io::Result<Region> {
+        Region::new(len)
+    }
+
+    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+        dial::connect(&self.identity, peer, address).await
+    }
+
+    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
+        let listener = self.listener.lock().await.take();
+        let listener = listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node serves already"))?;
+        Ok(serve::start(listener, self.identity.clone(), service))
+    }
+}
