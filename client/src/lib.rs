@@ -1,1 +1,20 @@
-//! placeholder
+//! A process's side of a session: attach to the node's server, look up, read. Blocking, without threads or a runtime of
+//! its own, and usable in a forked child.
+//!
+//! Lookups are reads of mapped memory. A block that the node holds is one `pread` of its segment; only what is not here
+//! is asked of the server. [`View`] gives all this the meaning that POSIX programs expect.
+
+mod arena;
+mod attach;
+mod dataset;
+mod error;
+pub mod locate;
+mod read;
+mod socket;
+mod view;
+
+pub use attach::Session;
+pub use dataset::Dataset;
+pub use error::ClientError;
+pub use read::BlockData;
+pub use view::{Directory, DirectoryEntry, FileKind, OpenFile, Stat, View, ViewError};

@@ -101,6 +101,8 @@ pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(300);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// A request's wait for room in the arena, all of which is leased.
+pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
 /// How often a stage-in's workers report, and hear whether to go on.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -114,6 +116,7 @@ const _: () = {
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
+    assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
     assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
     assert!(LEASES_PER_CLIENT_MAX >= BATCH_BLOCKS_MAX);
 };

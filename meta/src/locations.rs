@@ -65,9 +65,9 @@ impl Locations {
         self.words.load(GONE_WORD) != 0
     }
 
-    /// Says that the dataset's bytes are about to be given up.
-    pub fn set_gone(&self) {
-        self.words.store(GONE_WORD, 1);
+    /// Says that the dataset's bytes are about to be given up (or that they are not, after all).
+    pub fn set_gone(&self, gone: bool) {
+        self.words.store(GONE_WORD, u64::from(gone));
     }
 }
 
@@ -83,7 +83,7 @@ mod tests {
         let place = Place { drive: 0, offset: 4096 };
         server.publish(BlockId(2), place);
         assert_eq!((client.find(BlockId(1)), client.find(BlockId(2)), client.find(BlockId(3))), (None, Some(place), None));
-        server.set_gone();
+        server.set_gone(true);
         assert!(client.is_gone());
         assert!(Locations::open(&file, 2).is_err());
         assert!(Locations::open(&tempfile::tempfile().unwrap(), 0).is_err());

@@ -1,1 +1,50 @@
-//! placeholder
+//! One node of a session: what it holds, how it gets the rest, and what it does for its processes and its peers.
+//!
+//! [`Server`] ties the parts together; each part is a module that knows only those below it:
+//! `store` (drives, segments, datasets) ← `arena` ← `fetch`; `ingest` and `stage` (this node's part of a stage-in);
+//! `lead` (the lead's part); `peers` (the other nodes); `clients` (the processes of this node).
+
+mod arena;
+mod clients;
+mod fetch;
+mod ingest;
+mod lead;
+mod peers;
+mod server;
+mod stage;
+mod store;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dayfly_meta::id::{NodeId, SessionId};
+
+pub use server::{Server, StartError};
+
+/// What a server is told when it starts.
+#[derive(Clone)]
+pub struct Config {
+    /// The session.
+    pub session: SessionId,
+    /// Its key. Never logged, never shown.
+    pub key: Arc<[u8; 32]>,
+    /// This node.
+    pub node: NodeId,
+    /// Where peers reach it; port 0 for any.
+    pub listen: SocketAddr,
+    /// The session's folder: 0700, with each node's socket and lock.
+    pub runtime_dir: PathBuf,
+    /// Where blocks are kept.
+    pub data_dirs: Vec<PathBuf>,
+    /// Bytes that may be taken there, all together.
+    pub capacity: u64,
+    /// Size of the arena.
+    pub memory: u64,
+    /// The path below which programs see the namespace.
+    pub prefix: Vec<u8>,
+    /// Whether clients verify what they read.
+    pub verify_reads: bool,
+    /// Stage-in workers.
+    pub workers: usize,
+}

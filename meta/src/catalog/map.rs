@@ -12,6 +12,7 @@ use super::layout::{
     COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord, START_LEN, Source,
     SourceRecord, Start, VERSION, WIDTHS, index_slot,
 };
+use super::member::MemberKey;
 use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
@@ -289,8 +290,14 @@ impl Catalog {
 
     /// Where a sample's bytes lie on the PFS.
     pub fn origin(&self, sample: SampleId) -> Option<Origin> {
-        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
+        let MemberKey { source, offset } = self.member_key(sample)?;
         Some(Origin { source: self.source(source)?, offset })
+    }
+
+    /// Under which key a sample's blocks were stored while they had no numbers yet.
+    pub fn member_key(&self, sample: SampleId) -> Option<MemberKey> {
+        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
+        Some(MemberKey { source, offset })
     }
 
     /// A source by its number.

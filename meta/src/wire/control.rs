@@ -11,11 +11,8 @@ pub enum Command {
     StageIn(StageIn),
     /// Tell what all nodes hold and do. Event: `Status`.
     Status,
-    /// End the session on this node, and on its peers. Event: `Down`, then the server ends.
-    Down {
-        /// Whether to tell the peers too.
-        peers: bool,
-    },
+    /// End the session on this node. Event: `Down`, then the server ends.
+    Down,
 }
 
 /// What to stage in.
@@ -55,7 +52,7 @@ pub enum Event {
     StagedIn(Summary),
     /// How the session is.
     Status(Status),
-    /// This node (and, if asked for, its peers) serves no longer.
+    /// This node serves no longer.
     Down {
         /// Bytes given up on the data dirs.
         freed_bytes: u64,
@@ -102,8 +99,10 @@ pub struct Progress {
 /// What a stage-in is doing.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// Reading sources and storing blocks.
+    /// Finding sources and telling them apart.
     #[default]
+    Planning,
+    /// Reading sources and storing blocks.
     Reading,
     /// Merging what was found into the catalog.
     Merging,

@@ -102,22 +102,25 @@ pub enum Request {
         /// From where.
         offset: u64,
     },
-    /// From the lead: show the prepared dataset; give up the one it replaces. Reply: `Done`.
+    /// From the lead: show the prepared dataset in place of the one it replaces. Reply: `Done`.
     Commit {
         /// The stage-in.
         stage: u64,
         /// What it replaces.
         replaces: Option<DatasetId>,
     },
-    /// From the lead: forget the stage-in and all that came of it. Reply: `Done`.
+    /// From the lead: all nodes show it; give up what it replaced, and all else of the stage-in. Reply: `Done`.
+    Settle {
+        /// The stage-in.
+        stage: u64,
+    },
+    /// From the lead: forget the stage-in and all that came of it; show again what it replaced. Reply: `Done`.
     Abort {
         /// The stage-in.
         stage: u64,
     },
     /// Tell of yourself. Reply: `Status`.
     Status,
-    /// End. Reply: `Down`.
-    Down,
 }
 
 /// What a server answers.
@@ -148,11 +151,6 @@ pub enum Reply {
     },
     /// What a node says of itself.
     Status(NodeStatus),
-    /// The node ends.
-    Down {
-        /// Bytes given up.
-        freed_bytes: u64,
-    },
     /// It could not be done.
     Failed {
         /// For the user, naming the place.

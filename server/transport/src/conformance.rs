@@ -43,7 +43,12 @@ impl Service for Echo {
             _ => {}
         }
         let piece = |(slot, len): (usize, &u64)| match slot % 2 {
-            0 => Piece::File { file: self.file.clone(), offset: slot as u64, len: *len },
+            0 => Piece::File {
+                file: self.file.clone(),
+                offset: slot as u64,
+                len: *len,
+                revoked: Arc::new(AtomicBool::new(message == b"gone")),
+            },
             _ => Piece::Bytes(pattern(*len as usize)),
         };
         let message = [&message[..], &from.0.to_le_bytes()].concat();
@@ -119,6 +124,10 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     assert!(offered.message == b"no room" && offered.payload.iter().all(|&byte| byte == 7));
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
     assert!(matches!(refused, Err(TransportError::Refused { reason, .. }) if reason == "told to refuse"));
+
+    // What is given up while it is read is refused, not sent as zeros.
+    let revoked = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await;
+    assert!(matches!(revoked, Err(TransportError::Refused { .. })));
 
     // A deadline is kept; while it runs others are served; the slot comes back only with the connection.
     let start = Instant::now();

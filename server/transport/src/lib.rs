@@ -13,6 +13,7 @@ use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -68,6 +69,8 @@ pub enum Piece {
         offset: u64,
         /// How many bytes.
         len: u64,
+        /// Set before the file's bytes are given up: what was read before this is looked at may be zeros, and is not sent.
+        revoked: Arc<AtomicBool>,
     },
     /// Bytes.
     Bytes(Vec<u8>),

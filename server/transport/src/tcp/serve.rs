@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
@@ -202,13 +203,17 @@ impl Gather<'_> {
             let len = (end - at).min((FRAME_BODY_LEN_MAX - self.body.len()) as u64);
             match &piece {
                 Piece::Bytes(bytes) => self.body.extend_from_slice(&bytes[at as usize..(at + len) as usize]),
-                Piece::File { file, offset, .. } => {
-                    let (file, from) = (file.clone(), offset + at);
+                Piece::File { file, offset, revoked, .. } => {
+                    let (file, from, revoked) = (file.clone(), offset + at, revoked.clone());
                     let mut body = std::mem::take(&mut self.body);
                     self.body = tokio::task::spawn_blocking(move || {
                         let start = body.len();
                         body.resize(start + len as usize, 0);
-                        file.read_exact_at(&mut body[start..], from).map(|()| body)
+                        file.read_exact_at(&mut body[start..], from)?;
+                        match revoked.load(Ordering::Acquire) {
+                            true => Err(io::Error::other("it has just been given up")),
+                            false => Ok(body),
+                        }
                     })
                     .await
                     .map_err(io::Error::other)??;

@@ -1,0 +1,244 @@
+//! The command line, as data.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::size;
+
+/// An ad hoc distributed file system for deep-learning jobs.
+///
+/// A session lives as long as its job: servers, one a node, hold a data set unpacked on the nodes' local drives under one
+/// namespace. The whole of a job is
+///
+///   dayfly run --stage-in 'train.tar:/dayfly/train' -- python train.py
+///
+/// A path of the namespace is written as programs see it, prefix included (/dayfly/train); any other path is a local file.
+/// The session meant is that of DAYFLY_SESSION, else the only one you run on this machine.
+/// Exit status: 0 done, 1 failed, 2 wrong usage; of run and exec, CMD's own, or 125 if they failed themselves.
+#[derive(Parser)]
+#[command(name = "dayfly", version, max_term_width = 110)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    Up(Up),
+    StageIn(StageIn),
+    Run(Run),
+    Exec(Exec),
+    Env(Env),
+    Ls(Ls),
+    Stat(Stat),
+    Cat(Cat),
+    Cp(Cp),
+    Du(Du),
+    Df(Df),
+    Verify(Verify),
+    Status(Status),
+    Down(Down),
+    #[command(hide = true)]
+    Serve,
+}
+
+/// Start a session: one server a node; print its id once all are ready.
+#[derive(Args)]
+pub(crate) struct Up {
+    #[command(flatten)]
+    pub(crate) session: SessionOptions,
+}
+
+#[derive(Args, Clone)]
+pub(crate) struct SessionOptions {
+    /// Start N servers on this machine, each a node with its own data folder, socket and address.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=250))]
+    pub(crate) local: u16,
+    /// Keep blocks below DIR; may be given for several drives. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
+    /// What each node may take on its data dirs. [default: its share of 90 % of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) capacity: Option<u64>,
+    /// Each server's memory for blocks of other nodes.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "256MiB")]
+    pub(crate) memory: u64,
+    /// Where programs see the namespace.
+    #[arg(long, value_name = "PATH", default_value = "/dayfly")]
+    pub(crate) prefix: OsString,
+    /// Check every block that is read against the checksum taken at stage-in.
+    #[arg(long)]
+    pub(crate) verify_reads: bool,
+    /// Accept a data dir on a network file system, which is what a session exists to avoid.
+    #[arg(long)]
+    pub(crate) allow_network_data_dir: bool,
+}
+
+/// Stage sources into the namespace, as one dataset at TARGET.
+///
+/// A source is a file, a glob or a directory, taken as cp would: one directory becomes TARGET, several lie in it under
+/// their names. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) is unpacked into TARGET.
+/// Where sources overlap, it comes out as if they had been unpacked one after another in the order given. The dataset
+/// appears on all nodes at once, or not at all.
+#[derive(Args)]
+pub(crate) struct StageIn {
+    /// SOURCE... TARGET; TARGET is a path of the namespace.
+    #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
+    pub(crate) paths: Vec<OsString>,
+    #[command(flatten)]
+    pub(crate) options: StageInOptions,
+    /// Tell each event as a line of JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Args, Clone, Default)]
+pub(crate) struct StageInOptions {
+    /// Drop the first N components of each name, as tar does.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) strip_components: u32,
+    /// Take only files whose name matches GLOB; * also matches slashes, and a match may begin at any component.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) include: Vec<String>,
+    /// Leave out what matches GLOB, and what lies below it.
+    #[arg(long, value_name = "GLOB")]
+    pub(crate) exclude: Vec<String>,
+    /// Seed of the placement: the same seed parts the same data set in the same way.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Replace the dataset at TARGET. Until the new one is whole, the old one is read.
+    #[arg(long)]
+    pub(crate) replace: bool,
+}
+
+/// Run CMD in a session of its own: up, stage in, CMD, down.
+///
+/// The session ends whatever CMD does, also on SIGINT, SIGTERM and SIGHUP. Exits with CMD's status.
+#[derive(Args)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(crate) session: SessionOptions,
+    /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts; the two part at the last ':/'.
+    #[arg(long, value_name = "SOURCE:TARGET")]
+    pub(crate) stage_in: Vec<OsString>,
+    /// Drop the first N components of each staged name, as tar does.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) strip_components: u32,
+    /// Seed of the placement.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// The command.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Run CMD as part of the session.
+#[derive(Args)]
+pub(crate) struct Exec {
+    /// As a process of node K. [default: the lowest of this machine]
+    #[arg(long, value_name = "K")]
+    pub(crate) node: Option<u16>,
+    /// The command.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Print the variables that make a process part of the session.
+///
+/// Use it as: eval "$(dayfly env)". It reaches what the shell then starts, not the shell itself.
+#[derive(Args)]
+pub(crate) struct Env {
+    /// As a process of node K. [default: the lowest of this machine]
+    #[arg(long, value_name = "K")]
+    pub(crate) node: Option<u16>,
+}
+
+/// List directories of the namespace.
+#[derive(Args)]
+pub(crate) struct Ls {
+    /// Long: type and permissions, links, owner, group, size, time.
+    #[arg(short)]
+    pub(crate) long: bool,
+    /// Also what lies below.
+    #[arg(short = 'R')]
+    pub(crate) recursive: bool,
+    /// Sizes for people.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+    /// Paths of the namespace. [default: all of it]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Tell all about a path: attributes, blocks and their nodes, where on the PFS it came from.
+#[derive(Args)]
+pub(crate) struct Stat {
+    /// Paths of the namespace.
+    #[arg(required = true)]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Write files of the namespace to standard output.
+#[derive(Args)]
+pub(crate) struct Cat {
+    /// Paths of the namespace.
+    #[arg(required = true)]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Copy out of the namespace, with permissions, times, symlinks and hard links.
+#[derive(Args)]
+pub(crate) struct Cp {
+    /// Directories with all that is in them.
+    #[arg(short, visible_short_alias = 'R')]
+    pub(crate) recursive: bool,
+    /// SOURCE... TARGET; the sources in the namespace, TARGET a local file or directory.
+    #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Tell how many bytes the files below a directory have.
+#[derive(Args)]
+pub(crate) struct Du {
+    /// Only the sum of each path.
+    #[arg(short)]
+    pub(crate) summarize: bool,
+    /// Sizes for people; else in KiB.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+    /// Paths of the namespace. [default: all of it]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Tell how much room the nodes have.
+#[derive(Args)]
+pub(crate) struct Df {
+    /// Sizes for people; else in KiB.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+}
+
+/// Read blocks back and check them against the checksums taken at stage-in.
+///
+/// Each block is read once, from a node that does not own it: through the network and the arena, as a program there would.
+#[derive(Args)]
+pub(crate) struct Verify {
+    /// Read every block from every node.
+    #[arg(long)]
+    pub(crate) from_every_node: bool,
+    /// A path of the namespace. [default: all of it]
+    pub(crate) path: Option<OsString>,
+}
+
+/// Tell what each node holds, has room for, and has served.
+#[derive(Args)]
+pub(crate) struct Status {
+    /// As JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// End the session on all nodes and give everything back; done already is as good.
+#[derive(Args)]
+pub(crate) struct Down {}

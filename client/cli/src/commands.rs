@@ -1,0 +1,42 @@
+//! The commands, each a file.
+
+mod cat;
+mod cp;
+mod df;
+mod down;
+mod du;
+mod exec;
+mod ls;
+mod run;
+mod serve;
+mod stage_in;
+mod stat;
+mod status;
+mod up;
+mod verify;
+
+use std::process::ExitCode;
+
+use crate::args::Command;
+use crate::failure::Failure;
+
+/// Runs a command.
+pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
+    match command {
+        Command::Up(arguments) => up::run(arguments),
+        Command::StageIn(arguments) => stage_in::run(arguments),
+        Command::Run(arguments) => run::run(arguments),
+        Command::Exec(arguments) => exec::run(arguments),
+        Command::Env(arguments) => exec::print(arguments),
+        Command::Ls(arguments) => ls::run(arguments),
+        Command::Stat(arguments) => stat::run(arguments),
+        Command::Cat(arguments) => cat::run(arguments),
+        Command::Cp(arguments) => cp::run(arguments),
+        Command::Du(arguments) => du::run(arguments),
+        Command::Df(arguments) => df::run(arguments),
+        Command::Verify(arguments) => verify::run(arguments),
+        Command::Status(arguments) => status::run(arguments),
+        Command::Down(_) => down::run(),
+        Command::Serve => serve::run(),
+    }
+}

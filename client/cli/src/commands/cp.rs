@@ -1,0 +1,158 @@
+//! `dayfly cp`: out of the namespace.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use dayfly_client::{FileKind, Stat, View};
+use dayfly_meta::path::{display, join, split_last};
+use nix::fcntl::AT_FDCWD;
+use nix::sys::stat::{UtimensatFlags, utimensat};
+use nix::sys::time::TimeSpec;
+
+use super::cat::{CopyError, copy};
+use crate::args::Cp;
+use crate::failure::{Failure, complain};
+use crate::namespace::{about, view};
+
+pub(super) fn run(arguments: Cp) -> Result<ExitCode, Failure> {
+    let view = view()?;
+    let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
+    if view.contains(target.as_bytes()) {
+        return Err(Failure::usage(format!(
+            "'{}' is in the namespace, which is read-only; stage-in brings files there",
+            target.display()
+        )));
+    }
+    let target = Path::new(target);
+    let into = target.is_dir();
+    if sources.len() > 1 && !into {
+        return Err(Failure::usage(format!("'{}' is not a directory", target.display())));
+    }
+    let mut copier = Copier { view: &view, names: HashMap::new(), failed: false };
+    for source in sources {
+        let source = source.as_bytes().strip_suffix(b"/").unwrap_or(source.as_bytes());
+        let name = split_last(source).map_or(&b""[..], |(_, name)| name);
+        let to = if into { target.join(OsStr::from_bytes(name)) } else { target.to_owned() };
+        match view.lstat(source) {
+            Err(error) => copier.complain(&about(source, &error)),
+            Ok(stat) if stat.kind == FileKind::Directory && !arguments.recursive => {
+                copier.complain(&format!("'{}' is a directory; -r copies it", display(source)));
+            }
+            Ok(stat) => copier.tree(source, stat, to),
+        }
+    }
+    Ok(if copier.failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+struct Copier<'a> {
+    view: &'a View,
+    /// Files that have several names, by inode: the first copy, for the others to link to.
+    names: HashMap<u64, PathBuf>,
+    failed: bool,
+}
+
+/// What is still to be done.
+enum Step {
+    Copy(Vec<u8>, Stat, PathBuf),
+    /// A directory's times and permissions, once nothing is written into it any more.
+    Close(Stat, PathBuf),
+}
+
+impl Copier<'_> {
+    fn complain(&mut self, message: &str) {
+        complain(message);
+        self.failed = true;
+    }
+
+    fn tree(&mut self, source: &[u8], stat: Stat, to: PathBuf) {
+        let mut steps = vec![Step::Copy(source.to_vec(), stat, to)];
+        while let Some(step) = steps.pop() {
+            let (to, done) = match step {
+                Step::Close(stat, to) => {
+                    let done = close(&stat, &to);
+                    (to, done)
+                }
+                Step::Copy(source, stat, to) => {
+                    let done = match stat.kind {
+                        FileKind::Directory => self.directory(&source, stat, &to, &mut steps),
+                        FileKind::Symlink => self.symlink(&source, &stat, &to),
+                        FileKind::File => self.file(&source, &stat, &to),
+                    };
+                    (to, done)
+                }
+            };
+            if let Err(error) = done {
+                self.complain(&format!("'{}': {error}", to.display()));
+            }
+        }
+    }
+
+    fn directory(&mut self, source: &[u8], stat: Stat, to: &Path, steps: &mut Vec<Step>) -> io::Result<()> {
+        match fs::create_dir(to) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && to.is_dir() => {}
+            made => made?,
+        }
+        steps.push(Step::Close(stat, to.to_owned()));
+        let directory = self.view.open_directory(source).map_err(io::Error::other)?;
+        for entry in directory.entries(0) {
+            let child = join(source, &entry.name);
+            let stat = self.view.lstat(&child).map_err(io::Error::other)?;
+            steps.push(Step::Copy(child, stat, to.join(OsStr::from_bytes(&entry.name))));
+        }
+        Ok(())
+    }
+
+    fn symlink(&mut self, source: &[u8], stat: &Stat, to: &Path) -> io::Result<()> {
+        let target = self.view.read_link(source).map_err(io::Error::other)?;
+        remove_old(to)?;
+        symlink(OsStr::from_bytes(&target), to)?;
+        set_times(stat, to)
+    }
+
+    fn file(&mut self, source: &[u8], stat: &Stat, to: &Path) -> io::Result<()> {
+        if stat.links > 1 {
+            if let Some(first) = self.names.get(&stat.inode) {
+                remove_old(to)?;
+                return fs::hard_link(first, to);
+            }
+            self.names.insert(stat.inode, to.to_owned());
+        }
+        let from = self.view.open(source).map_err(io::Error::other)?;
+        let mut file = create(to)?;
+        copy(self.view, &from, &mut file).map_err(|error| match error {
+            CopyError::Read(error) => io::Error::other(about(source, &error)),
+            CopyError::Write(error) => error,
+        })?;
+        file.set_permissions(fs::Permissions::from_mode(stat.permissions))?;
+        drop(file);
+        set_times(stat, to)
+    }
+}
+
+fn create(to: &Path) -> io::Result<File> {
+    // As cp: what is there is overwritten, through a symlink as well.
+    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)
+}
+
+fn remove_old(to: &Path) -> io::Result<()> {
+    match fs::remove_file(to) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+fn close(stat: &Stat, to: &Path) -> io::Result<()> {
+    fs::set_permissions(to, fs::Permissions::from_mode(stat.permissions))?;
+    set_times(stat, to)
+}
+
+fn set_times(stat: &Stat, to: &Path) -> io::Result<()> {
+    let time = TimeSpec::new(stat.mtime_s, i64::from(stat.mtime_ns));
+    Ok(utimensat(AT_FDCWD, to, &time, &time, UtimensatFlags::NoFollowSymlink)?)
+}

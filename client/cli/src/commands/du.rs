@@ -1,0 +1,79 @@
+//! `dayfly du`: bytes of the samples below directories. What the nodes' drives are taken by, `df` and `status` tell.
+
+use std::collections::HashSet;
+use std::io::{self, BufWriter, Write};
+use std::process::ExitCode;
+
+use dayfly_client::{FileKind, View, ViewError};
+use dayfly_meta::path::join;
+
+use crate::args::Du;
+use crate::failure::{Failure, complain};
+use crate::namespace::{about, paths_or_all, view};
+use crate::size;
+
+pub(super) fn run(arguments: Du) -> Result<ExitCode, Failure> {
+    let view = view()?;
+    let mut output = BufWriter::new(io::stdout().lock());
+    let mut failed = false;
+    for path in paths_or_all(&view, arguments.paths.clone()) {
+        let mut sums = Vec::new();
+        match measure(&view, &path, &mut sums) {
+            Ok(()) => {}
+            Err(error) => {
+                complain(about(&path, &error));
+                failed = true;
+            }
+        }
+        let shown = if arguments.summarize { sums.len().saturating_sub(1) } else { 0 };
+        for (path, bytes) in &sums[shown..] {
+            let bytes = if arguments.human { size::show(*bytes) } else { bytes.div_ceil(1024).to_string() };
+            write!(output, "{bytes}\t")?;
+            output.write_all(path)?;
+            writeln!(output)?;
+        }
+    }
+    output.flush()?;
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// A directory on the way down: its path, its sum so far, and what is still to be seen in it.
+struct Open {
+    path: Vec<u8>,
+    bytes: u64,
+    rest: std::vec::IntoIter<Vec<u8>>,
+}
+
+/// Sums of all directories, each after those below it; files that have several names count once.
+fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(), ViewError> {
+    let mut seen = HashSet::new();
+    let stat = view.lstat(path)?;
+    if stat.kind != FileKind::Directory {
+        sums.push((path.to_vec(), stat.size));
+        return Ok(());
+    }
+    let mut open = vec![open_directory(view, path.to_vec())?];
+    while let Some(directory) = open.last_mut() {
+        let Some(child) = directory.rest.next() else {
+            let Some(Open { path, bytes, .. }) = open.pop() else { break };
+            if let Some(parent) = open.last_mut() {
+                parent.bytes += bytes;
+            }
+            sums.push((path, bytes));
+            continue;
+        };
+        let stat = view.lstat(&child)?;
+        match stat.kind {
+            FileKind::Directory => open.push(open_directory(view, child)?),
+            FileKind::File if stat.links > 1 && !seen.insert(stat.inode) => {}
+            FileKind::File => directory.bytes += stat.size,
+            FileKind::Symlink => {}
+        }
+    }
+    Ok(())
+}
+
+fn open_directory(view: &View, path: Vec<u8>) -> Result<Open, ViewError> {
+    let names: Vec<Vec<u8>> = view.open_directory(&path)?.entries(0).map(|entry| join(&path, &entry.name)).collect();
+    Ok(Open { path, bytes: 0, rest: names.into_iter() })
+}

@@ -1,0 +1,149 @@
+//! `dayfly run`: a session around one command. It ends whatever that command does.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{ExitCode, ExitStatus};
+use std::time::Duration;
+
+use dayfly_client::locate::Location;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tokio::process::{Child, Command};
+use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
+use tokio::time::timeout;
+
+use super::{down, exec, stage_in};
+use crate::args::{Run, StageInOptions};
+use crate::failure::{Failure, NOT_STARTED};
+use crate::{launch, size};
+
+/// How long CMD may take to end after it was told to.
+const GRACE: Duration = Duration::from_secs(10);
+
+pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
+    let itself = |failure: Failure| failure.with_status(NOT_STARTED);
+    let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
+    let options =
+        StageInOptions { strip_components: arguments.strip_components, seed: arguments.seed, ..StageInOptions::default() };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let result = runtime.block_on(async {
+        // From here on a signal does not end us, but what we do.
+        let mut interruptions = Interruptions::new()?;
+        let started = launch::start(&arguments.session, true).map_err(itself)?;
+        let work = async {
+            for (source, target) in stage_ins {
+                let (location, options) = (started.location.clone(), options.clone());
+                let staging =
+                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false));
+                tokio::select! {
+                    staged = staging => staged.map_err(Failure::new)?.map_err(itself)?,
+                    number = interruptions.next() => return Ok(128 + number as u8),
+                }
+            }
+            command(&started.location, &arguments.command, &mut interruptions).await
+        };
+        let status = work.await;
+        let ended = down::end(&started.location);
+        (status, ended).into_result()
+    });
+    // A stage-in that was interrupted may still wait for its answer.
+    runtime.shutdown_background();
+    result
+}
+
+/// Both what CMD came to and what `down` did count; CMD's own status comes first.
+trait IntoResult {
+    fn into_result(self) -> Result<ExitCode, Failure>;
+}
+
+impl IntoResult for (Result<u8, Failure>, Result<down::Ended, Failure>) {
+    fn into_result(self) -> Result<ExitCode, Failure> {
+        let status = self.0?;
+        let ended = self.1.map_err(|failure| failure.with_status(NOT_STARTED))?;
+        eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
+        Ok(ExitCode::from(status))
+    }
+}
+
+/// `SOURCE:TARGET` at the last `:/`.
+fn part(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
+    let bytes = argument.as_bytes();
+    let colon = bytes.windows(2).rposition(|pair| pair == b":/").filter(|&colon| colon > 0);
+    let colon = colon.ok_or_else(|| Failure::usage(format!("'{}' is not SOURCE:/TARGET", argument.display())))?;
+    Ok((OsStr::from_bytes(&bytes[..colon]).to_owned(), OsStr::from_bytes(&bytes[colon + 1..]).to_owned()))
+}
+
+/// Runs CMD and tells it of the signals that we get.
+async fn command(location: &Location, command: &[OsString], interruptions: &mut Interruptions) -> Result<u8, Failure> {
+    let variables = exec::variables(location, None).map_err(|failure| failure.with_status(NOT_STARTED))?;
+    let (program, rest) = exec::split(command)?;
+    let mut child =
+        Command::new(program).args(rest).envs(variables).spawn().map_err(|error| exec::not_started(program, &error))?;
+    let status = tokio::select! {
+        status = child.wait() => status,
+        number = interruptions.next() => {
+            pass_on(&child, number);
+            match timeout(GRACE, child.wait()).await {
+                Ok(status) => status,
+                Err(_) => {
+                    pass_on(&child, Signal::SIGKILL as i32);
+                    child.wait().await
+                }
+            }
+        }
+    };
+    Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?))
+}
+
+fn pass_on(child: &Child, number: i32) {
+    if let (Some(pid), Ok(signal)) = (child.id(), Signal::try_from(number)) {
+        // It may have ended just now.
+        let _ = kill(Pid::from_raw(pid as i32), signal);
+    }
+}
+
+/// As shells give it: 128 and the signal that ended it.
+fn status_of(status: ExitStatus) -> u8 {
+    status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
+}
+
+/// The signals that end a job.
+struct Interruptions {
+    interrupt: Signals,
+    terminate: Signals,
+    hangup: Signals,
+}
+
+impl Interruptions {
+    fn new() -> Result<Self, Failure> {
+        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        Ok(Self { interrupt, terminate, hangup: signal(SignalKind::hangup())? })
+    }
+
+    async fn next(&mut self) -> i32 {
+        tokio::select! {
+            _ = self.interrupt.recv() => Signal::SIGINT as i32,
+            _ = self.terminate.recv() => Signal::SIGTERM as i32,
+            _ = self.hangup.recv() => Signal::SIGHUP as i32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_and_targets_part_at_the_last_colon_slash() {
+        let check = |argument: &str, expect: Option<(&str, &str)>| {
+            let found = part(OsStr::new(argument)).ok();
+            assert_eq!(found, expect.map(|(source, target)| (source.into(), target.into())), "{argument}");
+        };
+        check("a.tar:/dayfly/a", Some(("a.tar", "/dayfly/a")));
+        check("/pfs/x:/y/*.tar:/dayfly/a", Some(("/pfs/x:/y/*.tar", "/dayfly/a")));
+        check("a.tar", None);
+        check("a.tar:dayfly", None);
+        check(":/dayfly", None);
+    }
+}

@@ -1,0 +1,71 @@
+//! `dayfly stage-in`: the request, its progress and its summary.
+
+mod report;
+
+use std::env;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::process::ExitCode;
+
+use dayfly_client::Session;
+use dayfly_client::locate::Location;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::control::{Command, Event, Selection, StageIn as Request};
+
+use crate::args::{StageIn, StageInOptions};
+use crate::failure::Failure;
+use crate::namespace;
+use report::Reporter;
+
+pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
+    let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
+    stage(&namespace::location()?, sources, target, &arguments.options, arguments.json)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Stages in, telling the user how it goes.
+pub(super) fn stage(
+    location: &Location,
+    sources: &[OsString],
+    target: &OsStr,
+    options: &StageInOptions,
+    json: bool,
+) -> Result<(), Failure> {
+    // The lead does it; all nodes of a local session are here.
+    let session = Session::attach_to(location, NodeId(0))?;
+    let request = Request {
+        sources: sources.iter().map(|source| absolute(source)).collect::<Result<_, _>>()?,
+        target: namespace::target(&session, target)?,
+        selection: Selection {
+            strip_components: options.strip_components,
+            include: options.include.clone(),
+            exclude: options.exclude.clone(),
+        },
+        seed: options.seed,
+        replace: options.replace,
+    };
+    let mut reporter = Reporter::new(json, &target.to_string_lossy());
+    let mut failure = None;
+    session.control(Command::StageIn(request), &mut |event| {
+        reporter.show(&event);
+        if let Event::Failed { reason } = event {
+            failure = Some(reason);
+        }
+    })?;
+    match failure {
+        None => Ok(()),
+        Some(reason) => Err(Failure::new(format!("cannot stage in to '{}': {reason}", target.display()))),
+    }
+}
+
+/// The servers know nothing of our working folder. A final `/.` means something, so nothing is tidied up.
+fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
+    if Path::new(source).is_absolute() {
+        return Ok(source.as_bytes().to_vec());
+    }
+    let mut path = env::current_dir()?.into_os_string().into_vec();
+    path.push(b'/');
+    path.extend_from_slice(source.as_bytes());
+    Ok(path)
+}

@@ -1,0 +1,166 @@
+//! `dayfly verify`: every block read back, as a program on another node would, and checked.
+
+use std::collections::BTreeSet;
+use std::io::{self, IsTerminal};
+use std::os::unix::ffi::OsStrExt;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use dayfly_client::locate::Location;
+use dayfly_client::{ClientError, Dataset, Session, View};
+use dayfly_meta::id::{BlockId, NodeId};
+use dayfly_meta::path::{components, display, join};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::args::Verify;
+use crate::failure::{Failure, complain};
+use crate::namespace;
+use crate::size::show;
+
+/// Blocks handed to the client library at a time.
+const CHUNK: usize = 4096;
+
+pub(super) fn run(arguments: Verify) -> Result<ExitCode, Failure> {
+    let location = namespace::location()?;
+    let nodes = location.live_nodes();
+    let path = arguments.path.as_ref().map(|path| path.as_bytes().to_vec());
+    let start = Instant::now();
+    let checker = Checker {
+        location: &location,
+        nodes: &nodes,
+        path: path.as_deref(),
+        from_every_node: arguments.from_every_node,
+        tally: Tally::default(),
+        bar: progress_bar(),
+    };
+    let failures: Vec<String> = thread::scope(|scope| {
+        let checker = &checker;
+        let readers: Vec<_> = nodes.iter().map(|&node| scope.spawn(move || checker.read_from(node))).collect();
+        let results = readers.into_iter().zip(&nodes).map(|(reader, node)| match reader.join() {
+            Ok(result) => result.err().map(|error| format!("read from node {node}: {error}")),
+            Err(_) => Some(format!("reading from node {node} failed")),
+        });
+        results.flatten().collect()
+    });
+    checker.bar.finish_and_clear();
+    for failure in &failures {
+        complain(failure);
+    }
+    if !failures.is_empty() {
+        return Err(Failure::silent());
+    }
+    let Tally { blocks, bytes, remote, samples } = checker.tally;
+    let (blocks, bytes, remote, samples) = (blocks.into_inner(), bytes.into_inner(), remote.into_inner(), samples.into_inner());
+    let seconds = start.elapsed().as_secs_f64().max(0.001);
+    println!(
+        "verified {samples} samples from {} nodes: {blocks} blocks read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
+        nodes.len(),
+        show(bytes),
+        show((bytes as f64 / seconds) as u64)
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+fn progress_bar() -> ProgressBar {
+    let target = if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let bar = ProgressBar::with_draw_target(Some(0), target);
+    // A template of our own, so it parses; without it the default style would serve.
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}% of bytes, {binary_bytes_per_sec}, {eta} left") {
+        bar.set_style(style);
+    }
+    bar
+}
+
+#[derive(Default)]
+struct Tally {
+    samples: AtomicU64,
+    blocks: AtomicU64,
+    bytes: AtomicU64,
+    remote: AtomicU64,
+}
+
+struct Checker<'a> {
+    location: &'a Location,
+    nodes: &'a [NodeId],
+    path: Option<&'a [u8]>,
+    from_every_node: bool,
+    tally: Tally,
+    bar: ProgressBar,
+}
+
+impl Checker<'_> {
+    /// What one node's share of the reading comes to.
+    fn read_from(&self, node: NodeId) -> Result<(), ClientError> {
+        let view = View::new(Session::attach_to(self.location, node)?);
+        let below = match self.path {
+            None => Vec::new(),
+            // The path is looked at as the user wrote it, so that a wrong one is an error and not an empty success.
+            Some(path) => {
+                let canonical =
+                    view.canonical(path).map_err(|error| ClientError::Refused(format!("'{}': {error}", display(path))))?;
+                canonical[view.session().prefix().len()..].strip_prefix(b"/").unwrap_or_default().to_vec()
+            }
+        };
+        for dataset in view.session().datasets()?.iter() {
+            if let Some(within) = part_of(dataset, &below) {
+                self.read_dataset(view.session(), dataset, &within, node)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_dataset(&self, session: &Session, dataset: &Dataset, within: &[u8], node: NodeId) -> Result<(), ClientError> {
+        let catalog = dataset.catalog();
+        let samples = samples(dataset, within);
+        if self.nodes.first() == Some(&node) {
+            self.tally.samples.fetch_add(samples.len() as u64, Ordering::Relaxed);
+        }
+        let blocks =
+            samples.iter().filter_map(|&sample| catalog.sample(dayfly_meta::id::SampleId(sample))).flat_map(|(_, blocks)| blocks);
+        let wanted: Vec<BlockId> =
+            blocks.map(BlockId).filter(|&block| self.from_every_node || self.reader_of(dataset, block) == Some(node)).collect();
+        let lens = wanted.iter().filter_map(|&block| catalog.block(block)).map(|(_, len)| len);
+        self.bar.inc_length(lens.sum());
+        for chunk in wanted.chunks(CHUNK) {
+            session.read_blocks(dataset, chunk, &mut |data| {
+                data.verify(dataset)?;
+                self.tally.blocks.fetch_add(1, Ordering::Relaxed);
+                self.tally.bytes.fetch_add(data.bytes.len() as u64, Ordering::Relaxed);
+                self.tally.remote.fetch_add(u64::from(!data.is_local), Ordering::Relaxed);
+                self.bar.inc(data.bytes.len() as u64);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The node that reads a block when each is read once: not its owner, where there is another.
+    fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
+        let owner = dataset.catalog().owner(block)?;
+        let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();
+        others.get(block.0 as usize % others.len().max(1)).copied().or(Some(owner))
+    }
+}
+
+/// The part of a dataset that lies below a path of the namespace.
+fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
+    let (mut target, mut wanted) = (components(dataset.target()), components(below));
+    loop {
+        match (target.next(), wanted.next()) {
+            (_, None) => return Some(Vec::new()),
+            (None, Some(first)) => return Some(wanted.fold(first.to_vec(), |path, name| join(&path, name))),
+            (Some(ours), Some(theirs)) if ours != theirs => return None,
+            _ => {}
+        }
+    }
+}
+
+/// The samples at or below a path of a dataset.
+fn samples(dataset: &Dataset, within: &[u8]) -> BTreeSet<u32> {
+    let catalog = dataset.catalog();
+    let Some(top) = catalog.find(within) else { return BTreeSet::new() };
+    let entries = (top.id.0..top.next.0).filter_map(|id| catalog.entry(dayfly_meta::catalog::EntryId(id)));
+    entries.into_iter().filter_map(|entry| entry.sample()).map(|sample| sample.0).collect()
+}

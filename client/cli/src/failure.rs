@@ -1,0 +1,67 @@
+//! How a command fails: one line on standard error, and an exit status that means something.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// The operation failed.
+pub(crate) const FAILED: u8 = 1;
+/// The arguments cannot be (clap uses the same).
+pub(crate) const USAGE: u8 = 2;
+/// `exec` and `run` failed themselves, before or after CMD; as `env` and `timeout` do.
+pub(crate) const NOT_STARTED: u8 = 125;
+/// CMD was found but cannot be run.
+pub(crate) const NOT_EXECUTABLE: u8 = 126;
+/// CMD was not found.
+pub(crate) const NOT_FOUND: u8 = 127;
+
+/// A failed command.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    message: Option<String>,
+    status: u8,
+}
+
+impl Failure {
+    pub(crate) fn new(message: impl Display) -> Self {
+        Self { message: Some(message.to_string()), status: FAILED }
+    }
+
+    pub(crate) fn usage(message: impl Display) -> Self {
+        Self { message: Some(message.to_string()), status: USAGE }
+    }
+
+    /// All has been said already.
+    pub(crate) fn silent() -> Self {
+        Self { message: None, status: FAILED }
+    }
+
+    pub(crate) fn with_status(self, status: u8) -> Self {
+        Self { status, ..self }
+    }
+
+    pub(crate) fn report(self) -> ExitCode {
+        if let Some(message) = self.message {
+            complain(&message);
+        }
+        ExitCode::from(self.status)
+    }
+}
+
+/// A line on standard error; nothing can be done if that is closed.
+pub(crate) fn complain(message: impl Display) {
+    let _ = writeln!(io::stderr(), "dayfly: {message}");
+}
+
+impl From<dayfly_client::ClientError> for Failure {
+    fn from(error: dayfly_client::ClientError) -> Self {
+        Self::new(error)
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        // A reader that has seen enough (`dayfly cat x | head`) is no failure worth a word.
+        if error.kind() == io::ErrorKind::BrokenPipe { Self { message: None, status: 141 } } else { Self::new(error) }
+    }
+}

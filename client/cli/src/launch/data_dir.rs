@@ -1,0 +1,128 @@
+//! Data dirs: which are taken, whether they serve, and each node's folder in them.
+
+use std::env;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use dayfly_meta::id::SessionId;
+use nix::sys::statfs::statfs;
+use nix::sys::statvfs::statvfs;
+use nix::unistd::geteuid;
+
+use crate::failure::{Failure, complain};
+
+/// The file in a session's folder that lists its folders in the data dirs.
+pub(super) const LIST: &str = "data-dirs";
+/// What a node takes of what is free when `--capacity` does not say.
+const SHARE_PERCENT: u64 = 90;
+
+/// File systems that reach over a network, by the magic of `statfs`.
+const NETWORK: [(u32, &str); 9] = [
+    (0x6969, "NFS"),
+    (0x0bd0_0bd0, "Lustre"),
+    (0x4750_4653, "GPFS"),
+    (0x1983_0326, "BeeGFS"),
+    (0x00c3_6400, "Ceph"),
+    (0xff53_4d42, "CIFS"),
+    (0xfe53_4d42, "SMB"),
+    (0x0102_1997, "9p"),
+    (0x6b41_4653, "AFS"),
+];
+const TMPFS: u32 = 0x0102_1994;
+
+/// The data dirs given, or the one that the environment names.
+pub(super) fn chosen(given: &[PathBuf]) -> Vec<PathBuf> {
+    if !given.is_empty() {
+        return given.to_vec();
+    }
+    let named = ["SLURM_TMPDIR", "TMPDIR"].into_iter().filter_map(env::var_os).find(|path| !path.is_empty());
+    vec![named.map_or_else(|| "/tmp".into(), PathBuf::from)]
+}
+
+/// Absolute paths of data dirs that serve.
+pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<Vec<PathBuf>, Failure> {
+    let mut checked = Vec::new();
+    for path in data_dirs {
+        let unusable = |error: io::Error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display()));
+        let path = fs::canonicalize(path).map_err(unusable)?;
+        let kind = statfs(&path).map_err(|error| unusable(error.into()))?.filesystem_type().0 as u32;
+        if let Some((_, name)) = NETWORK.iter().find(|(magic, _)| *magic == kind).filter(|_| !allow_network) {
+            return Err(Failure::new(format!(
+                "the data dir '{}' is on {name}, a network file system; name a local drive by --data-dir, or give --allow-network-data-dir",
+                path.display()
+            )));
+        }
+        if kind == TMPFS {
+            complain(format_args!("warning: the data dir '{}' is a tmpfs: all blocks will take memory", path.display()));
+        }
+        checked.push(path);
+    }
+    Ok(checked)
+}
+
+/// What each of `nodes` servers of this machine may take of what is free now.
+pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Failure> {
+    let mut free = 0;
+    for path in data_dirs {
+        let stat =
+            statvfs(path).map_err(|error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display())))?;
+        free += stat.blocks_available() * stat.fragment_size();
+    }
+    Ok(free / 100 * SHARE_PERCENT / u64::from(nodes))
+}
+
+fn user_folder(data_dir: &Path) -> PathBuf {
+    data_dir.join(format!("dayfly-{}", geteuid()))
+}
+
+/// Makes a node's folder in each data dir.
+pub(super) fn create_for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Result<Vec<PathBuf>, Failure> {
+    let create = |data_dir: &PathBuf| {
+        let folder = user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
+        let made = DirBuilder::new().mode(0o700).recursive(true).create(&folder);
+        made.map_err(|error| Failure::new(format!("cannot make '{}': {error}", folder.display())))?;
+        Ok(folder)
+    };
+    data_dirs.iter().map(create).collect()
+}
+
+/// A session's folders in its data dirs, to be written down.
+pub(super) fn list(data_dirs: &[PathBuf], session: SessionId) -> Vec<u8> {
+    let folders = data_dirs.iter().map(|data_dir| user_folder(data_dir).join(session.to_string()).into_os_string().into_vec());
+    folders.collect::<Vec<_>>().join(&0)
+}
+
+/// Reads what [`list`] wrote.
+pub(super) fn listed(bytes: &[u8]) -> Vec<PathBuf> {
+    let paths = bytes.split(|&byte| byte == 0).filter(|path| !path.is_empty());
+    paths.map(|path| PathBuf::from(std::ffi::OsStr::from_bytes(path))).collect()
+}
+
+/// Removes a session's folders in its data dirs. They hold no files with names, so only empty ones can be there.
+pub(super) fn remove(folders: &[PathBuf]) {
+    for folder in folders {
+        for node in fs::read_dir(folder).into_iter().flatten().flatten() {
+            let _ = fs::remove_dir(node.path());
+        }
+        // Each fails where something is left in it, or where it is gone already.
+        let _ = fs::remove_dir(folder);
+        if let Some(user) = folder.parent() {
+            let _ = fs::remove_dir(user);
+        }
+    }
+}
+
+/// Removes folders of sessions that are no more, even if their runtime folder is gone too.
+pub(super) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) {
+    for data_dir in data_dirs {
+        for entry in fs::read_dir(user_folder(data_dir)).into_iter().flatten().flatten() {
+            let session = entry.file_name().to_str().and_then(|name| name.parse::<SessionId>().ok());
+            if session.is_some_and(|session| !running.contains(&session)) {
+                remove(&[entry.path()]);
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Sizes as people write and read them: `10GiB`.
+
+const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+/// Reads `10GiB`, `512M` (binary), `5GB` (decimal) or plain bytes.
+pub(crate) fn parse(text: &str) -> Result<u64, String> {
+    let invalid = || format!("'{text}' is no size; write it as 10GiB, 512MiB or plain bytes");
+    let text = text.trim();
+    let digits = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit = unit.trim().to_ascii_lowercase();
+    let power = |letter: &str| "bkmgtp".find(letter).map(|power| power as u32);
+    let factor = match unit.as_str() {
+        "" | "b" => 1,
+        _ if unit.len() == 3 && unit.ends_with("ib") => {
+            1024_u64.pow(power(&unit[..1]).filter(|&power| power > 0).ok_or_else(invalid)?)
+        }
+        _ if unit.len() == 2 && unit.ends_with('b') => {
+            1000_u64.pow(power(&unit[..1]).filter(|&power| power > 0).ok_or_else(invalid)?)
+        }
+        _ if unit.len() == 1 => 1024_u64.pow(power(&unit).ok_or_else(invalid)?),
+        _ => return Err(invalid()),
+    };
+    match number.parse::<u64>() {
+        Ok(number) => number.checked_mul(factor).ok_or_else(invalid),
+        Err(_) => {
+            let bytes = number.parse::<f64>().map_err(|_| invalid())? * factor as f64;
+            if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(invalid()) }
+        }
+    }
+}
+
+/// Writes `1.5GiB`.
+pub(crate) fn show(bytes: u64) -> String {
+    let mut unit = 0;
+    let mut value = bytes as f64;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_and_shown() {
+        let check = |text, expect| assert_eq!(parse(text).ok(), expect, "{text}");
+        check("0", Some(0));
+        check("10GiB", Some(10 << 30));
+        check("512M", Some(512 << 20));
+        check("1.5k", Some(1536));
+        check("2GB", Some(2_000_000_000));
+        check("7 b", Some(7));
+        for wrong in ["", "x", "-1", "1XiB", "1BiB", "99999999999PiB", "1.2.3G", "GiB"] {
+            check(wrong, None);
+        }
+        assert_eq!((show(1023), show(1536), show(10 << 30)), ("1023B".into(), "1.5KiB".into(), "10.0GiB".into()));
+    }
+}

@@ -1,0 +1,65 @@
+//! A dataset as a client has it: the catalog and this node's locations, mapped, and its segments' descriptors.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use dayfly_meta::catalog::Catalog;
+use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_meta::locations::Locations;
+
+use crate::ClientError;
+
+/// A dataset of the session.
+pub struct Dataset {
+    id: DatasetId,
+    target: Vec<u8>,
+    catalog: Catalog,
+    locations: Locations,
+    segments: Vec<File>,
+}
+
+impl Dataset {
+    /// From what the server sent: catalog, locations, segments by drive.
+    pub(crate) fn new(id: DatasetId, target: Vec<u8>, files: Vec<File>) -> Result<Self, ClientError> {
+        let mut files = files.into_iter();
+        let (Some(catalog), Some(locations)) = (files.next(), files.next()) else {
+            return Err(ClientError::Protocol("a dataset came without its files"));
+        };
+        let catalog = Catalog::open(&catalog)?;
+        let locations = Locations::open(&locations, catalog.header().blocks)?;
+        Ok(Self { id, target, catalog, locations, segments: files.collect() })
+    }
+
+    /// Its number in the session.
+    pub fn id(&self) -> DatasetId {
+        self.id
+    }
+
+    /// Its root, below the prefix.
+    pub fn target(&self) -> &[u8] {
+        &self.target
+    }
+
+    /// Its index.
+    pub fn catalog(&self) -> &Catalog {
+        &self.catalog
+    }
+
+    /// Whether this node holds the block.
+    pub fn is_here(&self, block: BlockId) -> bool {
+        self.locations.find(block).is_some()
+    }
+
+    /// Whether its bytes have been given up; what was copied before this is asked may be zeros.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.locations.is_gone()
+    }
+
+    /// Reads from a block that this node holds, one system call; `false` where it does not hold it.
+    pub(crate) fn read_here(&self, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<bool, ClientError> {
+        let Some(place) = self.locations.find(block) else { return Ok(false) };
+        let segment = self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
+        segment.read_exact_at(buffer, place.offset + offset).map_err(ClientError::Segment)?;
+        Ok(true)
+    }
+}

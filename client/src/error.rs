@@ -1,0 +1,73 @@
+//! What can go wrong between a process and its server.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why a session cannot be found, attached to or read.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// This user has no session on this machine.
+    #[error("no session of yours is running on this machine; start one with 'dayfly up' or 'dayfly run'")]
+    NoSession,
+    /// The session that was named is not there.
+    #[error("session {name} is not running on this machine{}", list(.running))]
+    Unknown {
+        /// As named, by `DAYFLY_SESSION` mostly.
+        name: String,
+        /// Those that are.
+        running: Vec<String>,
+    },
+    /// More than one session, and none was named.
+    #[error("you have {} sessions on this machine; say which one by DAYFLY_SESSION{}", .0.len(), list(.0))]
+    Ambiguous(Vec<String>),
+    /// The session has no such node here.
+    #[error("session {session} has no node {node} on this machine{}", list(.nodes))]
+    NoNode {
+        /// Which session.
+        session: String,
+        /// Which node was wanted.
+        node: String,
+        /// Those that are here.
+        nodes: Vec<String>,
+    },
+    /// The folder of sessions belongs to somebody else, or others could write to it.
+    #[error("'{}' is not a private folder of yours; remove it, or set DAYFLY_RUNTIME_DIR", .0.display())]
+    NotPrivate(PathBuf),
+    /// The server cannot be reached, or does not answer in time.
+    #[error("the server of this node does not answer: {0}")]
+    Server(#[from] io::Error),
+    /// The server will not.
+    #[error("{0}")]
+    Refused(String),
+    /// What the server sent cannot be understood.
+    #[error("the server sent what this client does not understand: {0}")]
+    Protocol(&'static str),
+    /// The catalog cannot be used.
+    #[error("{0}")]
+    Catalog(#[from] dayfly_meta::catalog::CatalogError),
+    /// A block cannot be had from its node.
+    #[error("{0}")]
+    Unreachable(String),
+    /// The node's own segment cannot be read.
+    #[error("cannot read this node's segment: {0}")]
+    Segment(#[source] io::Error),
+    /// The session has ended, or the dataset was replaced.
+    #[error("its bytes are gone: the session has ended or the dataset was replaced")]
+    Gone,
+    /// The bytes are not those that were staged in.
+    #[error("block {block} of '{path}' is damaged: its checksum is {found:08x}, at stage-in it was {expected:08x}")]
+    Checksum {
+        /// Which block of the dataset.
+        block: u32,
+        /// A sample that it is a piece of.
+        path: String,
+        /// Taken at stage-in.
+        expected: u32,
+        /// Of what was read.
+        found: u32,
+    },
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { String::new() } else { format!(" (running: {})", names.join(", ")) }
+}

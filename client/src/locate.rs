@@ -1,0 +1,175 @@
+//! Finding sessions: each has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/`, mode 0700, in which every server
+//! of this machine has its socket and holds a lock for as long as it lives.
+
+use std::env;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use dayfly_meta::id::{NodeId, SessionId};
+use nix::fcntl::{Flock, FlockArg};
+use nix::unistd::geteuid;
+
+use crate::ClientError;
+
+/// Names the session that a process belongs to.
+pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
+/// Names the node that a process belongs to, where a machine has several.
+pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
+/// Moves the folder of all sessions.
+pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
+/// Held by `up` while servers start, so that nobody takes the folder for a leftover.
+const STARTING_LOCK: &str = "starting.lock";
+
+/// A session's folder on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Location {
+    /// The session.
+    pub session: SessionId,
+    /// Its folder.
+    pub folder: PathBuf,
+}
+
+/// The folder of all sessions of this user.
+pub fn runtime_dir() -> PathBuf {
+    let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
+    base.join(format!("dayfly-{}", geteuid()))
+}
+
+/// Makes the folder of a new session. The lock that is returned keeps it until a server holds one of its own.
+pub fn create(session: SessionId) -> Result<(Location, Flock<File>), ClientError> {
+    let all = runtime_dir();
+    create_private(&all).or_else(|error| if error.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })?;
+    check_private(&all)?;
+    let folder = all.join(session.to_string());
+    create_private(&folder)?;
+    let lock = lock_file(&folder.join(STARTING_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
+    Ok((Location { session, folder }, lock))
+}
+
+fn create_private(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(folder)
+}
+
+fn check_private(folder: &Path) -> Result<(), ClientError> {
+    let metadata = fs::symlink_metadata(folder)?;
+    let is_private = metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0;
+    if is_private { Ok(()) } else { Err(ClientError::NotPrivate(folder.to_owned())) }
+}
+
+/// All folders of sessions, running or left over.
+pub fn all() -> Result<Vec<Location>, ClientError> {
+    let folder = runtime_dir();
+    if fs::symlink_metadata(&folder).is_err() {
+        return Ok(Vec::new());
+    }
+    check_private(&folder)?;
+    let mut found = Vec::new();
+    for entry in fs::read_dir(&folder)? {
+        let name = entry?.file_name();
+        if let Some(session) = name.to_str().and_then(|name| name.parse().ok()) {
+            found.push(Location { session, folder: folder.join(name) });
+        }
+    }
+    found.sort_by_key(|location| location.session);
+    Ok(found)
+}
+
+/// The sessions of which a server lives here.
+pub fn running() -> Result<Vec<Location>, ClientError> {
+    Ok(all()?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
+}
+
+/// The session that is meant: by `DAYFLY_SESSION`, else the only one.
+pub fn find() -> Result<Location, ClientError> {
+    let mut running = running()?;
+    let names = |running: &[Location]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
+    if let Some(name) = env::var_os(SESSION_VARIABLE).filter(|name| !name.is_empty()) {
+        let name = name.to_string_lossy().into_owned();
+        let found = running.iter().position(|location| location.session.to_string() == name);
+        return match found {
+            Some(found) => Ok(running.swap_remove(found)),
+            None => Err(ClientError::Unknown { name, running: names(&running) }),
+        };
+    }
+    match running.len() {
+        0 => Err(ClientError::NoSession),
+        1 => Ok(running.remove(0)),
+        _ => Err(ClientError::Ambiguous(names(&running))),
+    }
+}
+
+impl Location {
+    /// Where a node's server listens.
+    pub fn socket(&self, node: NodeId) -> PathBuf {
+        self.folder.join(format!("node-{node}.sock"))
+    }
+
+    /// Takes a node's lock for its server: holds its process id, and is free when that has ended, however it did.
+    pub fn lock_node(&self, node: NodeId) -> io::Result<Option<Flock<File>>> {
+        let Some(lock) = lock_file(&self.lock_path(node))? else { return Ok(None) };
+        fs::write(self.lock_path(node), std::process::id().to_string())?;
+        Ok(Some(lock))
+    }
+
+    fn lock_path(&self, node: NodeId) -> PathBuf {
+        self.folder.join(format!("node-{node}.lock"))
+    }
+
+    /// The nodes whose servers live on this machine, lowest first.
+    pub fn live_nodes(&self) -> Vec<NodeId> {
+        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
+        let mut nodes: Vec<NodeId> =
+            names.filter_map(number).map(NodeId).filter(|&node| is_locked(&self.lock_path(node))).collect();
+        nodes.sort_unstable();
+        nodes
+    }
+
+    /// The process of a node's server, if it lives.
+    pub fn pid(&self, node: NodeId) -> Option<i32> {
+        let path = self.lock_path(node);
+        is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
+    }
+
+    /// The node that this process belongs to: by `DAYFLY_NODE`, else the lowest here.
+    pub fn my_node(&self) -> Result<NodeId, ClientError> {
+        let nodes = self.live_nodes();
+        let lowest = *nodes.first().ok_or(ClientError::NoSession)?;
+        let Some(wanted) = env::var(NODE_VARIABLE).ok().filter(|wanted| !wanted.is_empty()) else { return Ok(lowest) };
+        let found = wanted.parse().ok().map(NodeId).filter(|node| nodes.contains(node));
+        found.ok_or_else(|| ClientError::NoNode {
+            session: self.session.to_string(),
+            node: wanted,
+            nodes: nodes.iter().map(NodeId::to_string).collect(),
+        })
+    }
+
+    /// Removes the folder if no server lives and none is being started; says whether it did.
+    pub fn remove_if_dead(&self) -> io::Result<bool> {
+        if is_locked(&self.folder.join(STARTING_LOCK)) || !self.live_nodes().is_empty() {
+            return Ok(false);
+        }
+        match fs::remove_dir_all(&self.folder) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(true),
+        }
+    }
+}
+
+/// Locks a file, made if need be; `None` where another process has.
+fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
+    let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, error)) => Err(error.into()),
+    }
+}
+
+fn is_locked(path: &Path) -> bool {
+    // Shared, so that two who look do not take each other for the owner.
+    let Ok(file) = File::open(path) else { return false };
+    Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
+}

@@ -1,0 +1,85 @@
+//! Messages to and from the node's server, with descriptors beside them.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use dayfly_meta::limits::{DRIVES_MAX, SERVER_TIMEOUT};
+use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
+use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::{decode, encode};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+
+use crate::ClientError;
+
+/// Descriptors beside one message: a catalog, locations, and a segment a drive.
+const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
+
+/// A connection to the server.
+pub(crate) struct Socket {
+    stream: UnixStream,
+}
+
+impl Socket {
+    pub(crate) fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        stream.set_write_timeout(Some(SERVER_TIMEOUT))?;
+        stream.set_read_timeout(Some(SERVER_TIMEOUT))?;
+        Ok(Self { stream })
+    }
+
+    pub(crate) fn send(&mut self, message: &FromClient) -> Result<(), ClientError> {
+        let message = encode(message);
+        let header = encode_local(message.len()).map_err(|_| ClientError::Protocol("a request is too long"))?;
+        self.stream.write_all(&[&header[..], &message].concat()).map_err(late)?;
+        Ok(())
+    }
+
+    /// The next message, with what came beside it.
+    pub(crate) fn receive(&mut self) -> Result<(FromServer, Vec<File>), ClientError> {
+        let mut header = [0; LOCAL_HEADER_LEN];
+        let (got, files) = self.receive_first(&mut header).map_err(late)?;
+        if got == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection").into());
+        }
+        self.stream.read_exact(&mut header[got..]).map_err(late)?;
+        let len = decode_local(header).map_err(|_| ClientError::Protocol("a message is too long"))?;
+        let mut message = vec![0; len];
+        self.stream.read_exact(&mut message).map_err(late)?;
+        let message = decode(&message).map_err(|_| ClientError::Protocol("not a message of this version"))?;
+        Ok((message, files))
+    }
+
+    fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
+        let mut space = nix::cmsg_space!([i32; DESCRIPTORS_MAX]);
+        let mut slices = [IoSliceMut::new(header)];
+        loop {
+            let received = recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
+            let received = match received {
+                Err(nix::errno::Errno::EINTR) => continue,
+                received => received?,
+            };
+            let mut files = Vec::new();
+            for control in received.cmsgs()? {
+                if let ControlMessageOwned::ScmRights(descriptors) = control {
+                    // SAFETY: the kernel has just made these descriptors for us; nobody else owns them.
+                    files.extend(
+                        descriptors.into_iter().map(|descriptor| unsafe { File::from(OwnedFd::from_raw_fd(descriptor)) }),
+                    );
+                }
+            }
+            return Ok((received.bytes, files));
+        }
+    }
+}
+
+fn late(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, format!("nothing came for {} s", SERVER_TIMEOUT.as_secs()))
+        }
+        _ => error,
+    }
+}

@@ -1,0 +1,135 @@
+//! From a path to what it names. Mostly one lookup in one catalog; only where that fails, or ends at a symlink, is the
+//! path walked name by name as a kernel would.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use dayfly_meta::catalog::{EntryId, EntryKind};
+use dayfly_meta::limits::{NAME_LEN_MAX, PATH_LEN_MAX, SYMLINKS_FOLLOWED_MAX};
+use dayfly_meta::path::{components, is_below, join};
+
+use super::{View, ViewError, entry};
+use crate::Dataset;
+
+/// What a path names.
+pub(super) enum Place {
+    /// A directory above datasets: only they are in it. Its path below the prefix.
+    Virtual(Vec<u8>),
+    /// An entry of a dataset.
+    Entry(Arc<Dataset>, EntryId),
+}
+
+impl View {
+    /// The part of an absolute path that lies below the prefix.
+    pub(super) fn below_prefix<'a>(&self, path: &'a [u8]) -> Option<&'a [u8]> {
+        let prefix = self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix());
+        let rest = path.strip_prefix(prefix)?;
+        (rest.is_empty() || rest.starts_with(b"/")).then_some(rest)
+    }
+
+    pub(super) fn above_prefix(&self, below: &[u8]) -> Vec<u8> {
+        join(self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix()), below)
+    }
+
+    /// What the path names; a symlink at its end is followed if `follow`, or if a slash comes after it.
+    pub(super) fn resolve(&self, path: &[u8], follow: bool) -> Result<Place, ViewError> {
+        if path.len() > PATH_LEN_MAX {
+            return Err(ViewError::TooLong);
+        }
+        let below = self.below_prefix(path).ok_or_else(|| ViewError::Outside(path.to_vec()))?;
+        let datasets = self.session.datasets()?;
+        let plain = below.strip_prefix(b"/").unwrap_or(below);
+        if let Some(Place::Entry(dataset, id)) = find(&datasets, plain)
+            && (!follow || entry(&dataset, id)?.kind != EntryKind::Symlink)
+        {
+            return Ok(Place::Entry(dataset, id));
+        }
+        self.walk(&datasets, below, follow)
+    }
+
+    fn walk(&self, datasets: &[Arc<Dataset>], below: &[u8], follow: bool) -> Result<Place, ViewError> {
+        let wants_directory = below.ends_with(b"/") || below.ends_with(b"/.");
+        let mut waiting: VecDeque<Vec<u8>> = components(below).map(<[u8]>::to_vec).collect();
+        let mut reached: Vec<u8> = Vec::new();
+        let mut place = find(datasets, b"").ok_or(ViewError::NotFound)?;
+        let mut followed = 0;
+        while let Some(name) = waiting.pop_front() {
+            if !is_directory(&place)? {
+                return Err(ViewError::NotADirectory);
+            }
+            match name.as_slice() {
+                b"." => continue,
+                // Above the namespace's root is the root: what lies beyond is not ours to tell.
+                b".." => reached.truncate(reached.iter().rposition(|&byte| byte == b'/').unwrap_or(0)),
+                _ if name.len() > NAME_LEN_MAX => return Err(ViewError::TooLong),
+                _ => {
+                    let next = join(&reached, &name);
+                    let found = find(datasets, &next).ok_or(ViewError::NotFound)?;
+                    let is_last = waiting.is_empty() && !wants_directory;
+                    if let Some(target) = symlink_target(&found)?.filter(|_| !is_last || follow) {
+                        followed += 1;
+                        if followed > SYMLINKS_FOLLOWED_MAX {
+                            return Err(ViewError::Loop);
+                        }
+                        let rest = match target.starts_with(b"/") {
+                            true => {
+                                reached.clear();
+                                self.below_prefix(&target).ok_or_else(|| ViewError::Outside(target.clone()))?
+                            }
+                            false => target.as_slice(),
+                        };
+                        let names: Vec<Vec<u8>> = components(rest).map(<[u8]>::to_vec).collect();
+                        names.into_iter().rev().for_each(|name| waiting.push_front(name));
+                    } else {
+                        reached = next;
+                    }
+                }
+            }
+            place = find(datasets, &reached).ok_or(ViewError::NotFound)?;
+        }
+        if wants_directory && !is_directory(&place)? { Err(ViewError::NotADirectory) } else { Ok(place) }
+    }
+
+    /// The names in a directory above datasets.
+    pub(super) fn virtual_names(&self, path: &[u8]) -> Result<Vec<Vec<u8>>, ViewError> {
+        let datasets = self.session.datasets()?;
+        let depth = components(path).count();
+        let below = datasets.iter().filter(|dataset| is_below(dataset.target(), path));
+        let names: BTreeSet<Vec<u8>> =
+            below.filter_map(|dataset| components(dataset.target()).nth(depth).map(<[u8]>::to_vec)).collect();
+        Ok(names.into_iter().collect())
+    }
+}
+
+/// What a normal path below the prefix names, without following anything.
+fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<Place> {
+    for dataset in datasets {
+        let target = dataset.target();
+        let within = if path == target {
+            b""
+        } else if target.is_empty() {
+            path
+        } else if is_below(path, target) {
+            &path[target.len() + 1..]
+        } else {
+            continue;
+        };
+        return dataset.catalog().find(within).map(|entry| Place::Entry(dataset.clone(), entry.id));
+    }
+    let is_virtual = path.is_empty() || datasets.iter().any(|dataset| is_below(dataset.target(), path));
+    is_virtual.then(|| Place::Virtual(path.to_vec()))
+}
+
+fn is_directory(place: &Place) -> Result<bool, ViewError> {
+    match place {
+        Place::Virtual(_) => Ok(true),
+        Place::Entry(dataset, id) => Ok(entry(dataset, *id)?.kind == EntryKind::Directory),
+    }
+}
+
+fn symlink_target(place: &Place) -> Result<Option<Vec<u8>>, ViewError> {
+    match place {
+        Place::Virtual(_) => Ok(None),
+        Place::Entry(dataset, id) => Ok(dataset.catalog().symlink_target(&entry(dataset, *id)?).map(<[u8]>::to_vec)),
+    }
+}

@@ -1,0 +1,67 @@
+//! Messages on a Unix socket, with descriptors beside them.
+
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
+
+use dayfly_meta::wire::encode;
+use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
+use dayfly_meta::wire::local::FromServer;
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+/// A client that takes no bytes for so long is stuck or stopped; its leases must not be.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
+pub(super) struct Socket {
+    stream: tokio::sync::Mutex<UnixStream>,
+}
+
+impl Socket {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self { stream: tokio::sync::Mutex::new(stream) }
+    }
+
+    /// The next message; `None` at the end.
+    pub(super) async fn receive(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let stream = self.stream.get_mut();
+        let mut header = [0; LOCAL_HEADER_LEN];
+        if stream.read(&mut header[..1]).await? == 0 {
+            return Ok(None);
+        }
+        stream.read_exact(&mut header[1..]).await?;
+        let len = decode_local(header).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        let mut message = vec![0; len];
+        stream.read_exact(&mut message).await?;
+        Ok(Some(message))
+    }
+
+    /// Sends a message; the descriptors travel with its first byte.
+    pub(super) async fn send(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
+        let message = encode(message);
+        let header = encode_local(message.len()).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let bytes = [&header[..], &message].concat();
+        let descriptors: Vec<RawFd> = files.iter().map(|file| file.as_raw_fd()).collect();
+        let mut stream = self.stream.lock().await;
+        let send = async {
+            let rights = [ControlMessage::ScmRights(&descriptors)];
+            let control = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+            let first = |stream: &UnixStream| {
+                let sent = sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(&bytes)], control, MsgFlags::MSG_NOSIGNAL, None);
+                sent.map_err(io::Error::from)
+            };
+            let sent = stream.async_io(Interest::WRITABLE, || first(&stream)).await?;
+            stream.write_all(&bytes[sent..]).await
+        };
+        timeout(SEND_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+    }
+
+    /// Waits until the client is gone (or says something out of turn, which is as good).
+    pub(super) async fn gone(&self) {
+        // An error means gone as well.
+        let _ = self.stream.lock().await.readable().await;
+    }
+}

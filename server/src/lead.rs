@@ -1,0 +1,418 @@
+//! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
+
+mod merge;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use dayfly_meta::catalog::Source;
+use dayfly_meta::id::{BlockId, DatasetId, NodeId};
+use dayfly_meta::limits::{DATASETS_MAX, NOTES_SHOWN_MAX, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::path::{display, is_normal};
+use dayfly_meta::wire::control::{Counts, Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::peer::{Counted, Reply, Request, UnitReport};
+use dayfly_stagein::plan::{self, UnitQueue};
+use futures_util::future::join_all;
+use tokio::sync::{mpsc, watch};
+
+use crate::server::Server;
+use crate::store::{Dataset, nameless_file};
+use merge::Merged;
+
+/// Bytes of catalog that an entry takes beside its name.
+const CATALOG_ENTRY_LEN: u64 = 84;
+
+/// The lead's stage-in, if one runs.
+#[derive(Default)]
+pub(crate) struct Lead {
+    running: tokio::sync::Mutex<()>,
+    current: Mutex<Option<Arc<LeadStage>>>,
+    last: AtomicU64,
+}
+
+impl Lead {
+    /// The stage-in of this number, if it runs.
+    pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
+        self.current().clone().filter(|stage| stage.number == number)
+    }
+
+    fn current(&self) -> MutexGuard<'_, Option<Arc<LeadStage>>> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A stage-in as the lead sees it.
+pub(crate) struct LeadStage {
+    number: u64,
+    units: Mutex<Units>,
+    progress: Mutex<Progress>,
+    counts: Mutex<Counts>,
+    failure: watch::Sender<Option<String>>,
+    /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
+    all_begun: watch::Sender<bool>,
+    all_read: watch::Sender<bool>,
+}
+
+struct Units {
+    queue: UnitQueue,
+    handed_out: u64,
+    finished: u64,
+    is_empty: bool,
+}
+
+impl LeadStage {
+    fn new(number: u64, queue: UnitQueue, counts: Counts) -> Self {
+        Self {
+            number,
+            units: Mutex::new(Units { queue, handed_out: 0, finished: 0, is_empty: false }),
+            progress: Mutex::new(Progress { phase: Phase::Reading, ..Progress::default() }),
+            counts: Mutex::new(counts),
+            failure: watch::Sender::new(None),
+            all_begun: watch::Sender::new(false),
+            all_read: watch::Sender::new(false),
+        }
+    }
+
+    /// A worker has finished a unit, or none yet, and wants another.
+    pub(crate) async fn next_unit(&self, finished: Option<UnitReport>) -> Reply {
+        // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
+        let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
+        if self.has_failed() {
+            return Reply::Stop;
+        }
+        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(report) = finished {
+            units.finished += 1;
+            add_counts(&mut self.counts(), report.counts);
+        }
+        let unit = if units.is_empty { Ok(None) } else { units.queue.next_unit() };
+        match unit {
+            Ok(Some(unit)) => {
+                units.handed_out += 1;
+                Reply::Unit(unit)
+            }
+            Ok(None) => {
+                units.is_empty = true;
+                self.all_read.send_if_modified(|all_read| {
+                    let was = std::mem::replace(all_read, units.finished == units.handed_out);
+                    was != *all_read
+                });
+                Reply::NoUnit
+            }
+            Err(error) => {
+                self.fail(error.to_string());
+                Reply::Stop
+            }
+        }
+    }
+
+    /// A worker is so far.
+    pub(crate) fn report(&self, counted: Counted) -> Reply {
+        let mut progress = self.progress();
+        progress.source_bytes += counted.source_bytes;
+        progress.files += counted.files;
+        progress.bytes += counted.bytes;
+        if self.has_failed() { Reply::Stop } else { Reply::Done }
+    }
+
+    /// The first failure ends the stage-in.
+    pub(crate) fn fail(&self, reason: String) {
+        self.failure.send_if_modified(|failure| {
+            let is_first = failure.is_none();
+            failure.get_or_insert(reason);
+            is_first
+        });
+    }
+
+    fn has_failed(&self) -> bool {
+        self.failure.borrow().is_some()
+    }
+
+    async fn failed(&self) -> String {
+        let mut failure = self.failure.subscribe();
+        let failure = failure.wait_for(Option::is_some).await;
+        failure.ok().and_then(|reason| reason.clone()).unwrap_or_default()
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn add_counts(all: &mut Counts, more: Counts) {
+    all.files += more.files;
+    all.bytes += more.bytes;
+    all.special += more.special;
+    all.refused += more.refused;
+    all.made_relative += more.made_relative;
+    all.unmarked_ends += more.unmarked_ends;
+    all.notes.extend(more.notes);
+    all.notes.truncate(NOTES_SHOWN_MAX);
+}
+
+/// Sets its flag when dropped: what blocks on behalf of a future ends with it.
+#[derive(Default)]
+struct CancelOnDrop(Arc<AtomicBool>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Runs a stage-in from its request to its end; the requester going away cancels it. Tells `events` how it goes.
+pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
+    let result = match server.lead().running.try_lock() {
+        Ok(_running) => Box::pin(run(&server, request, &events)).await,
+        Err(_) => Err("another stage-in is running in this session; wait for its end".to_owned()),
+    };
+    let event = match result {
+        Ok(summary) => Event::StagedIn(summary),
+        Err(reason) => Event::Failed { reason },
+    };
+    // Whoever asked may be gone.
+    let _ = events.send(event).await;
+}
+
+async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event>) -> Result<Summary, String> {
+    let start = Instant::now();
+    if server.config().node != NodeId(0) {
+        return Err("a stage-in is led by node 0; give the command there".to_owned());
+    }
+    if !is_normal(&request.target) {
+        return Err("the target is no path of the namespace".to_owned());
+    }
+    let replaces = server.store().conflict(&request.target, request.replace)?;
+    if server.store().datasets().len() >= DATASETS_MAX {
+        return Err(format!("a session has at most {DATASETS_MAX} datasets"));
+    }
+    let plan = tokio::select! {
+        plan = make_plan(server, &request) => plan?,
+        () = events.closed() => return Err("cancelled".to_owned()),
+        never = tell_planning(events) => never,
+    };
+    let free = free_room(server).await?;
+    let announced = announce(&plan, free.iter().sum());
+    let (least, all_free) = (announced.least_bytes, announced.free_bytes);
+    let _ = events.send(Event::Planned(announced)).await;
+    if least > all_free {
+        return Err(format!(
+            "the sources take at least {least} bytes and {all_free} are free on all nodes; give more with --capacity or --data-dir"
+        ));
+    }
+    let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
+    let stage = Arc::new(LeadStage::new(number, plan.units, plan.counts));
+    *server.lead().current() = Some(stage.clone());
+    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
+    let prepared = tokio::select! {
+        biased;
+        reason = stage.failed() => Err(reason),
+        () = events.closed() => Err("cancelled".to_owned()),
+        prepared = Box::pin(job.prepare()) => prepared,
+        never = tell_progress(server, &stage, events) => never,
+    };
+    // From here on it is not cancelled any more: either all show it, or it is undone.
+    let published = match prepared {
+        Ok(merged) => job.commit(replaces).await.map(|()| merged),
+        Err(reason) => Err(reason),
+    };
+    let result = match published {
+        Ok(merged) => {
+            job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await?;
+            job.summary(merged, start)
+        }
+        Err(reason) => {
+            // Nodes that are lost have nothing to forget; the first failure is what the user needs to know.
+            stage.fail(reason.clone());
+            let _ = job.ask_all(&Request::Abort { stage: number }, REQUEST_TIMEOUT).await;
+            Err(reason)
+        }
+    };
+    *server.lead().current() = None;
+    result
+}
+
+/// Shows that the planning goes on, until dropped.
+async fn tell_planning<T>(events: &mpsc::Sender<Event>) -> T {
+    loop {
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        let _ = events.try_send(Event::Progress(Progress::default()));
+    }
+}
+
+async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan, String> {
+    let cancel = CancelOnDrop::default();
+    let is_cancelled = cancel.0.clone();
+    let (sources, selection) = (request.sources.clone(), request.selection.clone());
+    let drive = server.store().roomiest_drive();
+    let planned = tokio::task::spawn_blocking(move || {
+        let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
+        plan::plan(&sources, &selection, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
+    });
+    planned.await.map_err(|error| error.to_string())?
+}
+
+/// Free room on each node.
+async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
+    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, REQUEST_TIMEOUT));
+    let free = |reply: Result<Reply, _>| match reply {
+        Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
+        Ok(_) => Err("a node answers what was not asked".to_owned()),
+        Err(error) => Err(format!("all nodes are needed for a stage-in: {error}")),
+    };
+    join_all(asking).await.into_iter().map(free).collect()
+}
+
+fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
+    Plan {
+        sources: plan.sources.len() as u64,
+        source_bytes: plan.source_bytes,
+        known_files: plan.known_files,
+        files_are_all_known: plan.files_are_all_known,
+        least_bytes: plan.source_bytes,
+        catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
+        free_bytes,
+    }
+}
+
+/// Tells how far it is until dropped; ends with an error when a node is lost.
+async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
+    loop {
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        for node in server.peers().nodes() {
+            if server.peers().is_lost(node).await {
+                let address = server.peers().address(node).map_or_else(String::new, |address| format!(" ({address})"));
+                return Err(format!("node {node}{address} was lost during the stage-in"));
+            }
+        }
+        // A slow listener misses some; the next one says more.
+        let _ = events.try_send(Event::Progress(stage.progress().clone()));
+    }
+}
+
+/// What all steps need.
+struct Job<'a> {
+    server: &'a Arc<Server>,
+    stage: &'a Arc<LeadStage>,
+    request: &'a StageIn,
+    sources: Vec<Source>,
+    free: Vec<u64>,
+}
+
+impl Job<'_> {
+    /// Everything up to the point where all nodes could show the dataset.
+    async fn prepare(&self) -> Result<Merged, String> {
+        let stage = self.stage.number;
+        let (selection, seed) = (self.request.selection.clone(), self.request.seed);
+        self.ask_all(&Request::Begin { stage, selection, seed, capacities: self.free.clone() }, REQUEST_TIMEOUT).await?;
+        self.stage.all_begun.send_replace(true);
+        let mut all_read = self.stage.all_read.subscribe();
+        all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
+        let runs = self.finish().await?;
+        self.stage.progress().phase = Phase::Merging;
+        let created_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
+        let merging = merge::Merging {
+            server: self.server.clone(),
+            stage: self.stage.clone(),
+            runs,
+            seed,
+            created_s,
+            sources: self.sources.clone(),
+        };
+        let runtime = tokio::runtime::Handle::current();
+        let merged = tokio::task::spawn_blocking(move || merging.run(&runtime)).await.map_err(|error| error.to_string())??;
+        self.stage.progress().phase = Phase::Publishing;
+        self.spread(&merged).await?;
+        Ok(merged)
+    }
+
+    /// The runs of all nodes: node, number, length.
+    async fn finish(&self) -> Result<Vec<(NodeId, u32, u64)>, String> {
+        let request = Request::Finish { stage: self.stage.number };
+        let replies = self.ask_all(&request, REQUEST_TIMEOUT * 2).await?;
+        let mut runs = Vec::new();
+        for (node, reply) in self.server.peers().nodes().zip(replies) {
+            let Reply::Runs { lens } = reply else { return Err(format!("node {node} answers what was not asked")) };
+            runs.extend((0..).zip(lens).map(|(run, len)| (node, run, len)));
+        }
+        Ok(runs)
+    }
+
+    /// The catalog goes from node to node along a tree: who has it gives it to one more in each round.
+    async fn spread(&self, merged: &Merged) -> Result<(), String> {
+        self.server.stages().get(self.stage.number)?.set_catalog(merged.file.clone());
+        let lead = self.server.config().node;
+        let mut have = vec![lead];
+        let mut lack: Vec<NodeId> = self.server.peers().nodes().filter(|&node| node != lead).collect();
+        self.prepare_on(lead, lead, merged).await?;
+        while !lack.is_empty() {
+            let next = lack.split_off(lack.len().saturating_sub(have.len()));
+            let preparing = next.iter().zip(&have).map(|(&node, &from)| self.prepare_on(node, from, merged));
+            join_all(preparing).await.into_iter().collect::<Result<(), String>>()?;
+            have.extend(next);
+        }
+        Ok(())
+    }
+
+    async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), String> {
+        let request = Request::Prepare {
+            stage: self.stage.number,
+            dataset: DatasetId(self.stage.number as u32),
+            target: self.request.target.clone(),
+            from,
+            len: merged.len,
+            checksum: merged.checksum,
+        };
+        self.server.ask(node, request, PREPARE_TIMEOUT).await.map(drop).map_err(|error| error.to_string())
+    }
+
+    async fn commit(&self, replaces: Option<DatasetId>) -> Result<(), String> {
+        self.ask_all(&Request::Commit { stage: self.stage.number, replaces }, REQUEST_TIMEOUT).await.map(drop)
+    }
+
+    async fn ask_all(&self, request: &Request, timeout: Duration) -> Result<Vec<Reply>, String> {
+        let asking = self.server.peers().nodes().map(|node| self.server.ask(node, request.clone(), timeout));
+        join_all(asking).await.into_iter().collect::<Result<_, _>>().map_err(|error| error.to_string())
+    }
+
+    fn summary(&self, merged: Merged, start: Instant) -> Result<Summary, String> {
+        let mut counts = self.stage.counts().clone();
+        counts.refused += merged.refused.count;
+        counts.notes.extend(merged.refused.names.iter().map(|name| format!("refused: {name}")));
+        counts.notes.truncate(NOTES_SHOWN_MAX);
+        let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
+        let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
+        Ok(Summary {
+            samples: merged.samples,
+            bytes: merged.bytes,
+            others: merged.others,
+            catalog_bytes: merged.len,
+            source_bytes: self.stage.progress().source_bytes,
+            counts,
+            elapsed_ms: start.elapsed().as_millis() as u64,
+            imbalance_permille: imbalance(&dataset, self.server.peers().count()),
+        })
+    }
+}
+
+/// How much the fullest node holds over the mean.
+fn imbalance(dataset: &Dataset, nodes: usize) -> u64 {
+    let catalog = dataset.catalog();
+    let mut held = vec![0_u64; nodes];
+    let mut all = 0;
+    for block in (0..catalog.header().blocks).map(BlockId) {
+        if let (Some(owner), Some((_, len))) = (catalog.owner(block), catalog.block(block))
+            && let Some(held) = held.get_mut(owner.index())
+        {
+            *held += len;
+            all += len;
+        }
+    }
+    let fullest = u128::from(held.into_iter().max().unwrap_or(0)) * nodes as u128 * 1000;
+    fullest.checked_div(u128::from(all)).map_or(0, |share| (share as u64).saturating_sub(1000))
+}

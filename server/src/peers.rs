@@ -1,0 +1,126 @@
+//! The other nodes: where they are, and the connections to them, made when first needed.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::REQUEST_TIMEOUT;
+use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::{decode, encode};
+use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
+use tokio::sync::Mutex;
+
+/// Why a peer could not be asked, or what it said.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PeerError {
+    #[error("{0}")]
+    Transport(#[from] TransportError),
+    #[error("node {node}: {reason}")]
+    Failed { node: NodeId, reason: String },
+    #[error("node {0} answers with what is no message of this version")]
+    Invalid(NodeId),
+    #[error("node {0} is not of this session")]
+    Unknown(NodeId),
+    #[error("this server does not know its peers yet")]
+    NoRoster,
+}
+
+/// The roster, and a connection to each other node.
+pub(crate) struct Peers {
+    me: NodeId,
+    transport: Arc<dyn Transport>,
+    roster: OnceLock<Vec<Peer>>,
+}
+
+struct Peer {
+    address: SocketAddr,
+    connection: Mutex<Option<Arc<dyn Connection>>>,
+}
+
+impl Peers {
+    pub(crate) fn new(me: NodeId, transport: Arc<dyn Transport>) -> Self {
+        Self { me, transport, roster: OnceLock::new() }
+    }
+
+    /// Takes the roster, once, and connects to everyone in it.
+    pub(crate) async fn join(&self, addresses: &[SocketAddr]) -> Result<(), PeerError> {
+        let peer = |&address: &SocketAddr| Peer { address, connection: Mutex::new(None) };
+        if self.roster.set(addresses.iter().map(peer).collect()).is_err() {
+            return Ok(());
+        }
+        let others = self.nodes().filter(|&node| node != self.me);
+        let connecting = others.map(|node| async move { self.connection(node).await.map(drop) });
+        futures_util::future::try_join_all(connecting).await.map(drop)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.roster.get().map_or(0, Vec::len)
+    }
+
+    pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + use<> {
+        (0..self.count() as u16).map(NodeId)
+    }
+
+    pub(crate) fn address(&self, node: NodeId) -> Option<SocketAddr> {
+        self.roster.get()?.get(node.index()).map(|peer| peer.address)
+    }
+
+    /// Whether the node was reached once and is lost now.
+    pub(crate) async fn is_lost(&self, node: NodeId) -> bool {
+        match self.roster.get().and_then(|roster| roster.get(node.index())) {
+            Some(peer) if node != self.me => peer.connection.lock().await.as_ref().is_some_and(|connection| connection.is_lost()),
+            _ => false,
+        }
+    }
+
+    async fn connection(&self, node: NodeId) -> Result<Arc<dyn Connection>, PeerError> {
+        let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
+        let peer = roster.get(node.index()).filter(|_| node != self.me).ok_or(PeerError::Unknown(node))?;
+        let mut connection = peer.connection.lock().await;
+        if let Some(connection) = connection.as_ref().filter(|connection| !connection.is_lost()) {
+            return Ok(connection.clone());
+        }
+        let fresh = self.transport.connect(node, peer.address).await?;
+        *connection = Some(fresh.clone());
+        Ok(fresh)
+    }
+
+    /// A request whose answer is a message alone.
+    pub(crate) async fn ask(&self, node: NodeId, request: &Request, timeout: Duration) -> Result<Reply, PeerError> {
+        self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
+    }
+
+    /// A request whose answer's bytes land in slots.
+    pub(crate) async fn pull(
+        &self,
+        node: NodeId,
+        request: &Request,
+        slots: Vec<Slot>,
+        timeout: Duration,
+    ) -> Result<(Reply, Pulled), PeerError> {
+        let pulled = self.connection(node).await?.pull(encode(request), slots, timeout).await?;
+        Ok((reply(node, &pulled.message)?, pulled))
+    }
+
+    /// A request with bytes for the peer.
+    pub(crate) async fn offer(
+        &self,
+        node: NodeId,
+        request: &Request,
+        payload: Slot,
+        len: usize,
+    ) -> Result<(Reply, Slot), PeerError> {
+        let offered = self.connection(node).await?.offer(encode(request), payload, len, REQUEST_TIMEOUT).await?;
+        let Offered { message, payload } = offered;
+        Ok((reply(node, &message)?, payload))
+    }
+}
+
+fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {
+    match decode(message) {
+        Ok(Reply::Failed { reason }) => Err(PeerError::Failed { node, reason }),
+        Ok(reply) => Ok(reply),
+        Err(_) => Err(PeerError::Invalid(node)),
+    }
+}

@@ -1,0 +1,406 @@
+//! The server: its parts put together, and what it does with each peer's request.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::wire::control::{DatasetStatus, NodeEntry, NodeStatus, Status};
+use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::{decode, encode};
+use dayfly_transport::tcp::{Identity, Tcp};
+use dayfly_transport::{Answer, Incoming, Piece, Region, Service, Serving, Transport};
+use tokio::sync::watch;
+
+use crate::Config;
+use crate::arena::Arena;
+use crate::clients::Clients;
+use crate::fetch::Fetcher;
+use crate::lead::Lead;
+use crate::peers::{PeerError, Peers};
+use crate::stage::{Beginning, Stage, Stages};
+use crate::store::{Dataset, Store, nameless_file};
+
+/// Bytes for what servers read of each other outside of the arena: runs and catalogs.
+const EXCHANGE_LEN: u64 = 8 << 20;
+const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
+
+/// Why a server could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The data dirs cannot be used.
+    #[error("{0}")]
+    Store(#[source] io::Error),
+    /// The arena cannot be made.
+    #[error("cannot make the arena: {0}")]
+    Arena(#[source] io::Error),
+    /// The peers' listener cannot be bound.
+    #[error("cannot listen at {address}: {error}")]
+    Listen {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        error: io::Error,
+    },
+    /// The socket for local processes cannot be made.
+    #[error("cannot make the socket in '{folder}': {error}")]
+    Socket {
+        /// In which folder.
+        folder: String,
+        /// Why.
+        error: io::Error,
+    },
+    /// Another node cannot be reached.
+    #[error("{0}")]
+    Peer(String),
+}
+
+/// One node of a session.
+pub struct Server {
+    config: Config,
+    transport: Arc<dyn Transport>,
+    address: SocketAddr,
+    store: Store,
+    arena: Arena,
+    exchange: Region,
+    peers: Arc<Peers>,
+    fetcher: Fetcher,
+    stages: Stages,
+    lead: Lead,
+    clients: AtomicU64,
+    running: Mutex<Option<Running>>,
+    ended: watch::Sender<bool>,
+}
+
+/// What ends with the session; dropping it closes all connections.
+struct Running {
+    _peers: Serving,
+    _clients: Clients,
+}
+
+impl Server {
+    /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
+    pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
+        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node };
+        let listen = |error| StartError::Listen { address: config.listen, error };
+        let (transport, address) = Tcp::bind(identity, config.listen).await.map_err(listen)?;
+        let transport: Arc<dyn Transport> = Arc::new(transport);
+        let region = transport.region(config.memory).map_err(StartError::Arena)?;
+        let arena = Arena::new(region).map_err(StartError::Arena)?;
+        let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
+        let peers = Arc::new(Peers::new(config.node, transport.clone()));
+        let server = Arc::new(Self {
+            fetcher: Fetcher::new(arena.clone(), peers.clone()),
+            config,
+            transport,
+            address,
+            store,
+            arena,
+            exchange,
+            peers,
+            stages: Stages::default(),
+            lead: Lead::default(),
+            clients: AtomicU64::new(0),
+            running: Mutex::new(None),
+            ended: watch::Sender::new(false),
+        });
+        let serving = server.transport.serve(Arc::new(PeerService(server.clone()))).await.map_err(listen_error(address))?;
+        let clients = Clients::start(server.clone())
+            .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
+        *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(Running { _peers: serving, _clients: clients });
+        Ok(server)
+    }
+
+    /// Where peers reach this server.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Takes the roster and connects to everyone in it.
+    pub async fn join(&self, roster: &[SocketAddr]) -> Result<(), StartError> {
+        self.peers.join(roster).await.map_err(|error| StartError::Peer(error.to_string()))
+    }
+
+    /// Waits until the session has ended here.
+    pub async fn ended(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
+    }
+
+    /// Ends the session here: gives all room back, whoever still has files open. Returns the bytes freed.
+    pub fn end(&self) -> u64 {
+        let freed = self.store.give_up();
+        self.ended.send_replace(true);
+        freed
+    }
+
+    /// Closes all connections.
+    pub fn close(&self) {
+        drop(self.running.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
+    pub(crate) fn config(&self) -> &Config {
+        &self.config
+    }
+
+    pub(crate) fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    pub(crate) fn peers(&self) -> &Peers {
+        &self.peers
+    }
+
+    pub(crate) fn fetcher(&self) -> &Fetcher {
+        &self.fetcher
+    }
+
+    pub(crate) fn stages(&self) -> &Stages {
+        &self.stages
+    }
+
+    pub(crate) fn lead(&self) -> &Lead {
+        &self.lead
+    }
+
+    /// Attached processes, counted by those who serve them.
+    pub(crate) fn clients(&self) -> &AtomicU64 {
+        &self.clients
+    }
+
+    /// Asks any node, this one included.
+    pub(crate) async fn ask(self: &Arc<Self>, node: NodeId, request: Request, timeout: Duration) -> Result<Reply, PeerError> {
+        if node != self.config.node {
+            return self.peers.ask(node, &request, timeout).await;
+        }
+        match Box::pin(self.answer(node, request, &[])).await {
+            Ok((Reply::Failed { reason }, _)) | Err(reason) => Err(PeerError::Failed { node, reason }),
+            Ok((reply, _)) => Ok(reply),
+        }
+    }
+
+    /// Bytes, at most `room`, of any node.
+    pub(crate) async fn pull_bytes(self: &Arc<Self>, node: NodeId, request: Request, room: u64) -> Result<Vec<u8>, PeerError> {
+        if node == self.config.node {
+            let answered = Box::pin(self.answer(node, request, &[room])).await;
+            let (_, mut pieces) = answered.map_err(|reason| PeerError::Failed { node, reason })?;
+            return match pieces.pop() {
+                Some(Piece::Bytes(bytes)) => Ok(bytes),
+                _ => Err(PeerError::Invalid(node)),
+            };
+        }
+        let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
+        let slot = self.exchange.slot_within(room, REQUEST_TIMEOUT).await.ok_or_else(busy)?;
+        let (_, pulled) = self.peers.pull(node, &request, vec![slot], REQUEST_TIMEOUT).await?;
+        let (slot, len) = (pulled.slots.first(), pulled.lens.first());
+        slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))
+    }
+
+    /// What this node says of itself.
+    pub(crate) fn status(&self) -> NodeStatus {
+        let datasets = self.store.datasets();
+        let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
+        let (arena_used_bytes, leases) = self.arena.usage();
+        let (local_reads, local_bytes) = self.store.counters().local();
+        let (remote_reads, remote_bytes) = self.fetcher.remote();
+        let (served_blocks, served_bytes) = self.fetcher.served();
+        NodeStatus {
+            pid: std::process::id(),
+            data_dirs: self.config.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
+            samples: sum(&|dataset| dataset.held().samples),
+            blocks: sum(&|dataset| dataset.held().blocks),
+            held_bytes: sum(&|dataset| dataset.held().bytes),
+            used_bytes: self.store.used(),
+            capacity_bytes: self.store.capacity(),
+            arena_bytes: self.arena.len(),
+            arena_used_bytes,
+            leases,
+            clients: self.clients.load(Ordering::Relaxed),
+            memory_bytes: resident_memory(),
+            local_reads,
+            local_bytes,
+            remote_reads,
+            remote_bytes,
+            served_blocks,
+            served_bytes,
+        }
+    }
+
+    /// What all nodes say.
+    pub(crate) async fn session_status(self: &Arc<Self>) -> Status {
+        let asking = self.peers.nodes().map(|node| async move {
+            let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
+            let status = match self.ask(node, Request::Status, REQUEST_TIMEOUT).await {
+                Ok(Reply::Status(status)) => Ok(status),
+                Ok(_) => Err("it answers what was not asked".to_owned()),
+                Err(error) => Err(error.to_string()),
+            };
+            NodeEntry { node, address, status }
+        });
+        let nodes = futures_util::future::join_all(asking).await;
+        let dataset = |dataset: &Arc<Dataset>| {
+            let header = dataset.catalog().header();
+            let (samples, bytes) = (u64::from(header.samples), header.bytes);
+            DatasetStatus { target: dataset.target().to_vec(), samples, bytes, catalog_bytes: header.file_len }
+        };
+        Status { nodes, datasets: self.store.datasets().iter().map(dataset).collect() }
+    }
+
+    /// Answers a request, from a peer or from this very node.
+    async fn answer(self: &Arc<Self>, from: NodeId, request: Request, room: &[u64]) -> Result<(Reply, Vec<Piece>), String> {
+        let room = room.first().copied().unwrap_or(0);
+        let done = (Reply::Done, Vec::new());
+        match request {
+            Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
+            Request::Ship { .. } => Err("batches come as offers".to_owned()),
+            Request::Reserve { stage, key, part, block_len } => {
+                let stored = self.stages.get(stage)?.ingest().reserve(key, part, block_len).map_err(|error| error.to_string())?;
+                Ok((Reply::Shipped { stored }, Vec::new()))
+            }
+            Request::Begin { stage, selection, seed, capacities } => {
+                let beginning = Beginning { number: stage, lead: from, selection, seed, capacities };
+                Stage::begin(self, beginning).map(|()| done)
+            }
+            Request::NextUnit { stage, finished } => {
+                let reply = match self.lead.stage(stage) {
+                    Some(stage) => stage.next_unit(finished).await,
+                    None => Reply::Stop,
+                };
+                Ok((reply, Vec::new()))
+            }
+            Request::Report { stage, progress } => {
+                let reply = self.lead.stage(stage).map_or(Reply::Stop, |stage| stage.report(progress));
+                Ok((reply, Vec::new()))
+            }
+            Request::Fail { stage, reason } => {
+                if let Some(stage) = self.lead.stage(stage) {
+                    stage.fail(reason);
+                }
+                Ok(done)
+            }
+            Request::Finish { stage } => {
+                let stage = self.stages.get(stage)?;
+                Ok((Reply::Runs { lens: stage.finish().await? }, Vec::new()))
+            }
+            Request::ReadRun { stage, run, offset } => {
+                let bytes = self.stages.get(stage)?.read_run(run, offset, room)?;
+                Ok((Reply::Done, vec![Piece::Bytes(bytes)]))
+            }
+            Request::ReadCatalog { stage, offset } => {
+                let bytes = self.stages.get(stage)?.read_catalog(offset, room)?;
+                Ok((Reply::Done, vec![Piece::Bytes(bytes)]))
+            }
+            Request::Prepare { stage, dataset, target, from, len, checksum } => {
+                let stage = self.stages.get(stage)?;
+                self.prepare(&stage, dataset, target, from, len, checksum).await.map(|()| done)
+            }
+            Request::Commit { stage, replaces } => self.stages.get(stage)?.commit(self, replaces).map(|()| done),
+            Request::Settle { stage } => {
+                if let Some(stage) = self.stages.remove(stage) {
+                    stage.settle(self);
+                }
+                Ok(done)
+            }
+            Request::Abort { stage } => {
+                if let Some(stage) = self.stages.remove(stage) {
+                    stage.abort(self);
+                }
+                Ok(done)
+            }
+            Request::Status => Ok((Reply::Status(self.status()), Vec::new())),
+        }
+    }
+
+    /// Gets the catalog, checks it and makes the dataset ready to be shown.
+    async fn prepare(
+        self: &Arc<Self>,
+        stage: &Arc<Stage>,
+        id: DatasetId,
+        target: Vec<u8>,
+        from: NodeId,
+        len: u64,
+        checksum: u32,
+    ) -> Result<(), String> {
+        let drive = self.store.roomiest_drive();
+        let room = drive.reserve(len).ok_or("no room for the catalog; give more with --capacity")?;
+        let cannot = |error: io::Error| format!("cannot write the catalog: {error}");
+        if from != self.config.node {
+            let file = Arc::new(nameless_file(drive.path()).map_err(cannot)?);
+            let mut offset = 0;
+            while offset < len {
+                let request = Request::ReadCatalog { stage: stage.number(), offset };
+                let bytes = self.pull_bytes(from, request, (len - offset).min(BATCH_LEN_MAX as u64)).await;
+                let bytes = bytes.map_err(|error| format!("cannot read the catalog: {error}"))?;
+                if bytes.is_empty() {
+                    return Err(format!("node {from} has less of the catalog than was said"));
+                }
+                file.write_all_at(&bytes, offset).map_err(cannot)?;
+                offset += bytes.len() as u64;
+            }
+            stage.set_catalog(file);
+        }
+        let (stage, me, nodes) = (stage.clone(), self.config.node, self.peers.count());
+        let preparing = tokio::task::spawn_blocking(move || {
+            let file = stage.catalog()?;
+            let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
+            let find = |key, part| ingest.find(key, part);
+            let dataset = Dataset::prepare(id, target, &file, checksum, room, (me, nodes), &drive, segments, &find);
+            stage.set_prepared(dataset.map_err(|error| error.to_string())?);
+            Ok(())
+        });
+        preparing.await.map_err(|error| error.to_string())?
+    }
+}
+
+fn listen_error(address: SocketAddr) -> impl Fn(io::Error) -> StartError {
+    move |error| StartError::Listen { address, error }
+}
+
+/// Resident memory of this process in bytes; 0 where the kernel does not tell.
+fn resident_memory() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
+    pages.unwrap_or(0) * dayfly_meta::limits::PAGE_SIZE
+}
+
+/// The server as its peers see it.
+struct PeerService(Arc<Server>);
+
+#[async_trait]
+impl Service for PeerService {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+        let server = &self.0;
+        let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
+        if let Request::Read { dataset, blocks } = request {
+            let dataset = server.store.dataset(dataset).ok_or("the dataset is not there (any more)")?;
+            return if blocks.len() == room.len() {
+                Ok(server.fetcher.serve(&dataset, &blocks))
+            } else {
+                Err("a slot a block is needed".to_owned())
+            };
+        }
+        let (reply, pieces) =
+            server.answer(from, request, &room).await.unwrap_or_else(|reason| (Reply::Failed { reason }, Vec::new()));
+        Ok(Answer { message: encode(&reply), pieces })
+    }
+
+    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+        let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
+        let Request::Ship { stage, blocks } = request else { return Err("only batches are offered".to_owned()) };
+        let stored = self.0.stages.get(stage)?.land(blocks, incoming).await?;
+        Ok(encode(&Reply::Shipped { stored }))
+    }
+}

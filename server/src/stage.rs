@@ -1,0 +1,302 @@
+//! This node's part of a stage-in: its workers, what was shipped to it, its runs, and the dataset it has prepared.
+
+mod sink;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_LANDING_MAX, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::placement::{self, Placement};
+use dayfly_meta::wire::control::Selection;
+use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
+use dayfly_stagein::StageInError;
+use dayfly_stagein::pipeline::{Gauge, Worker};
+use dayfly_stagein::runs::RunWriter;
+use dayfly_transport::{Incoming, Region};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use crate::ingest::Ingest;
+use crate::server::Server;
+use crate::store::{Dataset, Segments, nameless_file};
+use sink::ServerSink;
+
+/// All stage-ins that this node takes part in; there is one at a time, but an old one may still be ending.
+#[derive(Default)]
+pub(crate) struct Stages {
+    stages: Mutex<HashMap<u64, Arc<Stage>>>,
+}
+
+impl Stages {
+    pub(crate) fn get(&self, number: u64) -> Result<Arc<Stage>, String> {
+        self.lock().get(&number).cloned().ok_or_else(|| "this stage-in is over".to_owned())
+    }
+
+    pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
+        self.lock().remove(&number)
+    }
+
+    fn insert(&self, stage: Arc<Stage>) {
+        self.lock().insert(stage.number, stage);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Stage>>> {
+        self.stages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the lead says of a stage-in when it begins.
+pub(crate) struct Beginning {
+    pub(crate) number: u64,
+    pub(crate) lead: NodeId,
+    pub(crate) selection: Selection,
+    pub(crate) seed: u64,
+    pub(crate) capacities: Vec<u64>,
+}
+
+/// A stage-in on this node.
+pub(crate) struct Stage {
+    number: u64,
+    lead: NodeId,
+    ingest: Arc<Ingest>,
+    landing: Region,
+    gauge: Arc<Gauge>,
+    /// The workers' runs, once all have ended.
+    runs: watch::Sender<Option<Runs>>,
+    outcome: Mutex<Outcome>,
+    /// Dropping the stage ends these.
+    tasks: Mutex<JoinSet<()>>,
+}
+
+/// The runs, or why there are none.
+type Runs = Result<Arc<Vec<(File, u64)>>, String>;
+
+#[derive(Default)]
+struct Outcome {
+    catalog: Option<Arc<File>>,
+    prepared: Option<Arc<Dataset>>,
+    shown: Option<DatasetId>,
+    replaced: Option<Arc<Dataset>>,
+}
+
+impl Stage {
+    /// Makes room for what will come, and starts the workers.
+    pub(crate) fn begin(server: &Arc<Server>, beginning: Beginning) -> Result<(), String> {
+        let Beginning { number, lead, selection, seed, capacities } = beginning;
+        if capacities.len() != server.peers().count() {
+            return Err("the lead knows another roster".to_owned());
+        }
+        let cannot = |error: std::io::Error| format!("cannot begin a stage-in: {error}");
+        let segments = Segments::create(server.store().drives(), DatasetId(number as u32)).map_err(cannot)?;
+        let landing = server.transport().region((BATCH_LEN_MAX * BATCHES_LANDING_MAX) as u64).map_err(cannot)?;
+        let stage = Arc::new(Self {
+            number,
+            lead,
+            ingest: Arc::new(Ingest::new(Arc::new(segments))),
+            landing,
+            gauge: Arc::default(),
+            runs: watch::Sender::new(None),
+            outcome: Mutex::default(),
+            tasks: Mutex::default(),
+        });
+        let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
+        let placement = Arc::new(Placement::new(seed, &members.collect::<Vec<_>>()));
+        let mut tasks = stage.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.spawn(work(server.clone(), stage.clone(), placement, selection));
+        tasks.spawn(report(server.clone(), stage.clone()));
+        drop(tasks);
+        server.stages().insert(stage);
+        Ok(())
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    pub(crate) fn ingest(&self) -> &Arc<Ingest> {
+        &self.ingest
+    }
+
+    /// Takes a peer's batch.
+    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<bool, String> {
+        let len = incoming.len();
+        if len > BATCH_LEN_MAX as u64 {
+            return Err("a batch is too long".to_owned());
+        }
+        let slot = self.landing.slot_within(len, REQUEST_TIMEOUT).await.ok_or("this node is too busy to take a batch")?;
+        let slot = incoming.land(slot).await.map_err(|error| format!("a batch did not arrive: {error}"))?;
+        let ingest = self.ingest.clone();
+        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, &slot[..len as usize])).await;
+        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+    }
+
+    /// Waits for the workers to end; the lengths of their runs.
+    pub(crate) async fn finish(&self) -> Result<Vec<u64>, String> {
+        let mut runs = self.runs.subscribe();
+        let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
+        runs.unwrap_or_else(|| Err("no runs".to_owned())).map(|runs| runs.iter().map(|(_, len)| *len).collect())
+    }
+
+    /// Bytes of a run, at most `room`.
+    pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, String> {
+        let runs = self.runs.borrow().clone().ok_or("the workers have not ended")??;
+        let (file, len) = runs.get(run as usize).ok_or("there is no such run")?;
+        read_some(file, offset, room.min(len.saturating_sub(offset)))
+    }
+
+    pub(crate) fn set_catalog(&self, catalog: Arc<File>) {
+        self.outcome().catalog = Some(catalog);
+    }
+
+    pub(crate) fn catalog(&self) -> Result<Arc<File>, String> {
+        self.outcome().catalog.clone().ok_or_else(|| "the catalog is not here yet".to_owned())
+    }
+
+    /// Bytes of the catalog, at most `room`.
+    pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, String> {
+        let catalog = self.catalog()?;
+        let len = catalog.metadata().map_err(|error| error.to_string())?.len();
+        read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
+    }
+
+    pub(crate) fn set_prepared(&self, dataset: Dataset) {
+        self.outcome().prepared = Some(Arc::new(dataset));
+    }
+
+    /// Shows what was prepared.
+    pub(crate) fn commit(&self, server: &Server, replaces: Option<DatasetId>) -> Result<(), String> {
+        let mut outcome = self.outcome();
+        let dataset = outcome.prepared.take().ok_or("no dataset was prepared")?;
+        outcome.shown = Some(dataset.id());
+        outcome.replaced = server.store().show(dataset, replaces);
+        Ok(())
+    }
+
+    /// All nodes show it: gives up what it replaced.
+    pub(crate) fn settle(&self, server: &Server) {
+        self.stop();
+        if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.give_up();
+            server.arena().forget(replaced.id());
+        }
+    }
+
+    /// Undoes everything.
+    pub(crate) fn abort(&self, server: &Server) {
+        self.stop();
+        let mut outcome = self.outcome();
+        if let Some(shown) = outcome.shown.take() {
+            server.store().hide(shown);
+            server.arena().forget(shown);
+        }
+        if let Some(replaced) = outcome.replaced.take() {
+            server.store().show(replaced, None);
+        }
+        outcome.prepared = None;
+        self.ingest.segments().give_up();
+    }
+
+    /// Whether the lead said to show the dataset. From then on only the lead may take it back: others show it too.
+    fn is_shown(&self) -> bool {
+        self.outcome().shown.is_some()
+    }
+
+    fn stop(&self) {
+        self.gauge.cancel();
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).abort_all();
+    }
+
+    fn outcome(&self) -> MutexGuard<'_, Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
+    let mut bytes = vec![0; len.min(BATCH_LEN_MAX as u64) as usize];
+    file.read_exact_at(&mut bytes, offset).map_err(|error| format!("cannot read what was put aside: {error}"))?;
+    Ok(bytes)
+}
+
+/// Runs the workers, then keeps their runs; a failure is told to the lead.
+async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>, selection: Selection) {
+    let mut workers = JoinSet::new();
+    for _ in 0..server.config().workers {
+        let (server, stage, placement, selection) = (server.clone(), stage.clone(), placement.clone(), selection.clone());
+        workers.spawn_blocking(move || run_worker(&server, &stage, placement, &selection));
+    }
+    let mut all = Vec::new();
+    let mut failure = None;
+    while let Some(ended) = workers.join_next().await {
+        match ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string())) {
+            Ok(mut runs) => all.append(&mut runs),
+            Err(reason) => {
+                // The others need not go on; the first failure is the one that counts.
+                stage.gauge.cancel();
+                if failure.is_none() {
+                    failure = Some(reason);
+                }
+            }
+        }
+    }
+    let runs = match failure {
+        None => Ok(Arc::new(all)),
+        Some(reason) => {
+            let fail = Request::Fail { stage: stage.number, reason: reason.clone() };
+            if let Err(error) = server.ask(stage.lead, fail, REQUEST_TIMEOUT).await {
+                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+            }
+            Err(reason)
+        }
+    };
+    stage.runs.send_replace(Some(runs));
+}
+
+/// One worker: takes units from the lead until there are none.
+fn run_worker(
+    server: &Arc<Server>,
+    stage: &Arc<Stage>,
+    placement: Arc<Placement>,
+    selection: &Selection,
+) -> Result<Vec<(File, u64)>, StageInError> {
+    let runtime = tokio::runtime::Handle::current();
+    let drive = server.store().roomiest_drive();
+    let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())));
+    let sink = ServerSink::new(server.clone(), stage.clone(), runtime.clone()).map_err(StageInError::Scratch)?;
+    let mut worker = Worker::new(sink, placement, runs, selection, stage.gauge.clone())?;
+    let mut finished: Option<UnitReport> = None;
+    loop {
+        let request = Request::NextUnit { stage: stage.number, finished: finished.take() };
+        // Twice the deadline: the lead waits for its slowest node to begin.
+        let reply = runtime.block_on(server.ask(stage.lead, request, 2 * REQUEST_TIMEOUT));
+        let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
+        match reply.map_err(|error| lost(error.to_string()))? {
+            Reply::Unit(unit) => finished = Some(worker.run(&unit)?),
+            Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
+            _ => return Err(StageInError::Cancelled),
+        }
+    }
+}
+
+/// Tells the lead how far we are, and hears whether to go on; a lead that is lost ends the stage-in here.
+async fn report(server: Arc<Server>, stage: Arc<Stage>) {
+    loop {
+        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        match server.ask(stage.lead, request, REQUEST_TIMEOUT).await {
+            Ok(Reply::Done) => {}
+            Ok(_) => break,
+            Err(error) => {
+                tracing::warn!(%error, "a stage-in ends here, for its lead does not answer");
+                break;
+            }
+        }
+    }
+    stage.gauge.cancel();
+    if server.stages().remove(stage.number).is_some() {
+        // Not from within: this very task is among those that `abort` ends.
+        tokio::spawn(async move { if stage.is_shown() { stage.settle(&server) } else { stage.abort(&server) } });
+    }
+}

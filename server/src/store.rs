@@ -1,0 +1,141 @@
+//! What this node holds: datasets, each with its catalog, its locations and its segments, all in nameless files.
+
+mod dataset;
+mod drive;
+mod segment;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use dayfly_meta::board::{self, Board, Counters};
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::path::{display, is_below};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+pub(crate) use dataset::Dataset;
+pub(crate) use drive::{Drive, nameless_file, read_only};
+pub(crate) use segment::Segments;
+
+/// The node's drives and datasets.
+pub(crate) struct Store {
+    drives: Vec<Arc<Drive>>,
+    datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
+    board: Board,
+    counters: Counters,
+    board_file: File,
+    counters_file: File,
+}
+
+impl Store {
+    /// `capacity` is for all data dirs together; it is parted among them by their free room.
+    pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
+        let shared = |name: &str| -> io::Result<File> {
+            let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC)?);
+            file.set_len(board::FILE_LEN)?;
+            Ok(file)
+        };
+        let (board_file, counters_file) = (shared("dayfly-board")?, shared("dayfly-counters")?);
+        Ok(Self {
+            drives: Drive::open_all(data_dirs, capacity)?,
+            datasets: RwLock::default(),
+            board: Board::map(&board_file, true)?,
+            counters: Counters::map(&counters_file)?,
+            board_file: read_only(&board_file)?,
+            counters_file,
+        })
+    }
+
+    pub(crate) fn drives(&self) -> &[Arc<Drive>] {
+        &self.drives
+    }
+
+    /// The drive with the most room left, for what is not a segment.
+    pub(crate) fn roomiest_drive(&self) -> Arc<Drive> {
+        // `Drive::open_all` refuses an empty list.
+        let roomiest = self.drives.iter().max_by_key(|drive| drive.free());
+        roomiest.unwrap_or_else(|| unreachable!("a store has a drive")).clone()
+    }
+
+    pub(crate) fn capacity(&self) -> u64 {
+        self.drives.iter().map(|drive| drive.capacity()).sum()
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.drives.iter().map(|drive| drive.used()).sum()
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The board to read, and the counters to write.
+    pub(crate) fn shared_files(&self) -> (&File, &File) {
+        (&self.board_file, &self.counters_file)
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.board.generation()
+    }
+
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        self.datasets.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    pub(crate) fn datasets(&self) -> Vec<Arc<Dataset>> {
+        self.datasets.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// The dataset that one at `target` would replace, or why none may be there.
+    pub(crate) fn conflict(&self, target: &[u8], replace: bool) -> Result<Option<DatasetId>, String> {
+        for dataset in self.datasets() {
+            let there = dataset.target();
+            if there == target {
+                let id = dataset.id();
+                return if replace {
+                    Ok(Some(id))
+                } else {
+                    Err("a dataset is there already; --replace puts the new one in its place".to_owned())
+                };
+            }
+            if is_below(target, there) || is_below(there, target) {
+                return Err(format!("it would overlap with the dataset at '{}'", display(there)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Shows a dataset in place of another. From here on clients see it; copies out of the other give EIO.
+    pub(crate) fn show(&self, dataset: Arc<Dataset>, instead_of: Option<DatasetId>) -> Option<Arc<Dataset>> {
+        let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
+        let replaced = instead_of.and_then(|id| datasets.remove(&id));
+        if let Some(replaced) = &replaced {
+            replaced.set_gone(true);
+        }
+        dataset.set_gone(false);
+        datasets.insert(dataset.id(), dataset);
+        self.board.bump_generation();
+        replaced
+    }
+
+    /// Takes a dataset out of sight.
+    pub(crate) fn hide(&self, id: DatasetId) {
+        let hidden = self.datasets.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        if let Some(dataset) = hidden {
+            dataset.set_gone(true);
+            self.board.bump_generation();
+        }
+    }
+
+    /// Gives everything up, whoever still has it open; returns the bytes freed.
+    pub(crate) fn give_up(&self) -> u64 {
+        let freed = self.used();
+        self.board.set_gone();
+        let datasets = std::mem::take(&mut *self.datasets.write().unwrap_or_else(PoisonError::into_inner));
+        datasets.values().for_each(|dataset| dataset.set_gone(true));
+        datasets.values().for_each(|dataset| dataset.give_up());
+        freed
+    }
+}

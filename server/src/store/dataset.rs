@@ -1,0 +1,156 @@
+//! A dataset on this node: its catalog, which every node has, and those of its blocks that are here.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dayfly_meta::catalog::{Catalog, CatalogError, MemberKey};
+use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
+use dayfly_meta::locations::Locations;
+use dayfly_meta::segment::Place;
+use dayfly_transport::Piece;
+
+use super::drive::{Drive, Reservation, nameless_file, read_only};
+use super::segment::Segments;
+
+/// Why a catalog that came from another node cannot be shown.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PrepareError {
+    #[error("{0}")]
+    Catalog(#[from] CatalogError),
+    #[error("the catalog did not arrive as it was sent: its checksum differs")]
+    Checksum,
+    #[error("block {part} of sample {} is said to be here but was not stored", sample.0)]
+    Missing { sample: SampleId, part: u32 },
+    #[error("cannot write to the data dir: {0}")]
+    Write(#[from] io::Error),
+}
+
+/// What a node holds of a dataset as its owner.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Held {
+    pub(crate) samples: u64,
+    pub(crate) blocks: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A dataset.
+pub(crate) struct Dataset {
+    id: DatasetId,
+    target: Vec<u8>,
+    catalog: Catalog,
+    catalog_file: File,
+    locations: Locations,
+    locations_file: File,
+    segments: Arc<Segments>,
+    held: Held,
+    gone: Arc<AtomicBool>,
+    _catalog_room: Reservation,
+}
+
+impl Dataset {
+    /// Checks a catalog whole and fills this node's locations. `find` tells where a block that was shipped here lies.
+    #[expect(clippy::too_many_arguments, reason = "a dataset is put together here and nowhere else")]
+    pub(crate) fn prepare(
+        id: DatasetId,
+        target: Vec<u8>,
+        file: &File,
+        checksum: u32,
+        room: Reservation,
+        (me, nodes): (NodeId, usize),
+        drive: &Drive,
+        segments: Arc<Segments>,
+        find: &dyn Fn(MemberKey, u32) -> Option<Place>,
+    ) -> Result<Self, PrepareError> {
+        let catalog_file = read_only(file)?;
+        let catalog = Catalog::open(&catalog_file)?;
+        if catalog.file_checksum() != checksum {
+            return Err(PrepareError::Checksum);
+        }
+        catalog.check(nodes)?;
+        let table = nameless_file(drive.path())?;
+        let locations = Locations::create(&table, catalog.header().blocks)?;
+        let held = fill(&catalog, &locations, me, find)?;
+        let locations_file = read_only(&table)?;
+        let gone = Arc::new(AtomicBool::new(false));
+        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, gone, _catalog_room: room })
+    }
+
+    pub(crate) fn id(&self) -> DatasetId {
+        self.id
+    }
+
+    /// Its root, below the prefix.
+    pub(crate) fn target(&self) -> &[u8] {
+        &self.target
+    }
+
+    pub(crate) fn catalog(&self) -> &Catalog {
+        &self.catalog
+    }
+
+    pub(crate) fn held(&self) -> Held {
+        self.held
+    }
+
+    /// The descriptors that a client gets: catalog, locations, segments by drive.
+    pub(crate) fn client_files(&self) -> io::Result<Vec<File>> {
+        let mut files = vec![self.catalog_file.try_clone()?, self.locations_file.try_clone()?];
+        for segment in self.segments.files() {
+            files.push(read_only(segment)?);
+        }
+        Ok(files)
+    }
+
+    /// Whether the block is on this node.
+    pub(crate) fn is_here(&self, block: BlockId) -> bool {
+        self.locations.find(block).is_some()
+    }
+
+    /// A block that is here, to be sent.
+    pub(crate) fn piece(&self, block: BlockId) -> Option<Piece> {
+        let place = self.locations.find(block)?;
+        let (_, len) = self.catalog.block(block)?;
+        let file = self.segments.file(place.drive)?.clone();
+        Some(Piece::File { file, offset: place.offset, len, revoked: self.gone.clone() })
+    }
+
+    /// From when this is set, nothing that is copied out counts any more.
+    pub(crate) fn set_gone(&self, gone: bool) {
+        self.gone.store(gone, Ordering::Release);
+        self.locations.set_gone(gone);
+    }
+
+    /// Gives its room back at once. [`Self::set_gone`] must have come before.
+    pub(crate) fn give_up(&self) {
+        debug_assert!(self.gone.load(Ordering::Acquire));
+        self.segments.give_up();
+    }
+}
+
+fn fill(
+    catalog: &Catalog,
+    locations: &Locations,
+    me: NodeId,
+    find: &dyn Fn(MemberKey, u32) -> Option<Place>,
+) -> Result<Held, PrepareError> {
+    let mut held = Held::default();
+    for sample in (0..catalog.header().samples).map(SampleId) {
+        let damaged = CatalogError::Damaged("a sample");
+        let (Some((_, blocks)), Some(key)) = (catalog.sample(sample), catalog.member_key(sample)) else {
+            return Err(damaged.into());
+        };
+        for (part, block) in (0..).zip(blocks.map(BlockId)) {
+            if catalog.owner(block) != Some(me) {
+                continue;
+            }
+            let place = find(key, part).ok_or(PrepareError::Missing { sample, part })?;
+            locations.publish(block, place);
+            held.samples += u64::from(part == 0);
+            held.blocks += 1;
+            held.bytes += catalog.block(block).map_or(0, |(_, len)| len);
+        }
+    }
+    Ok(held)
+}

@@ -1,0 +1,144 @@
+//! A data dir: nameless files in it, and how much of it is taken.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use dayfly_meta::limits::DRIVES_MAX;
+use nix::fcntl::OFlag;
+use nix::sys::statvfs::statvfs;
+
+/// A data dir with a share of the node's capacity.
+pub(crate) struct Drive {
+    path: PathBuf,
+    capacity: AtomicU64,
+    used: AtomicU64,
+}
+
+impl Drive {
+    /// Parts `capacity` among the data dirs by the room that is free there.
+    pub(crate) fn open_all(paths: &[PathBuf], capacity: u64) -> io::Result<Vec<Arc<Self>>> {
+        if paths.is_empty() || paths.len() > DRIVES_MAX {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("1 to {DRIVES_MAX} data dirs are needed")));
+        }
+        let free = paths.iter().map(|path| free_bytes(path)).collect::<io::Result<Vec<u64>>>()?;
+        let total: u128 = free.iter().map(|&free| u128::from(free)).sum();
+        let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
+        let drive = |(path, free): (&PathBuf, u64)| {
+            Arc::new(Self { path: path.clone(), capacity: AtomicU64::new(share(free)), used: AtomicU64::new(0) })
+        };
+        Ok(paths.iter().zip(free).map(drive).collect())
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn free(&self) -> u64 {
+        self.capacity().saturating_sub(self.used())
+    }
+
+    /// Takes room, if it is there.
+    pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
+        let mut reservation = Reservation { drive: self.clone(), bytes: 0 };
+        reservation.grow(bytes).then_some(reservation)
+    }
+
+    /// The file system was full before our capacity was: take no more.
+    pub(crate) fn set_full(&self) {
+        self.capacity.store(self.used(), Ordering::Relaxed);
+    }
+}
+
+/// Room taken on a drive; dropping it gives it back.
+pub(crate) struct Reservation {
+    drive: Arc<Drive>,
+    bytes: u64,
+}
+
+impl Reservation {
+    /// Takes more room; `false`, and nothing taken, if it is not there.
+    pub(crate) fn grow(&mut self, bytes: u64) -> bool {
+        let capacity = self.drive.capacity();
+        let fits = |used: u64| used.checked_add(bytes).filter(|&used| used <= capacity);
+        let taken = self.drive.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok();
+        self.bytes += if taken { bytes } else { 0 };
+        taken
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.drive.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// A file that no path leads to: when its last descriptor is closed, its room is free.
+pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
+    let open =
+        |flags: OFlag, path: &Path| OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags.bits()).open(path);
+    match open(OFlag::O_TMPFILE, folder) {
+        // Not every file system can; then it has a name for a moment.
+        Err(error) if matches!(error.raw_os_error(), Some(nix::libc::EOPNOTSUPP | nix::libc::EISDIR | nix::libc::ENOENT)) => {
+            static NUMBER: AtomicU64 = AtomicU64::new(0);
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            let path = folder.join(format!(".dayfly-{}-{number}", std::process::id()));
+            let file = open(OFlag::O_CREAT | OFlag::O_EXCL, &path)?;
+            std::fs::remove_file(&path)?;
+            Ok(file)
+        }
+        other => other,
+    }
+}
+
+/// A second descriptor of a file, by which it cannot be written.
+pub(crate) fn read_only(file: &File) -> io::Result<File> {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+fn free_bytes(path: &Path) -> io::Result<u64> {
+    let stat =
+        statvfs(path).map_err(|error| io::Error::other(format!("cannot use the data dir '{}': {error}", path.display())))?;
+    Ok(stat.blocks_available() * stat.fragment_size())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_is_taken_and_given_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = Drive::open_all(&[folder.path().to_owned()], 1000).unwrap();
+        let first = drives[0].reserve(700).unwrap();
+        assert!(drives[0].reserve(301).is_none());
+        drop(drives[0].reserve(300).unwrap());
+        assert_eq!((drives[0].used(), drives[0].free()), (700, 300));
+        drop(first);
+        assert_eq!(drives[0].used(), 0);
+        assert!(Drive::open_all(&[], 1000).is_err());
+        assert!(Drive::open_all(&["/nowhere".into()], 1000).is_err());
+    }
+
+    #[test]
+    fn a_nameless_file_leaves_its_folder_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = nameless_file(folder.path()).unwrap();
+        file.set_len(100).unwrap();
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let reader = read_only(&file).unwrap();
+        assert!(reader.set_len(0).is_err() && reader.metadata().unwrap().len() == 100);
+    }
+}
