@@ -22,7 +22,7 @@ use dayfly_meta::path::display;
 use serde::{Deserialize, Serialize};
 
 use crate::args::SessionOptions;
-use crate::failure::Failure;
+use crate::failure::{Failure, complain};
 use crate::size;
 
 /// The first line on a server's standard input. It has the key: never on a command line, never in a file.
@@ -61,8 +61,20 @@ pub(crate) const READY: &str = "ready";
 /// A session that has just been started.
 pub(crate) struct Started {
     pub(crate) location: Location,
-    /// What holds tethered servers: dropped, they end.
-    pub(crate) _tethers: Vec<ChildStdin>,
+    /// Tethered servers, which end with this process.
+    tethered: Vec<(ChildStdin, Child)>,
+}
+
+impl Started {
+    /// Takes note of the end of servers that were tethered to us, so that none is left as a zombie.
+    pub(crate) fn reap(&mut self) {
+        for (input, mut child) in self.tethered.drain(..) {
+            drop(input);
+            if let Err(error) = child.wait() {
+                complain(format_args!("cannot wait for a server: {error}"));
+            }
+        }
+    }
 }
 
 /// Starts all servers and waits until they are ready. Tethered ones end with this process.
@@ -103,8 +115,8 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     }
     starting_servers.wait_until_ready()?;
     drop(starting);
-    let tethers = starting_servers.release(is_tethered);
-    Ok(Started { location, _tethers: tethers })
+    let tethered = starting_servers.release(is_tethered);
+    Ok(Started { location, tethered })
 }
 
 fn check_prefix(prefix: &[u8]) -> Result<Vec<u8>, Failure> {
@@ -172,10 +184,10 @@ impl Servers {
     }
 
     /// From here on the servers live on their own, or by the tethers that this returns.
-    fn release(mut self, is_tethered: bool) -> Vec<ChildStdin> {
+    fn release(mut self, is_tethered: bool) -> Vec<(ChildStdin, Child)> {
         self.is_up = true;
-        let inputs = std::mem::take(&mut self.servers).into_iter().map(|server| server.input);
-        if is_tethered { inputs.collect() } else { Vec::new() }
+        let servers = std::mem::take(&mut self.servers).into_iter().map(|server| (server.input, server.child));
+        if is_tethered { servers.collect() } else { Vec::new() }
     }
 }
 

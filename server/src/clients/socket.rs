@@ -61,7 +61,17 @@ impl Socket {
 
     /// Waits until the client is gone (or says something out of turn, which is as good).
     pub(super) async fn gone(&self) {
-        // An error means gone as well.
-        let _ = self.stream.lock().await.readable().await;
+        let stream = self.stream.lock().await;
+        loop {
+            let mut byte = [0];
+            // Readiness may be left over from the message before; only a read tells.
+            let read = match stream.readable().await {
+                Ok(()) => stream.try_read(&mut byte),
+                Err(error) => Err(error),
+            };
+            if !matches!(read, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
+                return;
+            }
+        }
     }
 }

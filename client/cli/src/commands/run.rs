@@ -30,7 +30,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let started = launch::start(&arguments.session, true).map_err(itself)?;
+        let mut started = launch::start(&arguments.session, true).map_err(itself)?;
         let work = async {
             for (source, target) in stage_ins {
                 let (location, options) = (started.location.clone(), options.clone());
@@ -45,6 +45,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         };
         let status = work.await;
         let ended = down::end(&started.location);
+        started.reap();
         (status, ended).into_result()
     });
     // A stage-in that was interrupted may still wait for its answer.
