@@ -19,6 +19,8 @@ pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
 pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
 /// Moves the folder of all sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
+/// Tries at making a session's folder while others end.
+const CREATE_ATTEMPTS_MAX: usize = 10;
 /// Held by `up` while servers start, so that nobody takes the folder for a leftover.
 const STARTING_LOCK: &str = "starting.lock";
 
@@ -40,10 +42,19 @@ pub fn runtime_dir() -> PathBuf {
 /// Makes the folder of a new session. The lock that is returned keeps it until a server holds one of its own.
 pub fn create(session: SessionId) -> Result<(Location, Flock<File>), ClientError> {
     let all = runtime_dir();
-    create_private(&all).or_else(|error| if error.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })?;
-    check_private(&all)?;
     let folder = all.join(session.to_string());
-    create_private(&folder)?;
+    // Another session's end may remove the folder of all between two steps; then once more.
+    for attempt in 1.. {
+        match create_private(&all) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
+            _ => {}
+        }
+        match check_private(&all).and_then(|()| Ok(create_private(&folder)?)) {
+            Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound && attempt < CREATE_ATTEMPTS_MAX => {}
+            Err(error) => return Err(error),
+            Ok(()) => break,
+        }
+    }
     let lock = lock_file(&folder.join(STARTING_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
     Ok((Location { session, folder }, lock))
 }

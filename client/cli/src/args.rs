@@ -157,7 +157,11 @@ pub(crate) struct Env {
 
 /// List directories of the namespace.
 #[derive(Args)]
+#[command(disable_help_flag = true)]
 pub(crate) struct Ls {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
     /// Long: type and permissions, links, owner, group, size, time.
     #[arg(short)]
     pub(crate) long: bool,
@@ -200,7 +204,11 @@ pub(crate) struct Cp {
 
 /// Tell how many bytes the files below a directory have.
 #[derive(Args)]
+#[command(disable_help_flag = true)]
 pub(crate) struct Du {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
     /// Only the sum of each path.
     #[arg(short)]
     pub(crate) summarize: bool,
@@ -213,7 +221,11 @@ pub(crate) struct Du {
 
 /// Tell how much room the nodes have.
 #[derive(Args)]
+#[command(disable_help_flag = true)]
 pub(crate) struct Df {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
     /// Sizes for people; else in KiB.
     #[arg(short = 'h')]
     pub(crate) human: bool,
@@ -242,3 +254,13 @@ pub(crate) struct Status {
 /// End the session on all nodes and give everything back; done already is as good.
 #[derive(Args)]
 pub(crate) struct Down {}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_contradicts_itself_nowhere() {
+        super::Arguments::command().debug_assert();
+    }
+}

@@ -144,6 +144,7 @@ pub(crate) fn sweep(data_dirs: &[PathBuf]) -> Result<(), Failure> {
     }
     let running: Vec<SessionId> = locate::all()?.iter().map(|location| location.session).collect();
     data_dir::remove_leftovers(data_dirs, &running);
+    remove_if_empty(&locate::runtime_dir());
     Ok(())
 }
 

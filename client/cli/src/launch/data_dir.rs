@@ -82,7 +82,9 @@ fn user_folder(data_dir: &Path) -> PathBuf {
 pub(super) fn create_for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Result<Vec<PathBuf>, Failure> {
     let create = |data_dir: &PathBuf| {
         let folder = user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
-        let made = DirBuilder::new().mode(0o700).recursive(true).create(&folder);
+        let make = || DirBuilder::new().mode(0o700).recursive(true).create(&folder);
+        // Another session's end may remove the user's folder between two steps; then once more.
+        let made = make().or_else(|_| make());
         made.map_err(|error| Failure::new(format!("cannot make '{}': {error}", folder.display())))?;
         Ok(folder)
     };

@@ -1,0 +1,296 @@
+//! The cluster harness: real servers of the real program, several sessions side by side, each in folders of its own.
+//! Whatever a test does, its session's processes are gone when it ends.
+
+#![allow(dead_code, reason = "each test binary uses its part of the harness")]
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+/// The longest that any command of a test may take: more is a hang.
+pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Folders for sessions, and the program.
+pub struct Ground {
+    pub runtime: TempDir,
+    pub data: TempDir,
+    pub work: TempDir,
+}
+
+impl Ground {
+    pub fn new() -> Self {
+        let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
+        Self { runtime: folder(), data: folder(), work: folder() }
+    }
+
+    /// A path in the folder for the test's own files.
+    pub fn at(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.work.path().join(name)
+    }
+
+    /// The program, to be given arguments.
+    pub fn dayfly(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
+        command.env("DAYFLY_RUNTIME_DIR", self.runtime.path()).env("TMPDIR", self.data.path());
+        command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE").env_remove("SLURM_TMPDIR");
+        command.current_dir(self.work.path()).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs to the end, within the deadline.
+    pub fn output(&self, arguments: &[&str]) -> Output {
+        output_of(self.dayfly().args(arguments))
+    }
+
+    /// Runs what must succeed; its standard output.
+    pub fn ok(&self, arguments: &[&str]) -> String {
+        let output = self.output(arguments);
+        assert!(output.status.success(), "dayfly {arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    }
+
+    /// Runs what must fail with this status; its standard error.
+    pub fn fails(&self, status: i32, arguments: &[&str]) -> String {
+        let output = self.output(arguments);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "dayfly {arguments:?}: {}{message}", text(&output.stdout));
+        message
+    }
+
+    /// Starts a session of several nodes.
+    pub fn up(self, nodes: u16) -> Cluster {
+        self.up_with(nodes, &[])
+    }
+
+    pub fn up_with(self, nodes: u16, options: &[&str]) -> Cluster {
+        let nodes_text = nodes.to_string();
+        let id = self.ok(&[&["up", "--local", &nodes_text], options].concat()).trim().to_owned();
+        Cluster { ground: self, id }
+    }
+
+    /// Asserts that no session has left anything: no process, no folder, no file.
+    pub fn assert_clean(&self) {
+        for folder in [self.runtime.path(), self.data.path()] {
+            let left: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+            assert!(left.is_empty(), "left behind: {left:?}");
+        }
+    }
+}
+
+/// A running session.
+pub struct Cluster {
+    pub ground: Ground,
+    pub id: String,
+}
+
+impl std::ops::Deref for Cluster {
+    type Target = Ground;
+
+    fn deref(&self) -> &Ground {
+        &self.ground
+    }
+}
+
+impl Cluster {
+    /// The session's folder.
+    pub fn folder(&self) -> PathBuf {
+        let user = fs::read_dir(self.runtime.path()).unwrap().next().unwrap().unwrap().path();
+        user.join(&self.id)
+    }
+
+    pub fn location(&self) -> dayfly_client::locate::Location {
+        dayfly_client::locate::Location { session: self.id.parse().unwrap(), folder: self.folder() }
+    }
+
+    /// The view of a node, by the client library.
+    pub fn view(&self, node: u16) -> dayfly_client::View {
+        let session = dayfly_client::Session::attach_to(&self.location(), dayfly_meta::id::NodeId(node)).unwrap();
+        dayfly_client::View::new(session)
+    }
+
+    /// What `dayfly status --json` says.
+    pub fn status(&self) -> serde_json::Value {
+        serde_json::from_str(&self.ok(&["status", "--json"])).unwrap()
+    }
+
+    /// Bytes taken on all nodes.
+    pub fn used_bytes(&self) -> u64 {
+        self.status()["nodes"].as_array().unwrap().iter().map(|node| node["used_bytes"].as_u64().unwrap()).sum()
+    }
+
+    /// The processes of the servers that live.
+    pub fn pids(&self) -> BTreeMap<u16, i32> {
+        let location = self.location();
+        location.live_nodes().into_iter().filter_map(|node| Some((node.0, location.pid(node)?))).collect()
+    }
+
+    /// Kills a server without warning, and waits until it is gone.
+    pub fn kill(&self, node: u16) {
+        let pid = self.pids()[&node];
+        assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
+        wait_until("the killed server is gone", || !self.pids().contains_key(&node));
+    }
+
+    pub fn stage(&self, sources: &[&Path], target: &str) {
+        let sources: Vec<&str> = sources.iter().map(|source| source.to_str().unwrap()).collect();
+        self.ok(&[&["stage-in"], &sources[..], &[target]].concat());
+    }
+
+    /// Ends the session as a user would, and asserts that nothing is left.
+    pub fn down(self) {
+        self.ok(&["down"]);
+        assert!(self.pids_or_none().is_empty());
+        self.assert_clean();
+    }
+
+    fn pids_or_none(&self) -> Vec<i32> {
+        if fs::read_dir(self.runtime.path()).unwrap().next().is_some() { self.pids().into_values().collect() } else { Vec::new() }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        for pid in self.pids_or_none() {
+            let _ = Command::new("kill").args(["-9", &pid.to_string()]).status();
+        }
+    }
+}
+
+/// Runs to the end, within the deadline.
+pub fn output_of(command: &mut Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let drain = |mut pipe: Box<dyn Read + Send>| {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            pipe.read_to_end(&mut bytes).unwrap();
+            bytes
+        })
+    };
+    let (stdout, stderr) = (drain(Box::new(child.stdout.take().unwrap())), drain(Box::new(child.stderr.take().unwrap())));
+    let status = wait_for(&mut child, COMMAND_TIMEOUT).unwrap_or_else(|| {
+        child.kill().unwrap();
+        panic!("{command:?} hangs");
+    });
+    Output { status, stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
+}
+
+pub fn wait_for(child: &mut Child, limit: Duration) -> Option<std::process::ExitStatus> {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    None
+}
+
+pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Runs a system tool that must succeed.
+pub fn tool(program: &str, arguments: &[&OsStr]) {
+    let output = output_of(Command::new(program).args(arguments));
+    assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
+}
+
+/// Packs a folder's content with GNU tar, sorted; `options` come first.
+pub fn pack(archive: &Path, folder: &Path, options: &[&str]) {
+    let mut arguments: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
+    let rest = [OsStr::new("--sort=name"), OsStr::new("-cf"), archive.as_os_str(), OsStr::new("-C"), folder.as_os_str(), OsStr::new(".")];
+    arguments.extend(rest);
+    tool("tar", &arguments);
+}
+
+/// All that a tree is: by path, what is there.
+pub type Tree = BTreeMap<Vec<u8>, Node>;
+
+/// What is at a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Node {
+    pub kind: char,
+    pub mode: u32,
+    pub mtime: (i64, i64),
+    pub content: Vec<u8>,
+    /// The first path, in order, of the same file.
+    pub first: Vec<u8>,
+}
+
+/// Reads a tree from a plain folder. The root's own times are not a matter of what is in it.
+pub fn read_tree(folder: &Path) -> Tree {
+    let mut tree = Tree::new();
+    let mut waiting = vec![Vec::new()];
+    let mut inodes = Vec::new();
+    while let Some(path) = waiting.pop() {
+        let full = folder.join(OsStr::from_bytes(&path));
+        let metadata = fs::symlink_metadata(&full).unwrap();
+        let kind = metadata.file_type();
+        let (kind, content) = if kind.is_dir() {
+            for entry in fs::read_dir(&full).unwrap() {
+                let name = entry.unwrap().file_name();
+                waiting.push(dayfly_meta::path::join(&path, name.as_bytes()));
+            }
+            ('d', Vec::new())
+        } else if kind.is_symlink() {
+            ('l', fs::read_link(&full).unwrap().as_os_str().as_bytes().to_vec())
+        } else {
+            ('f', fs::read(&full).unwrap())
+        };
+        if kind == 'f' {
+            inodes.push((metadata.ino(), path.clone()));
+        }
+        let mode = metadata.permissions().mode() & 0o7777;
+        let node = Node { kind, mode, mtime: (metadata.mtime(), metadata.mtime_nsec()), content, first: path.clone() };
+        if !path.is_empty() {
+            tree.insert(path, node);
+        }
+    }
+    inodes.sort();
+    let mut first: Option<(u64, Vec<u8>)> = None;
+    for (inode, path) in inodes {
+        match &first {
+            Some((known, name)) if *known == inode => tree.get_mut(&path).unwrap().first = name.clone(),
+            _ => first = Some((inode, path)),
+        }
+    }
+    tree
+}
+
+/// Fails with the first few differences.
+pub fn assert_same_tree(expected: &Tree, found: &Tree, what: &str) {
+    let mut differences = Vec::new();
+    for (path, node) in expected {
+        match found.get(path) {
+            None => differences.push(format!("missing {}", text(path))),
+            Some(other) if other != node => differences.push(format!("differs {}: {}", text(path), describe(node, other))),
+            Some(_) => {}
+        }
+    }
+    differences.extend(found.keys().filter(|path| !expected.contains_key(*path)).map(|path| format!("extra {}", text(path))));
+    differences.truncate(10);
+    assert!(differences.is_empty(), "{what}: {differences:#?}");
+}
+
+fn describe(expected: &Node, found: &Node) -> String {
+    let short = |node: &Node| {
+        format!("{} {:o} {:?} {} bytes, first {}", node.kind, node.mode, node.mtime, node.content.len(), text(&node.first))
+    };
+    format!("{} became {}", short(expected), short(found))
+}

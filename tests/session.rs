@@ -1,0 +1,270 @@
+//! A session as its user meets it: the main job, every command, and what is left afterwards.
+
+mod harness;
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use harness::{Ground, assert_same_tree, output_of, pack, read_tree, text, tool, wait_for, wait_until};
+
+/// A tree with all that an archive can hold.
+fn make_tree(folder: &Path) {
+    fs::create_dir_all(folder.join("sub/deep")).unwrap();
+    fs::create_dir(folder.join("empty-directory")).unwrap();
+    fs::write(folder.join("empty"), "").unwrap();
+    fs::write(folder.join("one byte"), "x").unwrap();
+    for number in 0..200_u32 {
+        let content: Vec<u8> = (0..number * 37).map(|at| (at * number) as u8).collect();
+        fs::write(folder.join(format!("sub/{number}.bin")), content).unwrap();
+    }
+    fs::write(folder.join("sub/deep/large"), vec![7; 3_000_001]).unwrap();
+    fs::write(folder.join(std::ffi::OsStr::from_bytes(b"not utf-8 \xff\xfe\n")), "strange").unwrap();
+    fs::write(folder.join(format!("sub/{}", "n".repeat(255))), "long name").unwrap();
+    symlink("sub/deep", folder.join("link")).unwrap();
+    symlink("nowhere", folder.join("dangling")).unwrap();
+    fs::hard_link(folder.join("sub/7.bin"), folder.join("hard")).unwrap();
+    tool("chmod", &["4750".as_ref(), folder.join("sub/3.bin").as_os_str()]);
+    tool("touch", &["-d".as_ref(), "1969-12-31T23:00:00.25Z".as_ref(), folder.join("sub/5.bin").as_os_str()]);
+    tool("chmod", &["700".as_ref(), folder.join("sub/deep").as_os_str()]);
+}
+
+#[test]
+fn the_main_job() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    pack(&ground.at("a.tar.gz"), &ground.at("tree"), &["-z", "--format=pax"]);
+    let stage_in = format!("{}:/dayfly/a", ground.at("*.tar.gz").display());
+    let output = ground.output(&["run", "--local", "4", "--stage-in", &stage_in, "--", "dayfly", "verify", "--from-every-node"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("from 4 nodes"), "{}", text(&output.stdout));
+    ground.assert_clean();
+}
+
+#[test]
+fn every_archive_comes_out_as_tar_unpacks_it() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    let formats: &[(&str, &[&str])] = &[
+        ("plain.tar", &["--format=gnu"]),
+        ("pax.tar", &["--format=pax"]),
+        ("a.tar.gz", &["-z", "--format=pax"]),
+        ("a.tar.xz", &["-J", "--format=pax"]),
+        ("a.tar.bz2", &["-j", "--format=pax"]),
+    ];
+    for (name, options) in formats {
+        pack(&ground.at(name), &ground.at("tree"), options);
+    }
+    let cluster = ground.up(3);
+    let tree = read_tree(&cluster.at("tree"));
+    for (number, (name, _)) in formats.iter().enumerate() {
+        let unpacked = cluster.at(format!("unpacked-{number}"));
+        fs::create_dir(&unpacked).unwrap();
+        tool("tar", &["-xPf".as_ref(), cluster.at(name).as_os_str(), "-C".as_ref(), unpacked.as_os_str()]);
+        let target = format!("/dayfly/set-{number}");
+        cluster.stage(&[&cluster.at(name)], &target);
+        let exported = cluster.at(format!("exported-{number}"));
+        cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
+        assert_same_tree(&read_tree(&unpacked), &read_tree(&exported), name);
+    }
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/tree");
+    cluster.ok(&["cp", "-r", "/dayfly/tree", cluster.at("exported-tree").to_str().unwrap()]);
+    assert_same_tree(&tree, &read_tree(&cluster.at("exported-tree")), "a tree");
+    assert_eq!(cluster.ok(&["ls"]).lines().count(), formats.len() + 1);
+    cluster.ok(&["verify"]);
+    cluster.down();
+}
+
+#[test]
+fn a_sample_larger_than_a_block_is_read_whole_and_by_range_from_every_node() {
+    let ground = Ground::new();
+    let size: usize = (150 << 20) + 17;
+    let content: Vec<u8> = (0..size as u64 / 8 + 1).flat_map(|word| (word.wrapping_mul(0x9e37_79b9_7f4a_7c15)).to_le_bytes()).take(size).collect();
+    fs::create_dir(ground.at("d")).unwrap();
+    fs::write(ground.at("d/large"), &content).unwrap();
+    fs::write(ground.at("d/small"), "s").unwrap();
+    let cluster = ground.up_with(3, &["--memory", "160MiB"]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    assert!(cluster.ok(&["stat", "/dayfly/d/large"]).matches(" Block:").count() == 3);
+    for node in 0..3 {
+        let view = cluster.view(node);
+        let file = view.open(b"/dayfly/d/large").unwrap();
+        for (offset, len) in [(0, 10), ((64 << 20) - 5, 10), ((128 << 20) - 1, 100), (size - 3, 10), (size, 1), (size + 9, 1)] {
+            let mut buffer = vec![0; len];
+            let count = view.read_at(&file, offset as u64, &mut buffer).unwrap();
+            assert_eq!(buffer[..count], content[offset.min(size)..(offset + len).min(size)], "at {offset} on node {node}");
+        }
+    }
+    cluster.ok(&["verify", "--from-every-node"]);
+    let output = output_of(cluster.dayfly().args(["cat", "/dayfly/d/large", "/dayfly/d/small"]));
+    assert!(output.stdout.len() == size + 1 && output.stdout[..size] == content[..] && output.stdout[size] == b's');
+    cluster.down();
+}
+
+#[test]
+fn local_reads_send_no_message_and_are_counted() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..50).for_each(|number| fs::write(ground.at(format!("d/{number}")), [number; 100]).unwrap());
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    let view = cluster.view(0);
+    assert!(view.stat(b"/dayfly/d/0").is_ok());
+    // The server is stopped, not dead: a message would wait for it.
+    let pid = cluster.pids()[&0].to_string();
+    assert!(Command::new("kill").args(["-STOP", &pid]).status().unwrap().success());
+    for number in 0..50_u8 {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        let mut buffer = [0; 200];
+        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), 100);
+        assert!(buffer[..100].iter().all(|&byte| byte == number));
+    }
+    assert!(Command::new("kill").args(["-CONT", &pid]).status().unwrap().success());
+    assert_eq!(cluster.status()["nodes"][0]["local_reads"], 50);
+    cluster.down();
+}
+
+#[test]
+fn datasets_do_not_overlap_and_are_replaced_whole() {
+    let ground = Ground::new();
+    for (folder, content) in [("old", "old"), ("new", "newer")] {
+        fs::create_dir(ground.at(folder)).unwrap();
+        fs::write(ground.at(folder).join("f"), content).unwrap();
+    }
+    let cluster = ground.up(2);
+    let (old, new) = (cluster.at("old"), cluster.at("new"));
+    cluster.stage(&[&old], "/dayfly/a/b");
+    let refuse = |target: &str, words: &str| {
+        let message = cluster.fails(1, &["stage-in", new.to_str().unwrap(), target]);
+        assert!(message.contains(words), "{message}");
+    };
+    refuse("/dayfly/a/b", "--replace");
+    refuse("/dayfly/a", "overlap");
+    refuse("/dayfly/a/b/c", "overlap");
+    refuse("/dayfly", "overlap");
+    assert!(cluster.fails(2, &["stage-in", new.to_str().unwrap(), "/elsewhere"]).contains("/dayfly"));
+    let view = cluster.view(1);
+    let file = view.open(b"/dayfly/a/b/f").unwrap();
+    let mut buffer = [0; 9];
+    assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), 3);
+    cluster.ok(&["stage-in", "--replace", new.to_str().unwrap(), "/dayfly/a/b"]);
+    assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap_err().errno(), nix::libc::EIO, "never zeros");
+    let file = view.open(b"/dayfly/a/b/f").unwrap();
+    assert_eq!((view.read_at(&file, 0, &mut buffer).unwrap(), &buffer[..5]), (5, &b"newer"[..]));
+    assert_eq!(cluster.ok(&["cat", "/dayfly/a/b/f"]), "newer");
+    assert_eq!(cluster.ok(&["ls", "/dayfly"]), "a\n");
+    cluster.down();
+}
+
+#[test]
+fn commands_answer_as_those_of_coreutils() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    let cluster = ground.up(2);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    let coreutils = |arguments: &[&str]| text(&output_of(Command::new(arguments[0]).args(&arguments[1..]).env("LC_ALL", "C").current_dir(cluster.at("tree"))).stdout);
+    assert_eq!(cluster.ok(&["ls", "/dayfly/t/sub"]), coreutils(&["ls", "sub"]));
+    assert_eq!(cluster.ok(&["ls", "/dayfly/t"]), coreutils(&["ls"]));
+    assert_eq!(cluster.ok(&["cat", "/dayfly/t/one byte", "/dayfly/t/link/large"]), coreutils(&["cat", "one byte", "link/large"]));
+    let recursive = cluster.ok(&["ls", "-R", "/dayfly/t"]).replace("/dayfly/t", ".");
+    assert_eq!(recursive, coreutils(&["ls", "-R"]));
+    let bytes: u64 = read_tree(&cluster.at("tree/sub")).values().filter(|node| node.kind == 'f').map(|node| node.content.len() as u64).sum();
+    assert_eq!(cluster.ok(&["du", "-s", "/dayfly/t/sub"]), format!("{}\t/dayfly/t/sub\n", bytes.div_ceil(1024)));
+    let long = cluster.ok(&["ls", "-l", "/dayfly/t"]);
+    assert!(long.contains("link -> sub/deep") && long.lines().any(|line| line.starts_with("-rw") && line.contains(" 2 ")), "{long}");
+    let stat = cluster.ok(&["stat", "/dayfly/t/sub/3.bin"]);
+    assert!(stat.contains("Access: 4750/-rwsr-x---") && stat.contains("Origin: tree"), "{stat}");
+    for (status, arguments) in [(1, &["cat", "/dayfly/t/none"][..]), (1, &["cat", "/dayfly/t/sub"]), (1, &["ls", "/dayfly/none"]), (1, &["stat", "/etc"]), (2, &["cp", "/dayfly/t/empty", "/dayfly/t/x"])] {
+        assert!(cluster.fails(status, arguments).starts_with("dayfly: "), "{arguments:?}");
+    }
+    assert!(cluster.fails(1, &["cp", "/dayfly/t/sub", "/tmp"]).contains("-r"));
+    assert!(cluster.ok(&["df"]).lines().count() == 4);
+    assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 samples"));
+    assert!(cluster.fails(1, &["verify", "/dayfly/none"]).contains("no such file"));
+    cluster.down();
+}
+
+#[test]
+fn exec_and_env_make_a_process_part_of_the_session() {
+    let cluster = Ground::new().up(3);
+    let show = ["--", "sh", "-c", "echo $DAYFLY_SESSION $DAYFLY_NODE"];
+    assert_eq!(cluster.ok(&[&["exec", "--node", "2"], &show[..]].concat()), format!("{} 2\n", cluster.id));
+    assert_eq!(cluster.ok(&[&["exec"], &show[..]].concat()), format!("{} 0\n", cluster.id));
+    assert!(cluster.ok(&["exec", "--node", "1", "--", "dayfly", "status"]).contains(&cluster.id));
+    assert!(cluster.ok(&["env", "--node", "1"]).contains("export DAYFLY_NODE='1'"));
+    assert!(cluster.fails(125, &["exec", "--node", "7", "--", "true"]).contains("no live node 7"));
+    cluster.fails(127, &["exec", "--", "no-such-command"]);
+    cluster.fails(126, &["exec", "--", "/etc/passwd"]);
+    assert_eq!(cluster.output(&["exec", "--", "sh", "-c", "exit 9"]).status.code(), Some(9));
+    cluster.down();
+}
+
+#[test]
+fn sessions_are_told_apart() {
+    let ground = Ground::new();
+    assert!(ground.fails(1, &["status"]).contains("dayfly up"));
+    assert!(ground.ok(&["down"]).contains("nothing to do"));
+    let first = ground.ok(&["up"]).trim().to_owned();
+    let second = ground.ok(&["up"]).trim().to_owned();
+    let message = ground.fails(1, &["status"]);
+    assert!(message.contains(&first) && message.contains(&second) && message.contains("DAYFLY_SESSION"), "{message}");
+    assert!(ground.fails(1, &["down"]).contains(&first));
+    let down = |session: &str| text(&output_of(ground.dayfly().arg("down").env("DAYFLY_SESSION", session)).stdout);
+    assert!(down(&second).contains("1 nodes ended"));
+    assert!(down(&second).contains("nothing to do"));
+    assert!(ground.ok(&["status"]).contains(&first));
+    assert!(ground.ok(&["down"]).contains(&first));
+    ground.assert_clean();
+}
+
+#[test]
+fn run_ends_the_session_whatever_its_command_does() {
+    let ground = Ground::new();
+    for (script, status) in [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)] {
+        assert_eq!(ground.output(&["run", "--", "sh", "-c", script]).status.code(), Some(status), "{script}");
+        ground.assert_clean();
+    }
+    assert!(ground.fails(127, &["run", "--", "no-such-command"]).contains("no-such-command"));
+    ground.assert_clean();
+    assert!(ground.fails(125, &["run", "--stage-in", "missing:/dayfly/x", "--", "true"]).contains("missing"));
+    ground.assert_clean();
+    assert!(ground.fails(2, &["run", "--stage-in", "missing", "--", "true"]).contains("SOURCE:/TARGET"));
+    for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
+        let mut child = ground.dayfly().args(["run", "--local", "2", "--", "sleep", "100"]).spawn().unwrap();
+        wait_until("the session is up", || ground.output(&["status"]).status.success());
+        let start = Instant::now();
+        assert!(Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status().unwrap().success());
+        let ended = wait_for(&mut child, Duration::from_secs(20)).expect("run ends");
+        assert_eq!(ended.code(), Some(status), "SIG{signal}");
+        assert!(start.elapsed() < Duration::from_secs(5));
+        ground.assert_clean();
+    }
+    // Not even `run` itself can be killed without its servers noticing.
+    let mut child = ground.dayfly().args(["run", "--", "sleep", "1"]).spawn().unwrap();
+    wait_until("the session is up", || ground.output(&["status"]).status.success());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_until("the server has ended", || ground.output(&["status"]).status.code() == Some(1));
+    ground.ok(&["down"]);
+    ground.assert_clean();
+}
+
+#[test]
+fn a_cancelled_stage_in_leaves_nothing() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..20_000).for_each(|number| fs::write(ground.at(format!("d/{number}")), [1; 3000]).unwrap());
+    let cluster = ground.up(2);
+    let mut child = cluster.dayfly().args(["stage-in", "d", "/dayfly/d"]).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(150));
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    wait_for(&mut child, Duration::from_secs(10)).expect("it ends");
+    wait_until("its room is free again", || cluster.used_bytes() == 0);
+    assert_eq!(cluster.ok(&["ls"]), "");
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    assert_eq!(cluster.ok(&["ls", "/dayfly/d"]).lines().count(), 20_000);
+    cluster.down();
+}
