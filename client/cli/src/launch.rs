@@ -94,7 +94,8 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let workers = (cores / usize::from(options.local)).clamp(1, dayfly_meta::limits::WORKERS_MAX);
     let mut starting_servers = Servers { location: location.clone(), servers: Vec::new(), is_up: false };
-    fs::write(location.folder.join(data_dir::LIST), data_dir::list(&data_dirs, session))?;
+    let list = OpenOptions::new().create_new(true).write(true).mode(0o600).open(location.folder.join(data_dir::LIST));
+    list?.write_all(&data_dir::list(&data_dirs, session))?;
     for node in 0..options.local {
         let orders = Orders {
             session: session.to_string(),

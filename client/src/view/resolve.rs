@@ -48,7 +48,7 @@ impl View {
     }
 
     fn walk(&self, datasets: &[Arc<Dataset>], below: &[u8], follow: bool) -> Result<Place, ViewError> {
-        let wants_directory = below.ends_with(b"/") || below.ends_with(b"/.");
+        let mut wants_directory = says_directory(below);
         let mut waiting: VecDeque<Vec<u8>> = components(below).map(<[u8]>::to_vec).collect();
         let mut reached: Vec<u8> = Vec::new();
         let mut place = find(datasets, b"").ok_or(ViewError::NotFound)?;
@@ -78,6 +78,7 @@ impl View {
                             }
                             false => target.as_slice(),
                         };
+                        wants_directory |= waiting.is_empty() && says_directory(rest);
                         let names: Vec<Vec<u8>> = components(rest).map(<[u8]>::to_vec).collect();
                         names.into_iter().rev().for_each(|name| waiting.push_front(name));
                     } else {
@@ -99,6 +100,11 @@ impl View {
             below.filter_map(|dataset| components(dataset.target()).nth(depth).map(<[u8]>::to_vec)).collect();
         Ok(names.into_iter().collect())
     }
+}
+
+/// Whether a path can only name a directory.
+fn says_directory(path: &[u8]) -> bool {
+    path.ends_with(b"/") || path.ends_with(b"/.")
 }
 
 /// What a normal path below the prefix names, without following anything.

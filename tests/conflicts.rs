@@ -1,0 +1,152 @@
+//! Duplicates, hard links and conflicts across sources come out as if the sources had been unpacked one after another in
+//! the order given. The reference is GNU tar itself; the schedule differs from run to run by the number of nodes.
+
+mod harness;
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+
+use harness::{Ground, assert_same_tree, output_of, pack, read_tree, tool};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+/// Few names, so that they meet.
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
+
+/// A random tree; every file says which source it is of.
+fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
+    fs::create_dir_all(folder).unwrap();
+    for _ in 0..random.random_range(1..12) {
+        let depth = random.random_range(1..4);
+        let path = (0..depth).map(|_| *NAMES.choose(random).unwrap()).collect::<Vec<_>>().join("/");
+        let full = folder.join(&path);
+        // What cannot be made in a plain folder cannot be in one archive either; conflicts are between sources.
+        let parent_is_real = full.ancestors().skip(1).take_while(|at| *at != folder).all(|at| !at.is_symlink());
+        if !parent_is_real || fs::create_dir_all(full.parent().unwrap()).is_err() || fs::symlink_metadata(&full).is_ok() {
+            continue;
+        }
+        match random.random_range(0..10) {
+            0..5 => fs::write(&full, format!("{path} of source {source}").repeat(random.random_range(0..400))).unwrap(),
+            5..7 => fs::create_dir(&full).unwrap(),
+            // Never to where a later member could follow it: a member below a symlink is refused here, as SEMANTICS.md says.
+            7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
+            _ => {
+                let file = fs::read_dir(full.parent().unwrap()).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.is_file() && !path.is_symlink());
+                if let Some(file) = file {
+                    fs::hard_link(file, &full).unwrap();
+                }
+            }
+        }
+    }
+    for entry in Command::new("find").arg(folder).output().unwrap().stdout.split(|&byte| byte == b'\n').filter(|path| !path.is_empty()) {
+        let time = format!("@{}", 1_000_000 + source * 1000 + entry.len());
+        tool("touch", &["-h".as_ref(), "-d".as_ref(), time.as_ref(), std::ffi::OsStr::from_bytes(entry)]);
+    }
+}
+
+#[test]
+fn sources_come_out_as_if_unpacked_one_after_another() {
+    let seeds = 0..12_u64;
+    for nodes in [1, 4] {
+        let cluster = Ground::new().up(nodes);
+        for seed in seeds.clone() {
+            let mut random = StdRng::seed_from_u64(seed);
+            let base = cluster.at(format!("{seed}"));
+            let reference = base.join("reference");
+            fs::create_dir_all(&reference).unwrap();
+            let mut archives = Vec::new();
+            for source in 0..random.random_range(2..7) {
+                let tree = base.join(format!("tree-{source}"));
+                random_tree(&tree, &mut random, source);
+                let archive = base.join(format!("{source}.tar"));
+                pack(&archive, &tree, &[["--format=gnu", "--format=pax"][source % 2]]);
+                // It fails where members cannot be unpacked and goes on, which is what is wanted.
+                output_of(Command::new("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
+                archives.push(archive);
+            }
+            let target = format!("/dayfly/{seed}");
+            cluster.stage(&archives.iter().map(|path| path.as_path()).collect::<Vec<_>>(), &target);
+            let exported = base.join("exported");
+            cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
+            let mut expected = read_tree(&reference);
+            let mut found = read_tree(&exported);
+            // Times of directories: tar sets each when it leaves it, and what it unpacks there later changes them again.
+            for tree in [&mut expected, &mut found] {
+                tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
+            }
+            assert_same_tree(&expected, &found, &format!("seed {seed} on {nodes} nodes"));
+        }
+        cluster.down();
+    }
+}
+
+#[test]
+fn members_that_cannot_be_kept_are_counted_and_named() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("t")).unwrap();
+    fs::write(ground.at("t/file"), "inside").unwrap();
+    fs::write(ground.at("outside"), "outside").unwrap();
+    tool("mkfifo", &[ground.at("t/fifo").as_os_str()]);
+    let make = |options: &[&str], name: &str| {
+        let mut command = Command::new("tar");
+        command.arg("-cPf").arg(ground.at(name)).args(options).current_dir(ground.at("t"));
+        assert!(command.output().unwrap().status.success());
+    };
+    make(&["../outside", "file", "fifo"], "leaves.tar");
+    make(&[ground.at("t/file").to_str().unwrap()], "absolute.tar");
+    fs::create_dir(ground.at("link")).unwrap();
+    symlink("t", ground.at("link/t")).unwrap();
+    pack(&ground.at("below-symlink-1.tar"), &ground.at("link"), &[]);
+    fs::create_dir_all(ground.at("below/t")).unwrap();
+    fs::write(ground.at("below/t/x"), "below").unwrap();
+    fs::remove_dir_all(ground.at("link")).unwrap();
+    let file_only = output_of(Command::new("tar").arg("-cf").arg(ground.at("below-symlink-2.tar")).arg("-C").arg(ground.at("below")).arg("t/x"));
+    assert!(file_only.status.success());
+    let cluster = ground.up(2);
+    let stage = |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
+    let told = stage(&["leaves.tar"], "/dayfly/leaves");
+    assert!(told.contains("1 members refused") && told.contains("../outside") && told.contains("1 devices, FIFOs or sockets"), "{told}");
+    assert_eq!(cluster.ok(&["ls", "/dayfly/leaves"]), "file\n");
+    let told = stage(&["absolute.tar"], "/dayfly/absolute");
+    assert!(told.contains("1 absolute names made relative"), "{told}");
+    let path = format!("/dayfly/absolute{}", cluster.at("t/file").display());
+    assert_eq!(cluster.ok(&["cat", &path]), "inside");
+    let told = stage(&["below-symlink-1.tar", "below-symlink-2.tar"], "/dayfly/symlink");
+    assert!(told.contains("1 members refused") && told.contains("t/x"), "{told}");
+    cluster.down();
+}
+
+#[test]
+fn strip_include_and_exclude_select_as_tar_does() {
+    let ground = Ground::new();
+    for path in ["t/x/a.jpg", "t/x/b.txt", "t/y/c.jpg", "t/top"] {
+        fs::create_dir_all(ground.at(path).parent().unwrap()).unwrap();
+        fs::write(ground.at(path), path).unwrap();
+    }
+    let packed = output_of(Command::new("tar").arg("-cf").arg(ground.at("t.tar")).arg("-C").arg(ground.work.path()).arg("t"));
+    assert!(packed.status.success());
+    let cluster = ground.up(2);
+    let files = |options: &[&str], source: &str| {
+        let arguments = [&["stage-in", "--replace"], options, &[source, "/dayfly/s"]].concat();
+        cluster.ok(&arguments);
+        let tree = cluster.at("out");
+        let _ = fs::remove_dir_all(&tree);
+        cluster.ok(&["cp", "-r", "/dayfly/s", tree.to_str().unwrap()]);
+        let tree = read_tree(&tree).into_iter().filter(|(_, node)| node.kind == 'f');
+        tree.map(|(path, _)| harness::text(&path)).collect::<Vec<_>>().join(" ")
+    };
+    for source in ["t.tar", "t"] {
+        // A tree is named from below its root, an archive's members as they stand.
+        let (prefix, strip) = if source == "t" { ("", "0") } else { ("t/", "1") };
+        assert_eq!(files(&[], source), format!("{prefix}top {prefix}x/a.jpg {prefix}x/b.txt {prefix}y/c.jpg"));
+        assert_eq!(files(&["--strip-components", strip, "--include", "*.jpg"], source), "x/a.jpg y/c.jpg");
+        assert_eq!(files(&["--strip-components", strip, "--exclude", "x"], source), "top y/c.jpg");
+    }
+    assert_eq!(files(&["--strip-components", "1"], "t"), "a.jpg b.txt c.jpg");
+    assert_eq!(files(&["--strip-components", "2"], "t.tar"), "a.jpg b.txt c.jpg");
+    cluster.down();
+}

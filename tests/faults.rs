@@ -1,0 +1,197 @@
+//! Servers that die: at random points of a stage-in and of reads, one and all. An error that names the node, within the
+//! deadline; never a hang, never wrong or short bytes; and no space stays taken.
+
+mod harness;
+
+use std::fs;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use dayfly_meta::limits::{PEER_LOST_TIMEOUT, REQUEST_TIMEOUT};
+use harness::{Cluster, Ground, wait_for, wait_until};
+use nix::sys::statvfs::statvfs;
+
+const FILES: usize = 3000;
+
+fn content(number: usize) -> Vec<u8> {
+    vec![number as u8; 1000 + number * 3]
+}
+
+fn ground() -> Ground {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..FILES).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number)).unwrap());
+    ground
+}
+
+#[test]
+fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
+    let mut met = 0;
+    for round in 0..6_u64 {
+        let cluster = ground().up(3);
+        let mut child = cluster.dayfly().args(["stage-in", "d", "/dayfly/d"]).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(10 + round * 23));
+        let was_done = child.try_wait().unwrap().is_some();
+        cluster.kill(1 + (round % 2) as u16);
+        let start = Instant::now();
+        let status = wait_for(&mut child, Duration::from_secs(30)).expect("a stage-in never hangs");
+        assert!(start.elapsed() < REQUEST_TIMEOUT + PEER_LOST_TIMEOUT, "{:?}", start.elapsed());
+        if was_done || status.success() {
+            continue;
+        }
+        met += 1;
+        let mut message = String::new();
+        std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
+        let node = format!("node {}", 1 + round % 2);
+        assert!(message.contains(&node), "{node} is not named in: {message}");
+        assert_eq!(cluster.ok(&["ls"]), "", "nothing half-visible");
+        wait_until("its room is free again", || {
+            let nodes = cluster.output(&["status", "--json"]).stdout;
+            let status: serde_json::Value = serde_json::from_slice(&nodes).unwrap();
+            status["nodes"].as_array().unwrap().iter().filter_map(|node| node["used_bytes"].as_u64()).all(|used| used == 0)
+        });
+        cluster.down();
+    }
+    assert!(met >= 2, "the kill came too late in nearly every round");
+}
+
+/// Reads everything from node 0; how many were whole and how many failed with a word about the node.
+fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
+    let view = cluster.view(0);
+    let (mut whole, mut failed) = (0, 0);
+    for number in 0..FILES {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        let expected = content(number);
+        let mut buffer = vec![0; expected.len() + 10];
+        let start = Instant::now();
+        match view.read_at(&file, 0, &mut buffer) {
+            Ok(count) => {
+                assert!(buffer[..count] == expected[..], "wrong or short bytes in {number}");
+                whole += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.errno(), nix::libc::EIO);
+                assert!(error.to_string().contains(node), "{node} is not named in: {error}");
+                failed += 1;
+            }
+        }
+        assert!(start.elapsed() < REQUEST_TIMEOUT + Duration::from_secs(3), "{:?}", start.elapsed());
+    }
+    (whole, failed)
+}
+
+#[test]
+fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
+    for delay_ms in [0, 30] {
+        let cluster = ground().up(3);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        let (whole, failed) = std::thread::scope(|scope| {
+            let reading = scope.spawn(|| read_all(&cluster, "node 2"));
+            std::thread::sleep(Duration::from_millis(delay_ms));
+            cluster.kill(2);
+            reading.join().unwrap()
+        });
+        assert!(whole > FILES / 2 && failed > 0, "{whole} whole, {failed} failed");
+        assert!(cluster.output(&["verify"]).status.code() == Some(1));
+        let status = cluster.output(&["status"]);
+        assert!(status.status.code() == Some(1) && harness::text(&status.stdout).contains("does not answer"));
+        cluster.down();
+    }
+}
+
+#[test]
+fn a_server_that_stands_still_is_given_up_within_the_deadline() {
+    let cluster = ground().up(2);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    let pid = cluster.pids()[&1].to_string();
+    let signal = |name: &str| assert!(std::process::Command::new("kill").args([name, &pid]).status().unwrap().success());
+    signal("-STOP");
+    let view = cluster.view(0);
+    let start = Instant::now();
+    let failed = (0..50).find_map(|number| {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        view.read_at(&file, 0, &mut [0; 10]).err()
+    });
+    let error = failed.expect("half of the samples are on the other node");
+    assert!(error.to_string().contains("node 1"), "{error}");
+    assert!(start.elapsed() < PEER_LOST_TIMEOUT + REQUEST_TIMEOUT, "{:?}", start.elapsed());
+    signal("-CONT");
+    cluster.down();
+}
+
+#[test]
+fn the_own_server_dead_local_blocks_are_read_and_the_rest_fails() {
+    let cluster = ground().up(2);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    let view = cluster.view(0);
+    assert!(view.stat(b"/dayfly/d/1").is_ok());
+    cluster.kill(0);
+    let (mut whole, mut failed) = (0, 0);
+    for number in 0..FILES {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        let mut buffer = content(number);
+        buffer.fill(0);
+        match view.read_at(&file, 0, &mut buffer) {
+            Ok(_) => {
+                assert!(buffer == content(number));
+                whole += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.errno(), nix::libc::EIO);
+                failed += 1;
+            }
+        }
+    }
+    assert!(whole > FILES / 3 && failed > FILES / 3, "{whole} whole, {failed} failed");
+    drop(view);
+    cluster.down();
+}
+
+#[test]
+fn down_gives_everything_back_while_clients_still_live() {
+    let ground = ground();
+    let free = |ground: &Ground| {
+        let stat = statvfs(ground.data.path()).unwrap();
+        stat.blocks_free() * stat.fragment_size()
+    };
+    fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
+    let before = free(&ground);
+    let cluster = ground.up(2);
+    cluster.stage(&[&cluster.at("large"), &cluster.at("d")], "/dayfly/l");
+    let view = cluster.view(0);
+    let file = view.open(b"/dayfly/l/large").unwrap();
+    let mut buffer = [0; 100];
+    assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), 100);
+    let during = free(&cluster.ground);
+    assert!(before - during > 90 << 20);
+    let told = cluster.ok(&["down"]);
+    assert!(told.contains("2 nodes ended") && told.contains("MiB freed"), "{told}");
+    let after = free(&cluster.ground);
+    assert!(after + (20 << 20) > before, "{} bytes are still taken", before - after);
+    assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap_err().errno(), nix::libc::EIO, "never zeros");
+    assert!(view.stat(b"/dayfly/l/large").is_err());
+    cluster.ground.assert_clean();
+}
+
+#[test]
+fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
+    let ground = ground();
+    fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
+    let free = |ground: &Ground| {
+        let stat = statvfs(ground.data.path()).unwrap();
+        stat.blocks_free() * stat.fragment_size()
+    };
+    let before = free(&ground);
+    let cluster = ground.up(3);
+    cluster.stage(&[&cluster.at("large")], "/dayfly/l");
+    assert!(before - free(&cluster.ground) > 90 << 20);
+    for node in 0..3 {
+        cluster.kill(node);
+    }
+    wait_until("the kernel has freed it", || free(&cluster.ground) + (20 << 20) > before);
+    assert!(cluster.folder().exists(), "what a killed session leaves is its runtime folder");
+    let second = cluster.ok(&["up"]).trim().to_owned();
+    assert!(!cluster.folder().exists() && second != cluster.id, "the next up removes it");
+    cluster.ok(&["down"]);
+    cluster.ground.assert_clean();
+}

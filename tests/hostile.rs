@@ -1,0 +1,191 @@
+//! Input that nobody should give: a clear error that names the place, nothing half-visible, and servers that live on.
+
+mod harness;
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use harness::{Cluster, Ground, pack};
+
+/// A cluster with a good dataset, which must survive everything.
+fn cluster() -> Cluster {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("good")).unwrap();
+    (0..100).for_each(|number| fs::write(ground.at(format!("good/{number}")), vec![number; 5000]).unwrap());
+    pack(&ground.at("good.tar"), &ground.at("good"), &[]);
+    pack(&ground.at("good.tar.gz"), &ground.at("good"), &["-z"]);
+    pack(&ground.at("good.tar.xz"), &ground.at("good"), &["-J"]);
+    pack(&ground.at("good.tar.bz2"), &ground.at("good"), &["-j"]);
+    let cluster = ground.up_with(2, &["--capacity", "8MiB"]);
+    cluster.stage(&[&cluster.at("good.tar")], "/dayfly/good");
+    cluster
+}
+
+/// Nothing of a failed stage-in is left, and all else is as it was.
+fn assert_unharmed(cluster: &Cluster, used_before: u64) {
+    assert_eq!(cluster.ok(&["ls"]), "good\n");
+    cluster.ok(&["verify", "--from-every-node"]);
+    harness::wait_until("its room is free again", || cluster.used_bytes() == used_before);
+    assert_eq!(cluster.pids().len(), 2);
+}
+
+fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> PathBuf {
+    let mut bytes = fs::read(cluster.at(name)).unwrap();
+    change(&mut bytes);
+    let path = cluster.at(format!("damaged-{name}"));
+    fs::write(&path, bytes).unwrap();
+    path
+}
+
+#[test]
+fn damaged_archives_are_named_with_the_place() {
+    let cluster = cluster();
+    let used = cluster.used_bytes();
+    let check = |name: &str, change: &dyn Fn(&mut Vec<u8>), words: &[&str]| {
+        let path = damaged(&cluster, name, change);
+        let good = cluster.at("good.tar");
+        let message = cluster.fails(1, &["stage-in", good.to_str().unwrap(), path.to_str().unwrap(), "/dayfly/x"]);
+        for word in words.iter().chain(&[path.to_str().unwrap()]) {
+            assert!(message.contains(word), "{word:?} is not in {message}");
+        }
+        assert_unharmed(&cluster, used);
+    };
+    let cut = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2 + 77);
+    check("good.tar", &cut, &["damaged at byte", "breaks off"]);
+    check("good.tar.gz", &cut, &["damaged at byte"]);
+    check("good.tar.xz", &cut, &["damaged at byte"]);
+    check("good.tar.bz2", &cut, &["damaged at byte"]);
+    check("good.tar", &|bytes| bytes[512] ^= 0x55, &["damaged at byte 512", "checksum"]);
+    check("good.tar.gz", &|bytes| { let at = bytes.len() - 6; bytes[at] ^= 1 }, &["damaged at byte"]);
+    check("good.tar.xz", &|bytes| { let at = bytes.len() / 2; bytes[at] ^= 1 }, &["damaged at byte"]);
+    check("good.tar", &|bytes| bytes.fill(0x5a), &["named like an archive"]);
+    check("good.tar", &|bytes| bytes.clear(), &["named like an archive"]);
+    cluster.down();
+}
+
+#[test]
+fn sources_that_cannot_be_read_are_named() {
+    let cluster = cluster();
+    let used = cluster.used_bytes();
+    // Readable in name only, even for root: a read at its start fails.
+    for source in ["/nowhere", "/proc/self/mem", "no-match-*.tar", "good/7/x"] {
+        let message = cluster.fails(1, &["stage-in", source, "/dayfly/x"]);
+        assert!(message.contains(source.trim_end_matches("/x")), "{message}");
+        assert_unharmed(&cluster, used);
+    }
+    std::os::unix::fs::symlink("nowhere", cluster.at("dangling")).unwrap();
+    assert!(cluster.fails(1, &["stage-in", "dangling", "/dayfly/x"]).contains("dangling"));
+    cluster.down();
+}
+
+#[test]
+fn full_nodes_are_an_error_with_a_way_out() {
+    let cluster = cluster();
+    let used = cluster.used_bytes();
+    fs::create_dir(cluster.at("much")).unwrap();
+    (0..40).for_each(|number| fs::write(cluster.at(format!("much/{number}")), vec![1; 1 << 19]).unwrap());
+    let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
+    assert!(message.contains("--capacity"), "{message}");
+    assert_unharmed(&cluster, used);
+    // Compressed, its size shows only while it is unpacked.
+    pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &["-z"]);
+    let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
+    assert!(message.contains("no node has room left") && message.contains("--capacity"), "{message}");
+    assert_unharmed(&cluster, used);
+    // One node full is no error: the next on the ring takes its blocks.
+    fs::create_dir(cluster.at("some")).unwrap();
+    (0..20).for_each(|number| fs::write(cluster.at(format!("some/{number}")), vec![1; 1 << 19]).unwrap());
+    cluster.stage(&[&cluster.at("some")], "/dayfly/some");
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+#[test]
+fn a_full_file_system_is_an_error_too() {
+    let ground = Ground::new();
+    let small = ground.at("small");
+    fs::create_dir(&small).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&small).output().unwrap();
+    if !mounted.status.success() {
+        eprintln!("not run: mounting a small file system needs root");
+        return;
+    }
+    fs::create_dir(ground.at("much")).unwrap();
+    (0..20).for_each(|number| fs::write(ground.at(format!("much/{number}")), vec![1; 1 << 18]).unwrap());
+    fs::create_dir(ground.at("few")).unwrap();
+    fs::write(ground.at("few/file"), "x").unwrap();
+    let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
+    let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
+    assert!(message.contains("room") || message.contains("No space"), "{message}");
+    assert_eq!(cluster.ok(&["ls"]), "");
+    cluster.down();
+    assert!(Command::new("umount").arg(&small).status().unwrap().success());
+}
+
+/// Noise of many lengths, the same in every run.
+fn noise() -> Vec<Vec<u8>> {
+    let mut state = 7_u64;
+    let mut byte = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 40) as u8
+    };
+    let mut all: Vec<Vec<u8>> = [1_usize, 4, 24, 100, 5000, 100_000].iter().map(|&len| (0..len).map(|_| byte()).collect()).collect();
+    all.extend([vec![0; 64], vec![0xff; 64], b"GET / HTTP/1.0\r\n\r\n".to_vec(), 0x00ff_ffff_u32.to_le_bytes().to_vec()]);
+    // A well-formed length before noise.
+    all.push([&50_u32.to_le_bytes()[..], &(0..50).map(|_| byte()).collect::<Vec<_>>()].concat());
+    all.push([&80_u16.to_le_bytes()[..], &(0..80).map(|_| byte()).collect::<Vec<_>>()].concat());
+    all
+}
+
+#[test]
+fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
+    let cluster = cluster();
+    let used = cluster.used_bytes();
+    let address = cluster.status()["nodes"][1]["address"].as_str().unwrap().to_owned();
+    let socket = cluster.location().socket(dayfly_meta::id::NodeId(1));
+    for noise in noise() {
+        let mut peer = TcpStream::connect(&address).unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        // Either may be refused in the middle.
+        let _ = peer.write_all(&noise);
+        let mut answer = Vec::new();
+        let _ = peer.read_to_end(&mut answer);
+        assert!(answer.is_empty(), "a stranger was told {answer:?}");
+        let mut local = UnixStream::connect(&socket).unwrap();
+        let _ = local.write_all(&noise);
+    }
+    // Strangers who connect and say nothing are shown the door in time, and members are served meanwhile.
+    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    assert_unharmed(&cluster, used);
+    let mut stream = &silent[0];
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
+    cluster.down();
+}
+
+#[test]
+fn no_secret_is_in_sight_and_folders_are_private() {
+    use std::os::unix::fs::PermissionsExt;
+    let cluster = cluster();
+    for path in [cluster.folder(), cluster.folder().parent().unwrap().to_owned()] {
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700, "{}", path.display());
+    }
+    for pid in cluster.pids().values() {
+        let command_line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+        assert_eq!(command_line.split(|&byte| byte == 0).nth(1), Some(&b"serve"[..]));
+        assert!(command_line.ends_with(b"serve\0"), "nothing but its name");
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
+        assert!(!environment.windows(4).any(|word| word.eq_ignore_ascii_case(b"key=")));
+    }
+    for entry in fs::read_dir(cluster.folder()).unwrap() {
+        let path = entry.unwrap().path();
+        let mode = fs::symlink_metadata(&path).unwrap().permissions().mode();
+        assert!(path.is_dir() || mode & 0o077 == 0 || path.extension().is_some_and(|kind| kind == "sock"), "{}", path.display());
+    }
+    cluster.down();
+}

@@ -1,0 +1,224 @@
+//! The model test: random operations on the namespace and on a plain directory, equal after every step. Nodes are changed
+//! at random, so that what is local to one is remote to the next.
+
+mod harness;
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+
+use dayfly_client::{FileKind, View};
+use harness::{Ground, tool};
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+const STEPS: usize = 6000;
+
+/// What a program may do.
+#[derive(Debug)]
+enum Op {
+    Stat(Vec<u8>),
+    Lstat(Vec<u8>),
+    ReadLink(Vec<u8>),
+    List(Vec<u8>),
+    Read(Vec<u8>, u64, usize),
+    Canonical(Vec<u8>),
+}
+
+/// What comes of it: a number or a text for success, an errno else.
+type Outcome = Result<String, i32>;
+
+fn make_tree(folder: &Path, random: &mut StdRng) {
+    let mut directories = vec![folder.to_owned()];
+    fs::create_dir(folder).unwrap();
+    for number in 0..300 {
+        let parent = directories.choose(random).unwrap().clone();
+        let path = parent.join(["f", "g", "h.jpg", "name with spaces", "\u{e9}"].choose(random).unwrap()).with_extension(number.to_string());
+        match random.random_range(0..10) {
+            0..2 if directories.len() < 40 => {
+                fs::create_dir(&path).unwrap();
+                directories.push(path);
+            }
+            2 => {
+                let targets = ["..", ".", "../..", "nowhere", "f.0/../f.1", "./f.2/", "/", "/etc/passwd", ""];
+                let known = fs::read_dir(&parent).unwrap().next().map(|entry| entry.unwrap().file_name());
+                let target = known.filter(|_| random.random_bool(0.6)).unwrap_or_else(|| targets[..8].choose(random).unwrap().into());
+                symlink(target, &path).unwrap();
+            }
+            _ => {
+                let size = *[0, 1, 100, 5000, 65_535, 65_536, 200_000].choose(random).unwrap();
+                fs::write(&path, (0..size).map(|at: u32| (at ^ number) as u8).collect::<Vec<u8>>()).unwrap();
+            }
+        }
+    }
+}
+
+/// Paths that exist, and paths that nearly do.
+fn random_path(known: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
+    let mut path = known.choose(random).unwrap().clone();
+    match random.random_range(0..12) {
+        0 => path.extend_from_slice(b"/"),
+        1 => path.extend_from_slice(b"/."),
+        2 => path.extend_from_slice(b"/.."),
+        3 => path.extend_from_slice(b"/missing"),
+        4 => path.push(b'x'),
+        5 => path = path.iter().flat_map(|&byte| if byte == b'/' { vec![b'/', b'/', b'.', b'/'] } else { vec![byte] }).collect(),
+        6 => path.extend_from_slice(&[b'/'; 3]),
+        7 => path.extend([b"/".as_slice(), &[b'n'; 256]].concat()),
+        _ => {}
+    }
+    path
+}
+
+fn random_op(known: &[Vec<u8>], random: &mut StdRng) -> Op {
+    let path = random_path(known, random);
+    match random.random_range(0..6) {
+        0 => Op::Stat(path),
+        1 => Op::Lstat(path),
+        2 => Op::ReadLink(path),
+        3 => Op::List(path),
+        4 => Op::Canonical(path),
+        _ => Op::Read(path, random.random_range(0..70_000), random.random_range(0..70_000)),
+    }
+}
+
+fn kind_text(kind: FileKind) -> char {
+    match kind {
+        FileKind::File => 'f',
+        FileKind::Directory => 'd',
+        FileKind::Symlink => 'l',
+    }
+}
+
+fn in_namespace(view: &View, op: &Op, root: &[u8]) -> Outcome {
+    let at = |path: &[u8]| [root, path].concat();
+    let stat_text = |stat: dayfly_client::Stat| {
+        let size = if stat.kind == FileKind::Directory { 0 } else { stat.size };
+        format!("{:o} {size} {} {}.{}", stat.mode(), stat.links, stat.mtime_s, stat.mtime_ns)
+    };
+    let outcome = match op {
+        Op::Stat(path) => view.stat(&at(path)).map(stat_text),
+        Op::Lstat(path) => view.lstat(&at(path)).map(stat_text),
+        Op::ReadLink(path) => view.read_link(&at(path)).map(|target| format!("{target:?}")),
+        Op::Canonical(path) => view.canonical(&at(path)).map(|path| format!("{:?}", path.strip_prefix(root))),
+        Op::List(path) => view.open_directory(&at(path)).map(|directory| {
+            // In two parts, as a program with a small buffer would.
+            let first: Vec<_> = directory.entries(0).take(3).collect();
+            let rest: Vec<_> = first.last().map_or_else(Vec::new, |last| directory.entries(last.next).collect());
+            let entries = first.into_iter().chain(rest).map(|entry| format!("{:?}{}", entry.name, kind_text(entry.kind)));
+            entries.collect::<Vec<_>>().join(" ")
+        }),
+        Op::Read(path, offset, len) => view.open(&at(path)).and_then(|file| {
+            let mut buffer = vec![0; *len];
+            let count = view.read_at(&file, *offset, &mut buffer)?;
+            Ok(format!("{count} {:08x}", crc(&buffer[..count])))
+        }),
+    };
+    outcome.map_err(|error| error.errno())
+}
+
+fn in_plain(folder: &Path, op: &Op) -> Outcome {
+    let at = |path: &[u8]| PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
+    let stat_text = |metadata: fs::Metadata| {
+        let size = if metadata.is_dir() { 0 } else { metadata.len() };
+        format!("{:o} {size} {} {}.{}", metadata.mode(), metadata.nlink(), metadata.mtime(), metadata.mtime_nsec())
+    };
+    let outcome = match op {
+        Op::Stat(path) => fs::metadata(at(path)).map(stat_text),
+        Op::Lstat(path) => fs::symlink_metadata(at(path)).map(stat_text),
+        Op::ReadLink(path) => fs::read_link(at(path)).map(|target| format!("{:?}", target.as_os_str().as_bytes().to_vec())),
+        Op::Canonical(path) => fs::canonicalize(at(path)).map(|path| {
+            format!("{:?}", path.as_os_str().as_bytes().strip_prefix(folder.as_os_str().as_bytes()).map(<[u8]>::to_vec))
+        }),
+        Op::List(path) => fs::read_dir(at(path)).map(|entries| {
+            let kind = |kind: fs::FileType| if kind.is_dir() { 'd' } else if kind.is_symlink() { 'l' } else { 'f' };
+            let mut entries: Vec<_> = entries.map(|entry| entry.unwrap()).collect();
+            entries.sort_by_key(|entry| entry.file_name().as_bytes().to_vec());
+            let entries = entries.iter().map(|entry| format!("{:?}{}", entry.file_name().as_bytes().to_vec(), kind(entry.file_type().unwrap())));
+            entries.collect::<Vec<_>>().join(" ")
+        }),
+        Op::Read(path, offset, len) => fs::File::open(at(path)).and_then(|file| {
+            let mut buffer = vec![0; *len];
+            let mut count = 0;
+            loop {
+                match file.read_at(&mut buffer[count..], offset + count as u64)? {
+                    0 => return Ok(format!("{count} {:08x}", crc(&buffer[..count]))),
+                    more => count += more,
+                }
+            }
+        }),
+    };
+    outcome.map_err(|error| error.raw_os_error().unwrap())
+}
+
+fn crc(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0, |sum: u64, &byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)))
+}
+
+/// Symlinks that lead out of the tree are the kernel's matter in a plain directory and nobody's in the namespace.
+fn leads_out(folder: &Path, op: &Op) -> bool {
+    let (Op::Stat(path) | Op::Lstat(path) | Op::ReadLink(path) | Op::List(path) | Op::Canonical(path) | Op::Read(path, ..)) = op;
+    let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
+    let mut at = PathBuf::new();
+    let mut followed = 0;
+    let mut waiting: Vec<std::ffi::OsString> = full.components().rev().map(|component| component.as_os_str().to_owned()).collect();
+    while let Some(name) = waiting.pop() {
+        match name.as_bytes() {
+            b"/" => at = "/".into(),
+            b".." => drop(at.pop()),
+            _ => at.push(&name),
+        }
+        // Beyond the root of the tree, at any point of the walk.
+        if full.starts_with(folder) && at.components().count() >= 1 && !folder.starts_with(&at) && !at.starts_with(folder) {
+            return true;
+        }
+        if folder.starts_with(&at) && at != *folder && followed > 0 {
+            return true;
+        }
+        if let Ok(target) = fs::read_link(&at) {
+            followed += 1;
+            if followed > 60 {
+                return false;
+            }
+            at.pop();
+            waiting.extend(target.components().rev().map(|component| component.as_os_str().to_owned()));
+        }
+    }
+    !at.starts_with(folder)
+}
+
+#[test]
+fn random_operations_agree_with_a_plain_directory() {
+    for seed in 0..3 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let ground = Ground::new();
+        let folder = ground.at("tree");
+        make_tree(&folder, &mut random);
+        let folder = fs::canonicalize(folder).unwrap();
+        let cluster = ground.up_with(3, if seed == 0 { &["--verify-reads"] } else { &[] });
+        cluster.stage(&[&folder], "/dayfly/data/tree");
+        let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
+        let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
+        let prefix = folder.as_os_str().as_bytes();
+        let known: Vec<Vec<u8>> = listed.split(|&byte| byte == 0).filter_map(|path| path.strip_prefix(prefix)).map(<[u8]>::to_vec).collect();
+        assert!(known.len() > 200);
+        let mut compared = 0;
+        for step in 0..STEPS {
+            let op = random_op(&known, &mut random);
+            if leads_out(&folder, &op) {
+                continue;
+            }
+            compared += 1;
+            let view = views.choose(&mut random).unwrap();
+            let (expected, found) = (in_plain(&folder, &op), in_namespace(view, &op, b"/dayfly/data/tree"));
+            assert_eq!(expected, found, "seed {seed}, step {step}: {op:?}");
+        }
+        assert!(compared > STEPS / 2, "only {compared} steps were compared");
+        let out = cluster.at("out");
+        cluster.ok(&["cp", "-r", "/dayfly/data/tree", out.to_str().unwrap()]);
+        tool("diff", &["-r".as_ref(), "--no-dereference".as_ref(), folder.as_os_str(), out.as_os_str()]);
+        cluster.down();
+    }
+}
