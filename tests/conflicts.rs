@@ -1,6 +1,8 @@
 //! Duplicates, hard links and conflicts across sources come out as if the sources had been unpacked one after another in
 //! the order given. The reference is GNU tar itself; the schedule differs from run to run by the number of nodes.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
 mod harness;
 
 use std::fs;
@@ -35,14 +37,19 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
             // Never to where a later member could follow it: a member below a symlink is refused here, as SEMANTICS.md says.
             7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
             _ => {
-                let file = fs::read_dir(full.parent().unwrap()).unwrap().map(|entry| entry.unwrap().path()).find(|path| path.is_file() && !path.is_symlink());
+                let file = fs::read_dir(full.parent().unwrap())
+                    .unwrap()
+                    .map(|entry| entry.unwrap().path())
+                    .find(|path| path.is_file() && !path.is_symlink());
                 if let Some(file) = file {
                     fs::hard_link(file, &full).unwrap();
                 }
             }
         }
     }
-    for entry in Command::new("find").arg(folder).output().unwrap().stdout.split(|&byte| byte == b'\n').filter(|path| !path.is_empty()) {
+    for entry in
+        Command::new("find").arg(folder).output().unwrap().stdout.split(|&byte| byte == b'\n').filter(|path| !path.is_empty())
+    {
         let time = format!("@{}", 1_000_000 + source * 1000 + entry.len());
         tool("touch", &["-h".as_ref(), "-d".as_ref(), time.as_ref(), std::ffi::OsStr::from_bytes(entry)]);
     }
@@ -104,12 +111,18 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
     fs::create_dir_all(ground.at("below/t")).unwrap();
     fs::write(ground.at("below/t/x"), "below").unwrap();
     fs::remove_dir_all(ground.at("link")).unwrap();
-    let file_only = output_of(Command::new("tar").arg("-cf").arg(ground.at("below-symlink-2.tar")).arg("-C").arg(ground.at("below")).arg("t/x"));
+    let file_only = output_of(
+        Command::new("tar").arg("-cf").arg(ground.at("below-symlink-2.tar")).arg("-C").arg(ground.at("below")).arg("t/x"),
+    );
     assert!(file_only.status.success());
     let cluster = ground.up(2);
-    let stage = |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
+    let stage =
+        |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
     let told = stage(&["leaves.tar"], "/dayfly/leaves");
-    assert!(told.contains("1 members refused") && told.contains("../outside") && told.contains("1 devices, FIFOs or sockets"), "{told}");
+    assert!(
+        told.contains("1 members refused") && told.contains("../outside") && told.contains("1 devices, FIFOs or sockets"),
+        "{told}"
+    );
     assert_eq!(cluster.ok(&["ls", "/dayfly/leaves"]), "file\n");
     let told = stage(&["absolute.tar"], "/dayfly/absolute");
     assert!(told.contains("1 absolute names made relative"), "{told}");

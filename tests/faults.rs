@@ -1,6 +1,8 @@
 //! Servers that die: at random points of a stage-in and of reads, one and all. An error that names the node, within the
 //! deadline; never a hang, never wrong or short bytes; and no space stays taken.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
 mod harness;
 
 use std::fs;
@@ -8,7 +10,8 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::limits::{PEER_LOST_TIMEOUT, REQUEST_TIMEOUT};
-use harness::{Cluster, Ground, wait_for, wait_until};
+use harness::{Cluster, Ground, signal, wait_for, wait_until};
+use nix::sys::signal::Signal;
 use nix::sys::statvfs::statvfs;
 
 const FILES: usize = 3000;
@@ -103,9 +106,8 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
 fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     let cluster = ground().up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    let pid = cluster.pids()[&1].to_string();
-    let signal = |name: &str| assert!(std::process::Command::new("kill").args([name, &pid]).status().unwrap().success());
-    signal("-STOP");
+    let pid = cluster.pids()[&1];
+    signal(pid, Signal::SIGSTOP);
     let view = cluster.view(0);
     let start = Instant::now();
     let failed = (0..50).find_map(|number| {
@@ -115,7 +117,7 @@ fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     let error = failed.expect("half of the samples are on the other node");
     assert!(error.to_string().contains("node 1"), "{error}");
     assert!(start.elapsed() < PEER_LOST_TIMEOUT + REQUEST_TIMEOUT, "{:?}", start.elapsed());
-    signal("-CONT");
+    signal(pid, Signal::SIGCONT);
     cluster.down();
 }
 

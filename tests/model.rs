@@ -1,6 +1,8 @@
 //! The model test: random operations on the namespace and on a plain directory, equal after every step. Nodes are changed
 //! at random, so that what is local to one is remote to the next.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
 mod harness;
 
 use std::fs;
@@ -35,7 +37,9 @@ fn make_tree(folder: &Path, random: &mut StdRng) {
     fs::create_dir(folder).unwrap();
     for number in 0..300 {
         let parent = directories.choose(random).unwrap().clone();
-        let path = parent.join(["f", "g", "h.jpg", "name with spaces", "\u{e9}"].choose(random).unwrap()).with_extension(number.to_string());
+        let path = parent
+            .join(["f", "g", "h.jpg", "name with spaces", "\u{e9}"].choose(random).unwrap())
+            .with_extension(number.to_string());
         match random.random_range(0..10) {
             0..2 if directories.len() < 40 => {
                 fs::create_dir(&path).unwrap();
@@ -44,7 +48,8 @@ fn make_tree(folder: &Path, random: &mut StdRng) {
             2 => {
                 let targets = ["..", ".", "../..", "nowhere", "f.0/../f.1", "./f.2/", "/", "/etc/passwd", ""];
                 let known = fs::read_dir(&parent).unwrap().next().map(|entry| entry.unwrap().file_name());
-                let target = known.filter(|_| random.random_bool(0.6)).unwrap_or_else(|| targets[..8].choose(random).unwrap().into());
+                let target =
+                    known.filter(|_| random.random_bool(0.6)).unwrap_or_else(|| targets[..8].choose(random).unwrap().into());
                 symlink(target, &path).unwrap();
             }
             _ => {
@@ -133,10 +138,20 @@ fn in_plain(folder: &Path, op: &Op) -> Outcome {
             format!("{:?}", path.as_os_str().as_bytes().strip_prefix(folder.as_os_str().as_bytes()).map(<[u8]>::to_vec))
         }),
         Op::List(path) => fs::read_dir(at(path)).map(|entries| {
-            let kind = |kind: fs::FileType| if kind.is_dir() { 'd' } else if kind.is_symlink() { 'l' } else { 'f' };
+            let kind = |kind: fs::FileType| {
+                if kind.is_dir() {
+                    'd'
+                } else if kind.is_symlink() {
+                    'l'
+                } else {
+                    'f'
+                }
+            };
             let mut entries: Vec<_> = entries.map(|entry| entry.unwrap()).collect();
             entries.sort_by_key(|entry| entry.file_name().as_bytes().to_vec());
-            let entries = entries.iter().map(|entry| format!("{:?}{}", entry.file_name().as_bytes().to_vec(), kind(entry.file_type().unwrap())));
+            let entries = entries
+                .iter()
+                .map(|entry| format!("{:?}{}", entry.file_name().as_bytes().to_vec(), kind(entry.file_type().unwrap())));
             entries.collect::<Vec<_>>().join(" ")
         }),
         Op::Read(path, offset, len) => fs::File::open(at(path)).and_then(|file| {
@@ -163,7 +178,8 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
     let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
     let mut at = PathBuf::new();
     let mut followed = 0;
-    let mut waiting: Vec<std::ffi::OsString> = full.components().rev().map(|component| component.as_os_str().to_owned()).collect();
+    let mut waiting: Vec<std::ffi::OsString> =
+        full.components().rev().map(|component| component.as_os_str().to_owned()).collect();
     while let Some(name) = waiting.pop() {
         match name.as_bytes() {
             b"/" => at = "/".into(),
@@ -202,7 +218,8 @@ fn random_operations_agree_with_a_plain_directory() {
         let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
         let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
         let prefix = folder.as_os_str().as_bytes();
-        let known: Vec<Vec<u8>> = listed.split(|&byte| byte == 0).filter_map(|path| path.strip_prefix(prefix)).map(<[u8]>::to_vec).collect();
+        let known: Vec<Vec<u8>> =
+            listed.split(|&byte| byte == 0).filter_map(|path| path.strip_prefix(prefix)).map(<[u8]>::to_vec).collect();
         assert!(known.len() > 200);
         let mut compared = 0;
         for step in 0..STEPS {

@@ -1,1 +1,42 @@
-fn main() {}
+//! Load generators and measurements. Ratios are taken side by side in one run; METHOD.md says how and why.
+
+mod catalog;
+mod make;
+mod measure;
+mod read;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Measures parts of Dayfly. Build it with --release.
+#[derive(Parser)]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    Catalog(catalog::Catalog),
+    Read(read::Read),
+    Make(make::Make),
+}
+
+/// Whatever goes wrong ends a measurement.
+type Failure = Box<dyn std::error::Error>;
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().what {
+        What::Catalog(arguments) => catalog::run(&arguments),
+        What::Read(arguments) => read::run(&arguments),
+        What::Make(arguments) => make::run(&arguments),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("dayfly-bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

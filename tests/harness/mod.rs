@@ -6,38 +6,40 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 use tempfile::TempDir;
 
 /// The longest that any command of a test may take: more is a hang.
-pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
+pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Folders for sessions, and the program.
-pub struct Ground {
-    pub runtime: TempDir,
-    pub data: TempDir,
-    pub work: TempDir,
+pub(crate) struct Ground {
+    pub(crate) runtime: TempDir,
+    pub(crate) data: TempDir,
+    pub(crate) work: TempDir,
 }
 
 impl Ground {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
         Self { runtime: folder(), data: folder(), work: folder() }
     }
 
     /// A path in the folder for the test's own files.
-    pub fn at(&self, name: impl AsRef<Path>) -> PathBuf {
+    pub(crate) fn at(&self, name: impl AsRef<Path>) -> PathBuf {
         self.work.path().join(name)
     }
 
     /// The program, to be given arguments.
-    pub fn dayfly(&self) -> Command {
+    pub(crate) fn dayfly(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
         command.env("DAYFLY_RUNTIME_DIR", self.runtime.path()).env("TMPDIR", self.data.path());
         command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE").env_remove("SLURM_TMPDIR");
@@ -46,19 +48,19 @@ impl Ground {
     }
 
     /// Runs to the end, within the deadline.
-    pub fn output(&self, arguments: &[&str]) -> Output {
+    pub(crate) fn output(&self, arguments: &[&str]) -> Output {
         output_of(self.dayfly().args(arguments))
     }
 
     /// Runs what must succeed; its standard output.
-    pub fn ok(&self, arguments: &[&str]) -> String {
+    pub(crate) fn ok(&self, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         assert!(output.status.success(), "dayfly {arguments:?}: {}", text(&output.stderr));
         text(&output.stdout)
     }
 
     /// Runs what must fail with this status; its standard error.
-    pub fn fails(&self, status: i32, arguments: &[&str]) -> String {
+    pub(crate) fn fails(&self, status: i32, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         let message = text(&output.stderr);
         assert_eq!(output.status.code(), Some(status), "dayfly {arguments:?}: {}{message}", text(&output.stdout));
@@ -66,18 +68,18 @@ impl Ground {
     }
 
     /// Starts a session of several nodes.
-    pub fn up(self, nodes: u16) -> Cluster {
+    pub(crate) fn up(self, nodes: u16) -> Cluster {
         self.up_with(nodes, &[])
     }
 
-    pub fn up_with(self, nodes: u16, options: &[&str]) -> Cluster {
+    pub(crate) fn up_with(self, nodes: u16, options: &[&str]) -> Cluster {
         let nodes_text = nodes.to_string();
         let id = self.ok(&[&["up", "--local", &nodes_text], options].concat()).trim().to_owned();
         Cluster { ground: self, id }
     }
 
     /// Asserts that no session has left anything: no process, no folder, no file.
-    pub fn assert_clean(&self) {
+    pub(crate) fn assert_clean(&self) {
         for folder in [self.runtime.path(), self.data.path()] {
             let left: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
             assert!(left.is_empty(), "left behind: {left:?}");
@@ -86,9 +88,9 @@ impl Ground {
 }
 
 /// A running session.
-pub struct Cluster {
-    pub ground: Ground,
-    pub id: String,
+pub(crate) struct Cluster {
+    pub(crate) ground: Ground,
+    pub(crate) id: String,
 }
 
 impl std::ops::Deref for Cluster {
@@ -101,51 +103,51 @@ impl std::ops::Deref for Cluster {
 
 impl Cluster {
     /// The session's folder.
-    pub fn folder(&self) -> PathBuf {
+    pub(crate) fn folder(&self) -> PathBuf {
         let user = fs::read_dir(self.runtime.path()).unwrap().next().unwrap().unwrap().path();
         user.join(&self.id)
     }
 
-    pub fn location(&self) -> dayfly_client::locate::Location {
+    pub(crate) fn location(&self) -> dayfly_client::locate::Location {
         dayfly_client::locate::Location { session: self.id.parse().unwrap(), folder: self.folder() }
     }
 
     /// The view of a node, by the client library.
-    pub fn view(&self, node: u16) -> dayfly_client::View {
+    pub(crate) fn view(&self, node: u16) -> dayfly_client::View {
         let session = dayfly_client::Session::attach_to(&self.location(), dayfly_meta::id::NodeId(node)).unwrap();
         dayfly_client::View::new(session)
     }
 
     /// What `dayfly status --json` says.
-    pub fn status(&self) -> serde_json::Value {
+    pub(crate) fn status(&self) -> serde_json::Value {
         serde_json::from_str(&self.ok(&["status", "--json"])).unwrap()
     }
 
     /// Bytes taken on all nodes.
-    pub fn used_bytes(&self) -> u64 {
+    pub(crate) fn used_bytes(&self) -> u64 {
         self.status()["nodes"].as_array().unwrap().iter().map(|node| node["used_bytes"].as_u64().unwrap()).sum()
     }
 
     /// The processes of the servers that live.
-    pub fn pids(&self) -> BTreeMap<u16, i32> {
+    pub(crate) fn pids(&self) -> BTreeMap<u16, i32> {
         let location = self.location();
         location.live_nodes().into_iter().filter_map(|node| Some((node.0, location.pid(node)?))).collect()
     }
 
     /// Kills a server without warning, and waits until it is gone.
-    pub fn kill(&self, node: u16) {
+    pub(crate) fn kill(&self, node: u16) {
         let pid = self.pids()[&node];
-        assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
+        signal(pid, Signal::SIGKILL);
         wait_until("the killed server is gone", || !self.pids().contains_key(&node));
     }
 
-    pub fn stage(&self, sources: &[&Path], target: &str) {
+    pub(crate) fn stage(&self, sources: &[&Path], target: &str) {
         let sources: Vec<&str> = sources.iter().map(|source| source.to_str().unwrap()).collect();
         self.ok(&[&["stage-in"], &sources[..], &[target]].concat());
     }
 
     /// Ends the session as a user would, and asserts that nothing is left.
-    pub fn down(self) {
+    pub(crate) fn down(self) {
         self.ok(&["down"]);
         assert!(self.pids_or_none().is_empty());
         self.assert_clean();
@@ -159,13 +161,19 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for pid in self.pids_or_none() {
-            let _ = Command::new("kill").args(["-9", &pid.to_string()]).status();
+            // It may have ended by itself.
+            let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
 }
 
+/// Sends a signal to a process that lives.
+pub(crate) fn signal(pid: i32, signal: Signal) {
+    nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
+}
+
 /// Runs to the end, within the deadline.
-pub fn output_of(command: &mut Command) -> Output {
+pub(crate) fn output_of(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let drain = |mut pipe: Box<dyn Read + Send>| {
         std::thread::spawn(move || {
@@ -182,7 +190,7 @@ pub fn output_of(command: &mut Command) -> Output {
     Output { status, stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
 }
 
-pub fn wait_for(child: &mut Child, limit: Duration) -> Option<std::process::ExitStatus> {
+pub(crate) fn wait_for(child: &mut Child, limit: Duration) -> Option<std::process::ExitStatus> {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline {
         if let Some(status) = child.try_wait().unwrap() {
@@ -193,7 +201,7 @@ pub fn wait_for(child: &mut Child, limit: Duration) -> Option<std::process::Exit
     None
 }
 
-pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain until {what}");
@@ -201,40 +209,69 @@ pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-pub fn text(bytes: &[u8]) -> String {
+pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// Runs a system tool that must succeed.
-pub fn tool(program: &str, arguments: &[&OsStr]) {
+pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
     let output = output_of(Command::new(program).args(arguments));
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
 }
 
-/// Packs a folder's content with GNU tar, sorted; `options` come first.
-pub fn pack(archive: &Path, folder: &Path, options: &[&str]) {
+/// Packs a folder's content with GNU tar, sorted; `options` come first. The name's ending says how it is compressed.
+pub(crate) fn pack(archive: &Path, folder: &Path, options: &[&str]) {
     let mut arguments: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
-    let rest = [OsStr::new("--sort=name"), OsStr::new("-cf"), archive.as_os_str(), OsStr::new("-C"), folder.as_os_str(), OsStr::new(".")];
-    arguments.extend(rest);
-    tool("tar", &arguments);
+    arguments.extend(["--sort=name", "-c", "-C"].map(OsStr::new));
+    arguments.extend([folder.as_os_str(), OsStr::new(".")]);
+    let output = output_of(Command::new("tar").args(&arguments));
+    assert!(output.status.success(), "tar {arguments:?}: {}", text(&output.stderr));
+    fs::write(archive, compress(archive, &output.stdout)).unwrap();
+}
+
+fn compress(archive: &Path, bytes: &[u8]) -> Vec<u8> {
+    match archive.extension().unwrap().to_str().unwrap() {
+        "gz" => {
+            let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            encoder.write_all(bytes).unwrap();
+            encoder.finish().unwrap()
+        }
+        "bz2" => {
+            let mut encoder = bzip2::write::BzEncoder::new(Vec::new(), bzip2::Compression::fast());
+            encoder.write_all(bytes).unwrap();
+            encoder.finish().unwrap()
+        }
+        "xz" => {
+            let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 1);
+            encoder.write_all(bytes).unwrap();
+            encoder.finish().unwrap()
+        }
+        "zst" => zstd::encode_all(bytes, 1).unwrap(),
+        "lz4" => {
+            let mut encoder = lz4_flex::frame::FrameEncoder::new(Vec::new());
+            encoder.write_all(bytes).unwrap();
+            encoder.finish().unwrap()
+        }
+        _ => bytes.to_vec(),
+    }
 }
 
 /// All that a tree is: by path, what is there.
-pub type Tree = BTreeMap<Vec<u8>, Node>;
+pub(crate) type Tree = BTreeMap<Vec<u8>, Node>;
 
 /// What is at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
-    pub kind: char,
-    pub mode: u32,
-    pub mtime: (i64, i64),
-    pub content: Vec<u8>,
+pub(crate) struct Node {
+    pub(crate) kind: char,
+    pub(crate) mode: u32,
+    pub(crate) mtime: (i64, i64),
+    pub(crate) content: Vec<u8>,
     /// The first path, in order, of the same file.
-    pub first: Vec<u8>,
+    pub(crate) first: Vec<u8>,
 }
 
 /// Reads a tree from a plain folder. The root's own times are not a matter of what is in it.
-pub fn read_tree(folder: &Path) -> Tree {
+pub(crate) fn read_tree(folder: &Path) -> Tree {
     let mut tree = Tree::new();
     let mut waiting = vec![Vec::new()];
     let mut inodes = Vec::new();
@@ -274,7 +311,7 @@ pub fn read_tree(folder: &Path) -> Tree {
 }
 
 /// Fails with the first few differences.
-pub fn assert_same_tree(expected: &Tree, found: &Tree, what: &str) {
+pub(crate) fn assert_same_tree(expected: &Tree, found: &Tree, what: &str) {
     let mut differences = Vec::new();
     for (path, node) in expected {
         match found.get(path) {

@@ -9,8 +9,8 @@ use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord, START_LEN, Source,
-    SourceRecord, Start, WIDTHS, index_slot, index_slots,
+    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord,
+    OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
 };
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
 use crate::limits::{ENTRIES_MAX, PAGE_SIZE};
@@ -249,7 +249,7 @@ impl<'a> CatalogBuilder<'a> {
         let mut end = PAGE_SIZE;
         for (column, extent) in extents.iter_mut().enumerate() {
             let is_index = column == Column::Index as usize;
-            let count = if is_index { index_slots(entries) } else { self.columns[column].len / WIDTHS[column] };
+            let count = if is_index { index_buckets(entries) } else { self.columns[column].len / WIDTHS[column] };
             *extent = Extent { offset: end, count };
             end = (end + count * WIDTHS[column]).next_multiple_of(PAGE_SIZE);
         }
@@ -306,19 +306,21 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter
 
 fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>) -> io::Result<()> {
     let mut hashes = rewound(hashes)?;
-    let Extent { offset, count: slots } = extents[Column::Index as usize];
+    let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;
     while read_whole(&mut hashes, &mut hash)? {
-        let (mut slot, fingerprint) = index_slot(u64::from_le_bytes(hash), slots);
+        let (mut bucket, fingerprint) = index_bucket(u64::from_le_bytes(hash), buckets);
         entry += 1;
+        let slot = (u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes();
         loop {
-            let at = (offset + slot * 8) as usize;
-            if map[at..at + 4] == [0; 4] {
-                map[at..at + 8].copy_from_slice(&(u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes());
+            let at = offset as usize + bucket as usize * BUCKET_LEN;
+            let free = (0..BUCKET_SLOTS).map(|slot| at + slot * 8).find(|&at| map[at..at + 4] == [0; 4]);
+            if let Some(at) = free {
+                map[at..at + 8].copy_from_slice(&slot);
                 break;
             }
-            slot = (slot + 1) % slots;
+            bucket = (bucket + 1) % buckets;
         }
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! The whole check, made once by each server before it shows a catalog to anyone: after it, every access that follows
 //! the catalog's own numbers succeeds, walks end, and every name can be exported as a file's.
 
-use super::layout::{Column, EntryKind};
+use super::layout::{BUCKET_LEN, Column, EntryKind};
 use super::map::{Catalog, CatalogError, EntryId};
 use crate::limits::{NAME_LEN_MAX, SYMLINK_LEN_MAX};
 
@@ -86,9 +86,10 @@ impl Catalog {
             let entry = self.entry(EntryId(id))?;
             self.find(&self.path(&entry)).filter(|found| found.id == entry.id)
         };
-        let slots = self.columns[Column::Index as usize].count;
-        let taken =
-            (0..slots).filter(|&slot| self.record::<8>(Column::Index, slot).is_some_and(|word| word[..4] != [0; 4])).count();
+        let buckets =
+            (0..self.columns[Column::Index as usize].count).filter_map(|bucket| self.record::<BUCKET_LEN>(Column::Index, bucket));
+        let taken: usize =
+            buckets.map(|bucket| bucket.as_chunks::<8>().0.iter().filter(|slot| slot[..4] != [0; 4]).count()).sum();
         if taken as u64 == u64::from(self.header().entries) && (0..self.header().entries).all(|id| found(id).is_some()) {
             Ok(())
         } else {

@@ -28,7 +28,8 @@ pub(crate) enum Column {
     Owners,
     /// `u32` per block: the CRC32C of its bytes, taken at stage-in.
     Checksums,
-    /// `u64` per slot: open addressing over XXH3-64 of paths; upper half a fingerprint, lower half the entry plus one.
+    /// Buckets of eight `u64` slots, a cache line each: XXH3-64 of a path names the bucket, a full one overflows into the
+    /// next; a slot's upper half is a fingerprint, its lower half the entry plus one, or 0 where it is free.
     Index,
     /// [`SourceRecord`]s.
     Sources,
@@ -39,7 +40,11 @@ pub(crate) enum Column {
 /// How many columns there are.
 pub(crate) const COLUMNS: usize = 9;
 /// Bytes of one record of each column.
-pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 8, 20, 1];
+pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, BUCKET_LEN as u64, 20, 1];
+/// Slots of an index bucket, and its length in bytes.
+pub(crate) const BUCKET_SLOTS: usize = 8;
+/// See [`BUCKET_SLOTS`].
+pub(crate) const BUCKET_LEN: usize = 8 * BUCKET_SLOTS;
 
 /// Where a column lies.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -282,14 +287,14 @@ impl Start {
     }
 }
 
-/// The slot at which the search for a hash starts, and the fingerprint that its slot holds.
-pub(crate) fn index_slot(hash: u64, slots: u64) -> (u64, u32) {
-    (((u128::from(hash) * u128::from(slots)) >> 64) as u64, hash as u32)
+/// The bucket at which the search for a hash starts, and the fingerprint that its slot holds.
+pub(crate) fn index_bucket(hash: u64, buckets: u64) -> (u64, u32) {
+    (((u128::from(hash) * u128::from(buckets)) >> 64) as u64, hash as u32)
 }
 
-/// Slots of an index over so many entries: four fifths full.
-pub(crate) fn index_slots(entries: u64) -> u64 {
-    entries + entries / 4 + 1
+/// Buckets of an index over so many entries: four fifths full, so that few overflow.
+pub(crate) fn index_buckets(entries: u64) -> u64 {
+    (entries + entries / 4).div_ceil(BUCKET_SLOTS as u64) + 1
 }
 
 fn u32_at<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {

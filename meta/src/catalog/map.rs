@@ -9,8 +9,8 @@ use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord, START_LEN, Source,
-    SourceRecord, Start, VERSION, WIDTHS, index_slot,
+    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord,
+    START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
 use super::member::MemberKey;
 use crate::id::{BlockId, NodeId, SampleId};
@@ -163,20 +163,46 @@ impl Catalog {
 
     /// The entry of a normal path; the root's is the empty one.
     pub fn find(&self, path: &[u8]) -> Option<Entry<'_>> {
-        let slots = self.columns[Column::Index as usize].count;
-        if slots == 0 {
+        self.find_with(path, |_| ()).map(|(entry, ())| entry)
+    }
+
+    /// The entry of a normal path, and what `stat` tells of it.
+    ///
+    /// The attributes are read before the name is compared: on a large catalog both are cache misses, and so they overlap.
+    pub fn stat(&self, path: &[u8]) -> Option<(Entry<'_>, Attributes)> {
+        let (entry, attributes) = self.find_with(path, |entry| self.attributes(entry))?;
+        Some((entry, attributes?))
+    }
+
+    fn find_with<T>(&self, path: &[u8], early: impl Fn(&Entry<'_>) -> T) -> Option<(Entry<'_>, T)> {
+        let buckets = self.columns[Column::Index as usize].count;
+        if buckets == 0 {
             return None;
         }
-        let (mut slot, fingerprint) = index_slot(xxh3_64(path), slots);
-        for _ in 0..slots {
-            let word = u64::from_le_bytes(*self.record::<8>(Column::Index, slot)?);
-            let entry = (word as u32).checked_sub(1)?;
-            if (word >> 32) as u32 == fingerprint
-                && let Some(entry) = self.entry(EntryId(entry)).filter(|entry| self.has_path(entry, path))
-            {
-                return Some(entry);
+        let (mut bucket, fingerprint) = index_bucket(xxh3_64(path), buckets);
+        for _ in 0..buckets {
+            let slots = self.record::<BUCKET_LEN>(Column::Index, bucket)?;
+            let (mut candidates, mut is_full) = (0_u8, true);
+            // Without branches, since which slot it is cannot be predicted.
+            for (slot, word) in slots.as_chunks::<8>().0.iter().enumerate() {
+                let word = u64::from_le_bytes(*word);
+                is_full &= word as u32 != 0;
+                candidates |= u8::from((word >> 32) as u32 == fingerprint && word as u32 != 0) << slot;
             }
-            slot = (slot + 1) % slots;
+            while candidates != 0 {
+                let word = u64::from_le_bytes(slots.as_chunks::<8>().0[candidates.trailing_zeros() as usize]);
+                if let Some(entry) = self.entry(EntryId((word as u32).wrapping_sub(1))) {
+                    let early = early(&entry);
+                    if self.has_path(&entry, path) {
+                        return Some((entry, early));
+                    }
+                }
+                candidates &= candidates - 1;
+            }
+            if !is_full {
+                return None;
+            }
+            bucket = (bucket + 1) % buckets;
         }
         None
     }
