@@ -134,7 +134,10 @@ mod tests {
             catalog.symlink_target(&entry);
             catalog.children(&entry, None).take(100).for_each(drop);
             if let Some((_, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) {
-                blocks.take(10).map(BlockId).for_each(|block| assert!(catalog.block(block).is_none() || catalog.owner(block).is_some()));
+                blocks
+                    .take(10)
+                    .map(BlockId)
+                    .for_each(|block| assert!(catalog.block(block).is_none() || catalog.owner(block).is_some()));
             }
             entry.sample().and_then(|sample| catalog.origin(sample));
         }

@@ -32,7 +32,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     let node = NodeId(orders.node);
     let _lock = launch::lock_node(&location, node)?;
     raise_descriptor_limit();
-    let is_tethered = orders.is_tethered;
+    let (is_tethered, threads) = (orders.is_tethered, orders.workers.clamp(1, RUNTIME_THREADS_MAX));
     let config = Config {
         session,
         key: Arc::new(orders.key),
@@ -46,7 +46,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         verify_reads: orders.verify_reads,
         workers: orders.workers,
     };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(RUNTIME_THREADS_MAX);
+    // As many as this server's share of the cores: a message handed to a sleeping thread costs more than what is done with it.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     runtime.block_on(serve(config, is_tethered))?;
     // What still blocks is of no use to anyone any more.

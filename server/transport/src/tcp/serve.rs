@@ -2,7 +2,8 @@
 //! at once as the limits allow.
 
 use std::collections::HashMap;
-use std::io;
+use std::fs::File;
+use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -204,19 +205,20 @@ impl Gather<'_> {
             match &piece {
                 Piece::Bytes(bytes) => self.body.extend_from_slice(&bytes[at as usize..(at + len) as usize]),
                 Piece::File { file, offset, revoked, .. } => {
-                    let (file, from, revoked) = (file.clone(), offset + at, revoked.clone());
-                    let mut body = std::mem::take(&mut self.body);
-                    self.body = tokio::task::spawn_blocking(move || {
-                        let start = body.len();
-                        body.resize(start + len as usize, 0);
-                        file.read_exact_at(&mut body[start..], from)?;
-                        match revoked.load(Ordering::Acquire) {
-                            true => Err(io::Error::other("it has just been given up")),
-                            false => Ok(body),
-                        }
-                    })
-                    .await
-                    .map_err(io::Error::other)??;
+                    let start = self.body.len();
+                    self.body.resize(start + len as usize, 0);
+                    let cached = read_cached(file, offset + at, &mut self.body[start..])?;
+                    if cached < len as usize {
+                        let (file, from) = (file.clone(), offset + at + cached as u64);
+                        let mut body = std::mem::take(&mut self.body);
+                        let reading = tokio::task::spawn_blocking(move || {
+                            file.read_exact_at(&mut body[start + cached..], from).map(|()| body)
+                        });
+                        self.body = reading.await.map_err(io::Error::other)??;
+                    }
+                    if revoked.load(Ordering::Acquire) {
+                        return Err(io::Error::other("it has just been given up"));
+                    }
                 }
             }
             at += len;
@@ -234,6 +236,17 @@ impl Gather<'_> {
         let frame =
             Outgoing::Frame { kind: Kind::Data, request: self.request, argument: 0, body: std::mem::take(&mut self.body) };
         self.sender.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+}
+
+/// Reads what is in the page cache, without ever waiting for a drive: from there it is not worth another thread's while.
+fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    use rustix::io::{Errno, ReadWriteFlags, preadv2};
+    match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
+        Ok(count) => Ok(count),
+        // Not cached, or a file system that cannot tell.
+        Err(Errno::AGAIN | Errno::INTR | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(0),
+        Err(error) => Err(error.into()),
     }
 }
 
