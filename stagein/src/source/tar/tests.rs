@@ -5,7 +5,10 @@ use std::process::Command;
 
 use super::*;
 
-fn read_all(bytes: &[u8]) -> Result<(Vec<(TarMember, Vec<u8>)>, End), TarError> {
+/// Members with their data, and how the archive ended.
+type Whole = (Vec<(TarMember, Vec<u8>)>, End);
+
+fn read_all(bytes: &[u8]) -> Result<Whole, TarError> {
     let mut reader = TarReader::new(bytes);
     let mut members = Vec::new();
     loop {
