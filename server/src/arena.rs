@@ -273,7 +273,7 @@ mod tests {
     #[tokio::test]
     async fn idle_blocks_make_room_longest_idle_first_and_leased_ones_stay() {
         let arena = arena();
-        let (first, second, third) = (load(&arena, 1, 1000), load(&arena, 2, 1000), load(&arena, 3, 1000));
+        let (first, second, third) = (load(&arena, 1, 2000), load(&arena, 2, 1000), load(&arena, 3, 1000));
         assert!(arena.room(2000).is_none());
         drop(second);
         drop(first);
