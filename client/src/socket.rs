@@ -10,7 +10,10 @@ use dayfly_meta::limits::{DRIVES_MAX, SERVER_TIMEOUT};
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
-use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::sys::socket::{
+    AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, connect, recvmsg, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike};
 
 use crate::ClientError;
 
@@ -24,9 +27,13 @@ pub(crate) struct Socket {
 
 impl Socket {
     pub(crate) fn connect(path: &Path) -> io::Result<Self> {
-        let stream = UnixStream::connect(path)?;
-        stream.set_write_timeout(Some(SERVER_TIMEOUT))?;
-        stream.set_read_timeout(Some(SERVER_TIMEOUT))?;
+        // By hand, for `UnixStream::connect` waits without a deadline while a stopped server's backlog is full.
+        let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+        let timeout = TimeVal::seconds(SERVER_TIMEOUT.as_secs() as i64);
+        setsockopt(&socket, sockopt::SendTimeout, &timeout)?;
+        setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
+        connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|error| late(error.into()))?;
+        let stream = UnixStream::from(socket);
         Ok(Self { stream })
     }
 
