@@ -5,6 +5,8 @@ use std::time::Duration;
 
 /// A block is the unit of placement: a larger sample is cut, so that one node's disk or link is not its bottleneck.
 pub const BLOCK_SIZE_MAX: u64 = 64 << 20;
+/// A sample's blocks are listed in memory while it is staged in: 8 bytes each.
+pub const SAMPLE_SIZE_MAX: u64 = 64 << 40;
 /// Blocks at least this long start on a page, so that they can be mapped in place and read with direct I/O.
 pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
 /// The page that such blocks, the catalog's columns and a segment's header keep to.
@@ -31,6 +33,9 @@ pub const HARD_LINKS_MAX: usize = 4_000_000;
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
 /// Names of skipped, refused or renamed members that a summary shows; all are counted.
 pub const NOTES_SHOWN_MAX: usize = 20;
+
+/// Characters of each.
+pub const NOTE_LEN_MAX: usize = 400;
 
 /// Nodes of a session; catalogs name an owner in 16 bits.
 pub const NODES_MAX: usize = 4096;
@@ -87,6 +92,8 @@ pub const LEASES_PER_CLIENT_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The handshake of a new connection.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+/// A peer that could not be reached is not dialled again for so long.
+pub const REDIAL_INTERVAL: Duration = Duration::from_secs(1);
 /// A request to a peer, from its last progress.
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer from which no byte came for so long is lost.
@@ -101,6 +108,11 @@ pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(300);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// A batch's wait for room at its owner, whose drive may be slow: back pressure, not failure. Its sender waits a little longer;
+/// an owner that is dead is found by its silence much sooner.
+pub const LANDING_TIMEOUT: Duration = Duration::from_secs(60);
+/// See [`LANDING_TIMEOUT`].
+pub const OFFER_TIMEOUT: Duration = Duration::from_secs(70);
 /// A request's wait for room in the arena, all of which is leased.
 pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
 /// How often a stage-in's workers report, and hear whether to go on.
@@ -116,6 +128,7 @@ const _: () = {
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
+    assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());
     assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
     assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
     assert!(LEASES_PER_CLIENT_MAX >= BATCH_BLOCKS_MAX);

@@ -30,10 +30,16 @@ pub struct Locations {
 }
 
 impl Locations {
-    /// Makes an empty table in `file`, which must be new.
+    /// Length of a table's file in bytes.
+    pub fn file_len(blocks: u32) -> u64 {
+        PAGE_SIZE + u64::from(blocks) * 8
+    }
+
+    /// Makes an empty table in `file`, which must be new. It is written through a mapping: set [`Self::file_len`] bytes aside
+    /// before, for there a full file system is a signal.
     pub fn create(file: &File, blocks: u32) -> io::Result<Self> {
         let words = FIRST_WORD + blocks as usize;
-        file.set_len(words as u64 * 8)?;
+        file.set_len(Self::file_len(blocks))?;
         let table = Self { words: SharedWords::map(file, words, true)? };
         table.words.store(VERSION_WORD, VERSION);
         table.words.store(BLOCKS_WORD, u64::from(blocks));

@@ -178,7 +178,7 @@ impl Client {
                 self.socket.send(&FromServer::Event(Event::Status(status)), &[]).await
             }
             Command::Down => {
-                let freed_bytes = self.server.end();
+                let freed_bytes = self.server.on_drives(|server| server.end()).await.map_err(io::Error::other)?;
                 self.socket.send(&FromServer::Event(Event::Down { freed_bytes }), &[]).await
             }
             Command::StageIn(request) => {

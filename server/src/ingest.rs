@@ -49,6 +49,12 @@ impl Ingest {
             return Err(IngestError::Malformed);
         }
         let Some(places) = self.segments.allocate(&[block_len]) else { return Ok(false) };
+        // Now, while the whole block can still go elsewhere; its pieces cannot.
+        for place in &places {
+            if !self.segments.fill_room(*place, block_len)? {
+                return Ok(false);
+            }
+        }
         let mut table = self.places.lock().unwrap_or_else(PoisonError::into_inner);
         table.extend(places.into_iter().map(|place| ((key, part), place)));
         Ok(true)
@@ -73,7 +79,11 @@ impl Ingest {
 
     fn store_piece(&self, piece: &ShippedBlock, bytes: &[u8]) -> Result<bool, IngestError> {
         let place = self.find(piece.key, piece.part).ok_or(IngestError::NotReserved)?;
-        Ok(self.segments.write(Place { offset: place.offset + piece.offset, ..place }, bytes)?)
+        match self.segments.write(Place { offset: place.offset + piece.offset, ..place }, bytes)? {
+            true => Ok(true),
+            // The rest of the block is here, so this piece cannot be anywhere else.
+            false => Err(io::Error::from(io::ErrorKind::StorageFull).into()),
+        }
     }
 
     fn store_whole(&self, blocks: &[ShippedBlock], bytes: &[u8]) -> Result<bool, IngestError> {

@@ -23,6 +23,9 @@ use merge::Merged;
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 84;
 
+/// A node reports five times a second and tries twice before it gives up.
+const NODE_SILENT_TIMEOUT: Duration = Duration::from_secs(3 * REQUEST_TIMEOUT.as_secs());
+
 /// The lead's stage-in, if one runs.
 #[derive(Default)]
 pub(crate) struct Lead {
@@ -48,6 +51,8 @@ pub(crate) struct LeadStage {
     units: Mutex<Units>,
     progress: Mutex<Progress>,
     counts: Mutex<Counts>,
+    /// When each node last reported; before all have begun, when the stage-in was planned.
+    reported: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<String>>,
     /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
     all_begun: watch::Sender<bool>,
@@ -62,9 +67,10 @@ struct Units {
 }
 
 impl LeadStage {
-    fn new(number: u64, queue: UnitQueue, counts: Counts) -> Self {
+    fn new(number: u64, queue: UnitQueue, counts: Counts, nodes: usize) -> Self {
         Self {
             number,
+            reported: Mutex::new(vec![Instant::now(); nodes]),
             units: Mutex::new(Units { queue, handed_out: 0, finished: 0, is_empty: false }),
             progress: Mutex::new(Progress { phase: Phase::Reading, ..Progress::default() }),
             counts: Mutex::new(counts),
@@ -107,8 +113,11 @@ impl LeadStage {
         }
     }
 
-    /// A worker is so far.
-    pub(crate) fn report(&self, counted: Counted) -> Reply {
+    /// A node is so far.
+    pub(crate) fn report(&self, node: NodeId, counted: Counted) -> Reply {
+        if let Some(reported) = self.reported().get_mut(node.index()) {
+            *reported = Instant::now();
+        }
         let mut progress = self.progress();
         progress.source_bytes += counted.source_bytes;
         progress.files += counted.files;
@@ -123,6 +132,8 @@ impl LeadStage {
             failure.get_or_insert(reason);
             is_first
         });
+        // Those who wait for everyone to begin must hear that it is over.
+        self.all_begun.send_replace(true);
     }
 
     fn has_failed(&self) -> bool {
@@ -133,6 +144,16 @@ impl LeadStage {
         let mut failure = self.failure.subscribe();
         let failure = failure.wait_for(Option::is_some).await;
         failure.ok().and_then(|reason| reason.clone()).unwrap_or_default()
+    }
+
+    /// A node that has not reported for so long that it has given up by itself.
+    fn silent_node(&self) -> Option<NodeId> {
+        let silent = self.reported().iter().position(|reported| reported.elapsed() > NODE_SILENT_TIMEOUT);
+        silent.map(|node| NodeId(node as u16))
+    }
+
+    fn reported(&self) -> MutexGuard<'_, Vec<Instant>> {
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn progress(&self) -> MutexGuard<'_, Progress> {
@@ -206,7 +227,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         ));
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
-    let stage = Arc::new(LeadStage::new(number, plan.units, plan.counts));
+    let stage = Arc::new(LeadStage::new(number, plan.units, plan.counts, server.peers().count()));
     *server.lead().current() = Some(stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
     let prepared = tokio::select! {
@@ -223,8 +244,9 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     };
     let result = match published {
         Ok(merged) => {
-            job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await?;
-            job.summary(merged, start)
+            // All show it. A node that does not hear this now settles when its next report is answered with `Stop`.
+            let settled = job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await;
+            job.summary(merged, settled.err(), start).await
         }
         Err(reason) => {
             // Nodes that are lost have nothing to forget; the first failure is what the user needs to know.
@@ -274,7 +296,7 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
         source_bytes: plan.source_bytes,
         known_files: plan.known_files,
         files_are_all_known: plan.files_are_all_known,
-        least_bytes: plan.source_bytes,
+        least_bytes: plan.known_bytes,
         catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
         free_bytes,
     }
@@ -285,10 +307,16 @@ async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sen
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         for node in server.peers().nodes() {
-            if server.peers().is_lost(node).await {
+            if server.peers().is_lost(node) {
                 let address = server.peers().address(node).map_or_else(String::new, |address| format!(" ({address})"));
                 return Err(format!("node {node}{address} was lost during the stage-in"));
             }
+        }
+        if let Some(node) = stage.silent_node() {
+            return Err(format!(
+                "node {node} has not reported for {} s and has given the stage-in up",
+                NODE_SILENT_TIMEOUT.as_secs()
+            ));
         }
         // A slow listener misses some; the next one says more.
         let _ = events.try_send(Event::Progress(stage.progress().clone()));
@@ -380,13 +408,17 @@ impl Job<'_> {
         join_all(asking).await.into_iter().collect::<Result<_, _>>().map_err(|error| error.to_string())
     }
 
-    fn summary(&self, merged: Merged, start: Instant) -> Result<Summary, String> {
+    async fn summary(&self, merged: Merged, unsettled: Option<String>, start: Instant) -> Result<Summary, String> {
         let mut counts = self.stage.counts().clone();
+        if let Some(reason) = unsettled {
+            counts.note(&format!("it is shown, but not all nodes have given up yet what it replaced: {reason}"));
+        }
         counts.refused += merged.refused.count;
-        counts.notes.extend(merged.refused.names.iter().map(|name| format!("refused: {name}")));
-        counts.notes.truncate(NOTES_SHOWN_MAX);
+        merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
+        let nodes = self.server.peers().count();
+        let imbalance = tokio::task::spawn_blocking(move || imbalance(&dataset, nodes)).await;
         Ok(Summary {
             samples: merged.samples,
             bytes: merged.bytes,
@@ -395,7 +427,7 @@ impl Job<'_> {
             source_bytes: self.stage.progress().source_bytes,
             counts,
             elapsed_ms: start.elapsed().as_millis() as u64,
-            imbalance_permille: imbalance(&dataset, self.server.peers().count()),
+            imbalance_permille: imbalance.unwrap_or(0),
         })
     }
 }

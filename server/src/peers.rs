@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::REQUEST_TIMEOUT;
+use dayfly_meta::limits::{OFFER_TIMEOUT, REDIAL_INTERVAL};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
@@ -35,7 +35,14 @@ pub(crate) struct Peers {
 
 struct Peer {
     address: SocketAddr,
-    connection: Mutex<Option<Arc<dyn Connection>>>,
+    connection: Mutex<Line>,
+}
+
+/// A connection, or the last failure to make one: who comes within a moment of that hears the same and need not dial.
+#[derive(Default)]
+struct Line {
+    connection: Option<Arc<dyn Connection>>,
+    failed: Option<(Instant, TransportError)>,
 }
 
 impl Peers {
@@ -45,7 +52,7 @@ impl Peers {
 
     /// Takes the roster, once, and connects to everyone in it.
     pub(crate) async fn join(&self, addresses: &[SocketAddr]) -> Result<(), PeerError> {
-        let peer = |&address: &SocketAddr| Peer { address, connection: Mutex::new(None) };
+        let peer = |&address: &SocketAddr| Peer { address, connection: Mutex::default() };
         if self.roster.set(addresses.iter().map(peer).collect()).is_err() {
             return Ok(());
         }
@@ -67,9 +74,13 @@ impl Peers {
     }
 
     /// Whether the node was reached once and is lost now.
-    pub(crate) async fn is_lost(&self, node: NodeId) -> bool {
+    pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         match self.roster.get().and_then(|roster| roster.get(node.index())) {
-            Some(peer) if node != self.me => peer.connection.lock().await.as_ref().is_some_and(|connection| connection.is_lost()),
+            // Being dialled again means that it was lost; how that ends, the next look will tell.
+            Some(peer) if node != self.me => match peer.connection.try_lock() {
+                Ok(line) => line.failed.is_some() || line.connection.as_ref().is_some_and(|connection| connection.is_lost()),
+                Err(_) => false,
+            },
             _ => false,
         }
     }
@@ -77,13 +88,23 @@ impl Peers {
     async fn connection(&self, node: NodeId) -> Result<Arc<dyn Connection>, PeerError> {
         let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
         let peer = roster.get(node.index()).filter(|_| node != self.me).ok_or(PeerError::Unknown(node))?;
-        let mut connection = peer.connection.lock().await;
-        if let Some(connection) = connection.as_ref().filter(|connection| !connection.is_lost()) {
+        let mut line = peer.connection.lock().await;
+        if let Some(connection) = line.connection.as_ref().filter(|connection| !connection.is_lost()) {
             return Ok(connection.clone());
         }
-        let fresh = self.transport.connect(node, peer.address).await?;
-        *connection = Some(fresh.clone());
-        Ok(fresh)
+        if let Some((_, error)) = line.failed.as_ref().filter(|(at, _)| at.elapsed() < REDIAL_INTERVAL) {
+            return Err(error.clone().into());
+        }
+        match self.transport.connect(node, peer.address).await {
+            Ok(connection) => {
+                *line = Line { connection: Some(connection.clone()), failed: None };
+                Ok(connection)
+            }
+            Err(error) => {
+                line.failed = Some((Instant::now(), error.clone()));
+                Err(error.into())
+            }
+        }
     }
 
     /// A request whose answer is a message alone.
@@ -111,7 +132,7 @@ impl Peers {
         payload: Slot,
         len: usize,
     ) -> Result<(Reply, Slot), PeerError> {
-        let offered = self.connection(node).await?.offer(encode(request), payload, len, REQUEST_TIMEOUT).await?;
+        let offered = self.connection(node).await?.offer(encode(request), payload, len, OFFER_TIMEOUT).await?;
         let Offered { message, payload } = offered;
         Ok((reply(node, &message)?, payload))
     }

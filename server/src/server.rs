@@ -187,9 +187,10 @@ impl Server {
         if node != self.config.node {
             return self.peers.ask(node, &request, timeout).await;
         }
-        match Box::pin(self.answer(node, request, &[])).await {
-            Ok((Reply::Failed { reason }, _)) | Err(reason) => Err(PeerError::Failed { node, reason }),
-            Ok((reply, _)) => Ok(reply),
+        match tokio::time::timeout(timeout, Box::pin(self.answer(node, request, &[]))).await {
+            Ok(Ok((Reply::Failed { reason }, _)) | Err(reason)) => Err(PeerError::Failed { node, reason }),
+            Ok(Ok((reply, _))) => Ok(reply),
+            Err(_) => Err(PeerError::Failed { node, reason: format!("no answer within {} ms", timeout.as_millis()) }),
         }
     }
 
@@ -283,7 +284,7 @@ impl Server {
                 Ok((reply, Vec::new()))
             }
             Request::Report { stage, progress } => {
-                let reply = self.lead.stage(stage).map_or(Reply::Stop, |stage| stage.report(progress));
+                let reply = self.lead.stage(stage).map_or(Reply::Stop, |stage| stage.report(from, progress));
                 Ok((reply, Vec::new()))
             }
             Request::Fail { stage, reason } => {
@@ -311,18 +312,27 @@ impl Server {
             Request::Commit { stage, replaces } => self.stages.get(stage)?.commit(self, replaces).map(|()| done),
             Request::Settle { stage } => {
                 if let Some(stage) = self.stages.remove(stage) {
-                    stage.settle(self);
+                    self.on_drives(move |server| stage.settle(server)).await?;
                 }
                 Ok(done)
             }
             Request::Abort { stage } => {
                 if let Some(stage) = self.stages.remove(stage) {
-                    stage.abort(self);
+                    self.on_drives(move |server| stage.abort(server)).await?;
                 }
                 Ok(done)
             }
             Request::Status => Ok((Reply::Status(self.status()), Vec::new())),
         }
+    }
+
+    /// Does what a drive may take its time for, off the threads that move messages.
+    pub(crate) async fn on_drives<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, String> {
+        let server = self.clone();
+        tokio::task::spawn_blocking(move || work(&server)).await.map_err(|error| error.to_string())
     }
 
     /// Gets the catalog, checks it and makes the dataset ready to be shown.

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_LANDING_MAX, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_LANDING_MAX, LANDING_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::Selection;
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
@@ -126,7 +126,7 @@ impl Stage {
         if len > BATCH_LEN_MAX as u64 {
             return Err("a batch is too long".to_owned());
         }
-        let slot = self.landing.slot_within(len, REQUEST_TIMEOUT).await.ok_or("this node is too busy to take a batch")?;
+        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await.ok_or("this node is too busy to take a batch")?;
         let slot = incoming.land(slot).await.map_err(|error| format!("a batch did not arrive: {error}"))?;
         let ingest = self.ingest.clone();
         let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, &slot[..len as usize])).await;
@@ -206,6 +206,11 @@ impl Stage {
 
     fn stop(&self) {
         self.gauge.cancel();
+        self.runs.send_if_modified(|runs| {
+            let is_open = runs.is_none();
+            runs.get_or_insert_with(|| Err("the stage-in is over".to_owned()));
+            is_open
+        });
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).abort_all();
     }
 
@@ -285,7 +290,11 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
-        match server.ask(stage.lead, request, REQUEST_TIMEOUT).await {
+        let mut reply = server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await;
+        if reply.is_err() {
+            reply = server.ask(stage.lead, request, REQUEST_TIMEOUT).await;
+        }
+        match reply {
             Ok(Reply::Done) => {}
             Ok(_) => break,
             Err(error) => {

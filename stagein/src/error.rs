@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::SAMPLE_SIZE_MAX;
 
 /// Why a stage-in failed.
 #[derive(Debug, thiserror::Error)]
@@ -53,15 +54,19 @@ pub enum StageInError {
         /// What it is.
         reason: String,
     },
-    /// A file is not what it was when the stage-in was planned.
-    #[error("'{}' changed while it was staged in: it had {planned} bytes and now has {found}", path.display())]
+    /// A source is not what it was when it was listed or opened.
+    #[error("'{}' changed while it was staged in", path.display())]
     Changed {
         /// Which.
         path: PathBuf,
-        /// Bytes when it was listed.
-        planned: u64,
-        /// Bytes when it was read.
-        found: u64,
+    },
+    /// Larger than a sample may be; a hostile header can say so of a small file.
+    #[error("'{sample}' says it has {size} bytes, and a sample has at most {SAMPLE_SIZE_MAX}")]
+    TooLarge {
+        /// The sample.
+        sample: String,
+        /// What it says.
+        size: u64,
     },
     /// No node has room for a block.
     #[error("no node has room left for '{sample}'; give more with --capacity or --data-dir, or stage in less")]

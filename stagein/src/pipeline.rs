@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dayfly_meta::catalog::{Member, MemberKey, MemberKind, StoredBlock};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, NOTES_SHOWN_MAX, RUN_LEN_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, RUN_LEN_MAX, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::control::{Counts, Selection};
@@ -137,10 +137,8 @@ impl<S: Sink> Worker<S> {
         Ok(self.runs)
     }
 
-    fn note(&mut self, text: String) {
-        if self.counts.notes.len() < NOTES_SHOWN_MAX {
-            self.counts.notes.push(text);
-        }
+    fn note(&mut self, text: &str) {
+        self.counts.note(text);
     }
 
     /// Takes a member that has no data.
@@ -158,6 +156,9 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         failed: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
+        if size > SAMPLE_SIZE_MAX {
+            return Err(StageInError::TooLarge { sample: display(&member.path), size });
+        }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
         let unknown = StoredBlock { owner: NodeId(0), checksum: 0 };
         member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize] };

@@ -7,7 +7,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, NOTES_SHOWN_MAX, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{display, join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Unit, Work};
@@ -26,6 +26,8 @@ pub struct Plan {
     pub units: UnitQueue,
     /// Bytes of the sources as they lie.
     pub source_bytes: u64,
+    /// Bytes of files of trees, and of single files: what is certainly stored.
+    pub known_bytes: u64,
     /// Files of trees, and single files; an archive's are known only once it is read.
     pub known_files: u64,
     /// Bytes of their names.
@@ -51,6 +53,7 @@ pub fn plan(
             sources: Vec::new(),
             units: UnitQueue::new(scratch),
             source_bytes: 0,
+            known_bytes: 0,
             known_files: 0,
             known_names_len: 0,
             files_are_all_known: true,
@@ -93,8 +96,10 @@ fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
         if !text.contains(['*', '?', '[']) {
             return Err(no_match());
         }
-        let matches =
-            glob::glob(text).map_err(|error| StageInError::Pattern { pattern: text.to_owned(), reason: error.msg.to_owned() })?;
+        // As a shell's: a star does not match a leading dot.
+        let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+        let matches = glob::glob_with(text, options)
+            .map_err(|error| StageInError::Pattern { pattern: text.to_owned(), reason: error.msg.to_owned() })?;
         let unreadable = |error: glob::GlobError| StageInError::Read { path: error.path().to_owned(), error: error.into() };
         let mut found = matches.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
         if found.is_empty() {
@@ -137,6 +142,7 @@ impl Planner<'_> {
             return Ok(());
         }
         self.plan.known_files += 1;
+        self.plan.known_bytes += metadata.len();
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
         let source = self.source(Source { path: root.clone(), prefix: name.clone(), kind, compression });
@@ -162,14 +168,13 @@ impl Planner<'_> {
                 Found::Special => self.plan.counts.special += 1,
                 Found::TooLong(path) => {
                     self.plan.counts.refused += 1;
-                    if self.plan.counts.notes.len() < NOTES_SHOWN_MAX {
-                        self.plan.counts.notes.push(format!("'{}' is refused: its path is too long", path.display()));
-                    }
+                    self.plan.counts.note(&format!("'{}' is refused: its path is too long", path.display()));
                 }
                 Found::Entry(entry) => {
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
                         self.plan.source_bytes += size;
+                        self.plan.known_bytes += size;
                     }
                     self.plan.known_names_len += entry.path.len() as u64;
                     if batch.push(entry) {

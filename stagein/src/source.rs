@@ -35,11 +35,13 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         })?;
         start = unpacked;
     }
-    if tar::is_tar(&start) {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    let is_named_archive = ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.");
+    // An empty tar is zeros from its start, and so is many an image: there the name decides.
+    if tar::is_tar(&start) || is_named_archive && start.len() == tar::BLOCK_LEN && start.iter().all(|&byte| byte == 0) {
         return Ok((SourceKind::Tar, compression));
     }
-    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    if ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.") {
+    if is_named_archive {
         return Err(StageInError::NotAnArchive { path: path.to_owned() });
     }
     Ok((SourceKind::File, Compression::None))

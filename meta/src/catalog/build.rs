@@ -256,10 +256,15 @@ impl<'a> CatalogBuilder<'a> {
         let file = (self.scratch)()?;
         file.set_len(end)?;
         for (column, writer) in std::mem::take(&mut self.columns).into_iter().enumerate() {
-            let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
-            from.rewind()?;
             let mut to = &file;
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
+            if column == Column::Index as usize {
+                // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
+                io::copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to)?;
+                continue;
+            }
+            let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+            from.rewind()?;
             io::copy(&mut from, &mut to)?;
         }
         let header = HeaderRecord { seed: self.seed, created_s: self.created_s, bytes: self.bytes, columns: extents };

@@ -29,6 +29,12 @@ pub enum ResolveError {
         /// The path.
         path: String,
     },
+    /// One path again and again.
+    #[error("'{path}' is in the sources more than {CONTESTED_MEMBERS_MAX} times")]
+    Repeated {
+        /// The path.
+        path: String,
+    },
     /// More hard links than the lead resolves.
     #[error("more than {HARD_LINKS_MAX} hard links in one dataset; stage its sources into several")]
     HardLinks,
@@ -85,6 +91,9 @@ impl<I: Iterator<Item = io::Result<Member>>> Histories<I> {
             let path = first.path.clone();
             let mut members = vec![first];
             while let Some(member) = self.next_if(|next| next.path == path)? {
+                if members.len() == CONTESTED_MEMBERS_MAX {
+                    return Err(ResolveError::Repeated { path: display(&path) });
+                }
                 members.push(member);
             }
             let contested = members.iter().any(|member| member.kind != MemberKind::Directory) && self.next_is_below(&path);

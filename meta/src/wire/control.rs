@@ -3,6 +3,7 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::NodeId;
+use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX};
 
 /// A command.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -75,7 +76,7 @@ pub struct Plan {
     pub known_files: u64,
     /// Whether that is all of them.
     pub files_are_all_known: bool,
-    /// Bytes the samples take at least: compressed archives count as they lie.
+    /// Bytes the samples take at least: what an archive holds is known only once it is read.
     pub least_bytes: u64,
     /// Bytes of the catalog on each node, as far as files are known.
     pub catalog_bytes: u64,
@@ -127,6 +128,15 @@ pub struct Counts {
     pub unmarked_ends: u64,
     /// The first few of these by name.
     pub notes: Vec<String>,
+}
+
+impl Counts {
+    /// Keeps a remark, if there are not enough of them; shortened, for a hostile name can be a megabyte long.
+    pub fn note(&mut self, text: &str) {
+        if self.notes.len() < NOTES_SHOWN_MAX {
+            self.notes.push(text.chars().take(NOTE_LEN_MAX).collect());
+        }
+    }
 }
 
 /// A finished stage-in.

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::id::NodeId;
@@ -17,9 +16,6 @@ use tokio::task::JoinSet;
 
 use super::Stage;
 use crate::server::Server;
-
-/// A batch that could not be settled in so long is stuck behind a node that lives but does not store.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(2 * REQUEST_TIMEOUT.as_secs());
 
 type Outcome = Result<Settled<Slot>, StageInError>;
 
@@ -89,12 +85,11 @@ impl Sink for ServerSink {
         if let Some(outcome) = self.settled.pop_front() {
             return outcome;
         }
-        let next = async { tokio::time::timeout(SETTLE_TIMEOUT, self.under_way.join_next()).await };
-        match self.runtime.block_on(next) {
-            Ok(Some(Ok(outcome))) => outcome,
-            Ok(Some(Err(error))) => Err(StageInError::Ship { node: self.server.config().node, reason: error.to_string() }),
-            Ok(None) => Ok(Settled::Stored),
-            Err(_) => Err(StageInError::Ship { node: self.stage.lead, reason: "a batch did not arrive in time".to_owned() }),
+        // Each offer has its own deadline, so this wait has one.
+        match self.runtime.block_on(self.under_way.join_next()) {
+            Some(Ok(outcome)) => outcome,
+            Some(Err(error)) => Err(StageInError::Ship { node: self.server.config().node, reason: error.to_string() }),
+            None => Ok(Settled::Stored),
         }
     }
 

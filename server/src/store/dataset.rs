@@ -11,7 +11,7 @@ use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Place;
 use dayfly_transport::Piece;
 
-use super::drive::{Drive, Reservation, nameless_file, read_only};
+use super::drive::{Drive, Reservation, fill_room, nameless_file, read_only};
 use super::segment::Segments;
 
 /// Why a catalog that came from another node cannot be shown.
@@ -46,7 +46,7 @@ pub(crate) struct Dataset {
     segments: Arc<Segments>,
     held: Held,
     gone: Arc<AtomicBool>,
-    _catalog_room: Reservation,
+    _room: Reservation,
 }
 
 impl Dataset {
@@ -57,7 +57,7 @@ impl Dataset {
         target: Vec<u8>,
         file: &File,
         checksum: u32,
-        room: Reservation,
+        mut room: Reservation,
         (me, nodes): (NodeId, usize),
         drive: &Drive,
         segments: Arc<Segments>,
@@ -70,11 +70,17 @@ impl Dataset {
         }
         catalog.check(nodes)?;
         let table = nameless_file(drive.path())?;
+        // It is written through a mapping, where a full file system would be a signal and not an error.
+        let table_len = Locations::file_len(catalog.header().blocks);
+        if !room.grow(table_len) {
+            return Err(io::Error::from(io::ErrorKind::StorageFull).into());
+        }
+        fill_room(&table, 0, table_len)?;
         let locations = Locations::create(&table, catalog.header().blocks)?;
         let held = fill(&catalog, &locations, me, find)?;
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
-        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, gone, _catalog_room: room })
+        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, gone, _room: room })
     }
 
     pub(crate) fn id(&self) -> DatasetId {

@@ -3,18 +3,24 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dayfly_meta::limits::DRIVES_MAX;
-use nix::fcntl::OFlag;
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use nix::sys::statvfs::statvfs;
+
+/// Zeros written at a time where a file system cannot set room aside.
+const ZEROS_LEN: usize = 1 << 20;
 
 /// A data dir with a share of the node's capacity.
 pub(crate) struct Drive {
     path: PathBuf,
+    /// What it was given, and what it has at present: less after the file system was full.
+    given: u64,
     capacity: AtomicU64,
     used: AtomicU64,
 }
@@ -29,7 +35,8 @@ impl Drive {
         let total: u128 = free.iter().map(|&free| u128::from(free)).sum();
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
         let drive = |(path, free): (&PathBuf, u64)| {
-            Arc::new(Self { path: path.clone(), capacity: AtomicU64::new(share(free)), used: AtomicU64::new(0) })
+            let given = share(free);
+            Arc::new(Self { path: path.clone(), given, capacity: AtomicU64::new(given), used: AtomicU64::new(0) })
         };
         Ok(paths.iter().zip(free).map(drive).collect())
     }
@@ -56,7 +63,7 @@ impl Drive {
         reservation.grow(bytes).then_some(reservation)
     }
 
-    /// The file system was full before our capacity was: take no more.
+    /// The file system was full before our capacity was: take no more until something is given back.
     pub(crate) fn set_full(&self) {
         self.capacity.store(self.used(), Ordering::Relaxed);
     }
@@ -82,6 +89,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         self.drive.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.drive.capacity.store(self.drive.given, Ordering::Relaxed);
     }
 }
 
@@ -100,6 +108,24 @@ pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
             Ok(file)
         }
         other => other,
+    }
+}
+
+/// Makes the file system set a range of a file aside, so that a later write into it, through a mapping too, does not fail.
+pub(crate) fn fill_room(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    match fallocate(file, FallocateFlags::empty(), offset as i64, len as i64) {
+        // Where that is not known, zeros do the same.
+        Err(Errno::EOPNOTSUPP) => {
+            let zeros = vec![0; ZEROS_LEN.min(len as usize)];
+            let mut done = 0;
+            while done < len {
+                let count = (len - done).min(zeros.len() as u64);
+                file.write_all_at(&zeros[..count as usize], offset + done)?;
+                done += count;
+            }
+            Ok(())
+        }
+        filled => Ok(filled?),
     }
 }
 

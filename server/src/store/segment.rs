@@ -9,7 +9,7 @@ use dayfly_meta::id::DatasetId;
 use dayfly_meta::segment::{DATA_START, Place, header, pack};
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use super::drive::{Drive, Reservation, nameless_file};
+use super::drive::{Drive, Reservation, fill_room, nameless_file};
 
 /// A dataset's segments.
 pub(crate) struct Segments {
@@ -48,14 +48,13 @@ impl Segments {
     /// Writes bytes at a place that was allocated. `false` where the file system is full.
     pub(crate) fn write(&self, place: Place, bytes: &[u8]) -> io::Result<bool> {
         let segment = self.segment(place)?;
-        match segment.file.write_all_at(bytes, place.offset) {
-            Ok(()) => Ok(true),
-            Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-                segment.drive.set_full();
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
+        segment.or_full(segment.file.write_all_at(bytes, place.offset))
+    }
+
+    /// Makes the file system set aside what was allocated. `false` where it is full.
+    pub(crate) fn fill_room(&self, place: Place, len: u64) -> io::Result<bool> {
+        let segment = self.segment(place)?;
+        segment.or_full(fill_room(&segment.file, place.offset, len))
     }
 
     /// The file of a place's drive.
@@ -88,6 +87,18 @@ impl Segments {
 }
 
 impl Segment {
+    /// That the file system is full is no failure, but the drive's end.
+    fn or_full(&self, written: io::Result<()>) -> io::Result<bool> {
+        match written {
+            Ok(()) => Ok(true),
+            Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
+                self.drive.set_full();
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     fn allocate(&self, drive: u8, lens: &[u64]) -> Option<Vec<Place>> {
         let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
         let mut end = room.end;

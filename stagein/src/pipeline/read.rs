@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -32,7 +33,9 @@ impl<S: Sink> Worker<S> {
 
     fn read_tar(&mut self, unit: &Unit, path: &Path, compression: Compression) -> Result<(), StageInError> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
-        let file = Counted { input: File::open(path).map_err(unreadable)?, gauge: self.gauge.clone() };
+        let archive = File::open(path).map_err(unreadable)?;
+        let opened = Version::of(&archive).map_err(unreadable)?;
+        let file = Counted { input: &archive, gauge: self.gauge.clone() };
         let mut tar = TarReader::new(decoder(compression, file).map_err(unreadable)?);
         loop {
             if self.gauge.is_cancelled() {
@@ -43,13 +46,14 @@ impl<S: Sink> Worker<S> {
                 Next::End(end) => {
                     if end == End::Unmarked {
                         self.counts.unmarked_ends += 1;
-                        self.note(format!("'{}' ends without an end mark: it may have been cut short", path.display()));
+                        self.note(&format!("'{}' ends without an end mark: it may have been cut short", path.display()));
                     }
                     // The checksum that a compressed stream ends with has not been seen yet.
                     if compression != Compression::None {
                         tar.drain().map_err(|error| self.tar_error(path, error))?;
                     }
-                    return Ok(());
+                    let is_same = Version::of(&archive).map_err(unreadable)? == opened;
+                    return if is_same { Ok(()) } else { Err(StageInError::Changed { path: path.to_owned() }) };
                 }
             }
         }
@@ -103,7 +107,7 @@ impl<S: Sink> Worker<S> {
 
     fn refuse(&mut self, archive: &Path, name: &[u8], reason: &str) -> Result<(), StageInError> {
         self.counts.refused += 1;
-        self.note(format!("'{}' in '{}' is refused: {reason}", display(name), archive.display()));
+        self.note(&format!("'{}' in '{}' is refused: {reason}", display(name), archive.display()));
         Ok(())
     }
 
@@ -137,17 +141,33 @@ impl<S: Sink> Worker<S> {
 
     fn read_file(&mut self, member: Member, path: &Path, planned: u64) -> Result<(), StageInError> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
-        let file = File::open(path).map_err(unreadable)?;
-        let found = file.metadata().map_err(unreadable)?.len();
-        if found != planned {
-            return Err(StageInError::Changed { path: path.to_owned(), planned, found });
+        let changed = || StageInError::Changed { path: path.to_owned() };
+        let mut data = Counted { input: File::open(path).map_err(unreadable)?, gauge: self.gauge.clone() };
+        let as_planned = Version { size: planned, mtime_s: member.mtime_s, mtime_ns: i64::from(member.mtime_ns) };
+        if Version::of(&data.input).map_err(unreadable)? != as_planned {
+            return Err(changed());
         }
-        let mut data = Counted { input: file, gauge: self.gauge.clone() };
         let failed = |error: io::Error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => StageInError::Changed { path: path.to_owned(), planned, found: 0 },
+            io::ErrorKind::UnexpectedEof => changed(),
             _ => unreadable(error),
         };
-        self.take_file(member, planned, &mut data, &failed)
+        self.take_file(member, planned, &mut data, &failed)?;
+        if Version::of(&data.input).map_err(unreadable)? == as_planned { Ok(()) } else { Err(changed()) }
+    }
+}
+
+/// By what a file that was changed is told.
+#[derive(PartialEq, Eq)]
+struct Version {
+    size: u64,
+    mtime_s: i64,
+    mtime_ns: i64,
+}
+
+impl Version {
+    fn of(file: &File) -> io::Result<Self> {
+        let metadata = file.metadata()?;
+        Ok(Self { size: metadata.len(), mtime_s: metadata.mtime(), mtime_ns: metadata.mtime_nsec() })
     }
 }
 

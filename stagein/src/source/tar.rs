@@ -66,9 +66,7 @@ pub(crate) enum Next {
 
 /// Whether a file that starts so is a tar (or was one before it was damaged).
 pub(crate) fn is_tar(start: &[u8]) -> bool {
-    start.first_chunk::<BLOCK_LEN>().is_some_and(|block| {
-        block[257..262] == *b"ustar" || header::checksum_matches(block) || block.iter().all(|&byte| byte == 0)
-    })
+    start.first_chunk::<BLOCK_LEN>().is_some_and(|block| block[257..262] == *b"ustar" || header::checksum_matches(block))
 }
 
 /// Reads members one after another; between two calls of [`Self::next`] its `Read` gives the member's data.
@@ -137,8 +135,8 @@ impl<R: Read> TarReader<R> {
         let link = extension.link_path.unwrap_or(header.link);
         let size = extension.size.unwrap_or(header.size);
         let (kind, data_len) = match header.kind {
-            // Before POSIX a directory was a file whose name ends with a slash.
-            Type::File if name.ends_with(b"/") && header.is_ancient => (TarKind::Directory, size),
+            // Before POSIX a directory was a file whose name ends with a slash, and some still write them so.
+            Type::File if name.ends_with(b"/") => (TarKind::Directory, size),
             Type::File => (TarKind::File, size),
             Type::Directory => (TarKind::Directory, size),
             Type::Symlink => (TarKind::Symlink(link), size),

@@ -38,7 +38,12 @@ pub(super) async fn connect(
     let mut tasks = JoinSet::new();
     let mut links = Vec::with_capacity(1 + BULK_LINKS);
     for _ in 0..=BULK_LINKS {
-        let stream = dial(identity, peer, address).await.map_err(|error| life.lost_by(&error.to_string()))?;
+        // Strangers may hold all places for a handshake at a moment, for two seconds at most; so once more.
+        let dialled = match dial(identity, peer, address).await {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => dial(identity, peer, address).await,
+            dialled => dialled,
+        };
+        let stream = dialled.map_err(|error| life.lost_by(&error.to_string()))?;
         links.push(Link::start(stream, life.clone(), &mut tasks));
     }
     let control = links.remove(0);

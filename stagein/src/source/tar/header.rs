@@ -32,8 +32,6 @@ pub(super) struct Header {
     pub(super) size: u64,
     pub(super) mode: u32,
     pub(super) mtime_s: i64,
-    /// Whether it is of the time before POSIX, without a magic.
-    pub(super) is_ancient: bool,
 }
 
 /// Whether the block's checksum is that of its bytes. Some old tars summed signed bytes.
@@ -50,7 +48,6 @@ impl Header {
         if !checksum_matches(block) {
             return Err("not a tar header: its checksum does not match");
         }
-        let is_ancient = block[257..262] != *b"ustar";
         let is_posix = block[257..263] == *b"ustar\0";
         let kind = match block[156] {
             b'1' => Type::HardLink,
@@ -81,7 +78,6 @@ impl Header {
             size: size.ok_or("a size that is no number")?,
             mode: (mode & 0o7777) as u32,
             mtime_s: mtime_s.ok_or("a time that is no number")?,
-            is_ancient,
         })
     }
 }

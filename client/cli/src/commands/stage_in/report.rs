@@ -50,11 +50,10 @@ impl Reporter {
             false => "as many files as the archives hold".to_owned(),
         };
         eprintln!(
-            "staging {} sources into {}: {}, at least {} of {} free on all nodes",
+            "staging {} sources of {} into {}: {files}; {} are free on all nodes",
             plan.sources,
+            size::show(plan.source_bytes),
             self.target,
-            files,
-            size::show(plan.least_bytes),
             size::show(plan.free_bytes)
         );
         if io::stderr().is_terminal() {
