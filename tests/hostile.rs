@@ -84,6 +84,54 @@ fn damaged_archives_are_named_with_the_place() {
     cluster.down();
 }
 
+/// A tar header for a regular file, with a right checksum.
+fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
+    let mut block = vec![0; 512];
+    block[..name.len()].copy_from_slice(name.as_bytes());
+    block[100..107].copy_from_slice(b"0000644");
+    block[124..136].copy_from_slice(size_field);
+    block[148..156].fill(b' ');
+    block[156] = b'0';
+    block[257..265].copy_from_slice(b"ustar  \0");
+    let sum: u32 = block.iter().map(|&byte| u32::from(byte)).sum();
+    block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    block
+}
+
+#[test]
+fn a_header_that_lies_takes_no_memory_and_no_server() {
+    let cluster = cluster();
+    let used = cluster.used_bytes();
+    // 2^61 bytes, in base 256; and 2^40.
+    for (size, words) in [(b"\x80\0\0\0\x20\0\0\0\0\0\0\0", "at most"), (b"\x80\0\0\0\0\0\x01\0\0\0\0\0", "")] {
+        fs::write(cluster.at("lie.tar"), header("lie", size)).unwrap();
+        let message = cluster.fails(1, &["stage-in", "lie.tar", "/dayfly/lie"]);
+        assert!(message.contains("lie") && message.contains(words), "{message}");
+        assert_unharmed(&cluster, used);
+    }
+    // A name of nearly a megabyte is refused, and told in few words.
+    let name = format!("./{}", "x/".repeat(400_000));
+    let record = format!(" path={name}\n");
+    let len = record.len() + 6;
+    let record = format!("{len}{record}");
+    assert_eq!(record.len(), len);
+    let mut archive = header("pax", format!("{len:011o} ").as_bytes().try_into().unwrap());
+    archive[156] = b'x';
+    archive[148..156].fill(b' ');
+    let sum: u32 = archive.iter().map(|&byte| u32::from(byte)).sum();
+    archive[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    archive.extend_from_slice(record.as_bytes());
+    archive.resize(archive.len().next_multiple_of(512), 0);
+    archive.extend(header("short", b"00000000000 "));
+    archive.extend([0; 1024]);
+    fs::write(cluster.at("long.tar"), archive).unwrap();
+    let output = cluster.output(&["stage-in", "long.tar", "/dayfly/long"]);
+    assert!(output.status.success(), "{}", harness::text(&output.stderr));
+    assert!(harness::text(&output.stderr).contains("1 members refused") && output.stderr.len() < 2000);
+    assert_eq!(cluster.pids().len(), 2);
+    cluster.down();
+}
+
 #[test]
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
@@ -135,10 +183,18 @@ fn a_full_file_system_is_an_error_too() {
     (0..20).for_each(|number| fs::write(ground.at(format!("much/{number}")), vec![1; 1 << 18]).unwrap());
     fs::create_dir(ground.at("few")).unwrap();
     fs::write(ground.at("few/file"), "x").unwrap();
+    fs::write(ground.at("large"), vec![1; 9 << 20]).unwrap();
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
+    // A large block is shipped in pieces: it must be found out before the first of them that there is no room for the last.
+    let message = cluster.fails(1, &["stage-in", "large", "/dayfly/large"]);
+    assert!(message.contains("room") || message.contains("No space"), "{message}");
+    assert_eq!((cluster.ok(&["ls"]), cluster.pids().len()), (String::new(), 2));
+    // What failed has left the room that it found.
+    cluster.stage(&[&cluster.at("few")], "/dayfly/few");
+    cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
     assert!(Command::new("umount").arg(&small).status().unwrap().success());
 }

@@ -166,6 +166,12 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
     assert_eq!((view.read_at(&file, 0, &mut buffer).unwrap(), &buffer[..5]), (5, &b"newer"[..]));
     assert_eq!(cluster.ok(&["cat", "/dayfly/a/b/f"]), "newer");
     assert_eq!(cluster.ok(&["ls", "/dayfly"]), "a\n");
+    for (directory, name) in
+        [(&b"/dayfly"[..], &b"/dayfly/a"[..]), (b"/dayfly/a", b"/dayfly/a/b"), (b"/dayfly/a/b", b"/dayfly/a/b/f")]
+    {
+        let listed = view.open_directory(directory).unwrap().entries(0).next().unwrap();
+        assert_eq!(listed.inode, view.lstat(name).unwrap().inode, "as stat tells it");
+    }
     cluster.down();
 }
 
@@ -241,8 +247,21 @@ fn sessions_are_told_apart() {
     assert!(down(&second).contains("1 nodes ended"));
     assert!(down(&second).contains("nothing to do"));
     assert!(ground.ok(&["status"]).contains(&first));
-    assert!(ground.ok(&["down"]).contains(&first));
+    // One that lives elsewhere but shares the data dir is not swept away, though its folders look empty.
+    let other = Ground::new();
+    let up = |ground: &Ground| output_of(ground.dayfly().arg("up").env("TMPDIR", other.data.path())).status.success();
+    assert!(up(&other) && up(&ground));
+    fs::write(other.at("file"), "content").unwrap();
+    other.ok(&["stage-in", "file", "/dayfly/x"]);
+    assert_eq!(other.ok(&["cat", "/dayfly/x/file"]), "content");
+    other.ok(&["down"]);
+    for session in
+        ground.fails(1, &["down"]).split(|character: char| !character.is_ascii_hexdigit()).filter(|word| word.len() == 16)
+    {
+        assert!(down(session).contains("1 nodes ended"));
+    }
     ground.assert_clean();
+    other.assert_clean();
 }
 
 #[test]

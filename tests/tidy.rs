@@ -79,7 +79,7 @@ fn named_absences() {
         ("meta/src", &["std::net", "std::thread", "std::time::Instant", "SystemTime", "tokio", "OpenOptions"]),
         ("stagein/src", &["std::net", "tokio", "std::thread"]),
         ("server/transport/src", &["catalog", "Catalog", "dataset", "Dataset", "Sample", "segment"]),
-        ("client/src", &["tokio", "std::thread", "TcpStream"]),
+        ("client/src", &["tokio", "thread::spawn", "TcpStream"]),
         ("server/src", &["std::thread::sleep", "println!", "eprintln!"]),
     ];
     for (path, text) in sources().iter().filter(|(path, _)| !is_test(path)) {

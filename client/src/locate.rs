@@ -6,6 +6,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use dayfly_meta::id::{NodeId, SessionId};
 use nix::fcntl::{Flock, FlockArg};
@@ -19,6 +20,9 @@ pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
 pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
 /// Moves the folder of all sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
+/// Tries at a lock, and the time between them.
+const LOCK_ATTEMPTS: usize = 50;
+const LOCK_INTERVAL: Duration = Duration::from_millis(2);
 /// Tries at making a session's folder while others end.
 const CREATE_ATTEMPTS_MAX: usize = 10;
 /// Held by `up` while servers start, so that nobody takes the folder for a leftover.
@@ -44,19 +48,26 @@ pub fn create(session: SessionId) -> Result<(Location, Flock<File>), ClientError
     let all = runtime_dir();
     let folder = all.join(session.to_string());
     // Another session's end may remove the folder of all between two steps; then once more.
-    for attempt in 1.. {
+    for attempt in 1..=CREATE_ATTEMPTS_MAX {
         match create_private(&all) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
             _ => {}
         }
-        match check_private(&all).and_then(|()| Ok(create_private(&folder)?)) {
+        match check_private(&all).and_then(|()| Ok(create_locked(&folder)?)) {
             Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound && attempt < CREATE_ATTEMPTS_MAX => {}
             Err(error) => return Err(error),
-            Ok(()) => break,
+            Ok(lock) => return Ok((Location { session, folder }, lock)),
         }
     }
-    let lock = lock_file(&folder.join(STARTING_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
-    Ok((Location { session, folder }, lock))
+    Err(io::Error::from(io::ErrorKind::NotFound).into())
+}
+
+/// A session's folder with its lock; "not found" where another `up` took it for a leftover before it was locked.
+fn create_locked(folder: &Path) -> io::Result<Flock<File>> {
+    create_private(folder)?;
+    let path = folder.join(STARTING_LOCK);
+    let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
+    fs::metadata(&path).map(|_| lock)
 }
 
 fn create_private(folder: &Path) -> io::Result<()> {
@@ -119,7 +130,7 @@ impl Location {
 
     /// Takes a node's lock for its server: holds its process id, and is free when that has ended, however it did.
     pub fn lock_node(&self, node: NodeId) -> io::Result<Option<Flock<File>>> {
-        let Some(lock) = lock_file(&self.lock_path(node))? else { return Ok(None) };
+        let Some(lock) = lock_patiently(&self.lock_path(node))? else { return Ok(None) };
         fs::write(self.lock_path(node), std::process::id().to_string())?;
         Ok(Some(lock))
     }
@@ -167,6 +178,17 @@ impl Location {
             _ => Ok(true),
         }
     }
+}
+
+/// As [`lock_file`], but not put off by one who only looks: a look takes the lock for a moment.
+fn lock_patiently(path: &Path) -> io::Result<Option<Flock<File>>> {
+    for _ in 0..LOCK_ATTEMPTS {
+        if let Some(lock) = lock_file(path)? {
+            return Ok(Some(lock));
+        }
+        std::thread::sleep(LOCK_INTERVAL);
+    }
+    Ok(None)
 }
 
 /// Locks a file, made if need be; `None` where another process has.

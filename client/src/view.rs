@@ -178,7 +178,14 @@ impl View {
                 EntryKind::Directory => Ok(Directory { listing: Listing::Entries(dataset, id) }),
                 _ => Err(ViewError::NotADirectory),
             },
-            Place::Virtual(path) => Ok(Directory { listing: Listing::Virtual(self.virtual_names(&path)?) }),
+            Place::Virtual(path) => {
+                let with_inode = |name: Vec<u8>| {
+                    let child = self.above_prefix(&dayfly_meta::path::join(&path, &name));
+                    self.lstat(&child).map(|stat| (name, stat.inode))
+                };
+                let names = self.virtual_names(&path)?.into_iter().map(with_inode).collect::<Result<_, _>>()?;
+                Ok(Directory { listing: Listing::Virtual(names) })
+            }
         }
     }
 
@@ -266,7 +273,8 @@ pub struct Directory {
 
 enum Listing {
     Entries(Arc<Dataset>, EntryId),
-    Virtual(Vec<Vec<u8>>),
+    /// Names, with their inodes.
+    Virtual(Vec<(Vec<u8>, u64)>),
 }
 
 /// A name in a directory.
@@ -298,10 +306,10 @@ impl Directory {
             }
             Listing::Virtual(names) => {
                 let from = usize::try_from(from).unwrap_or(usize::MAX);
-                Box::new(names.iter().enumerate().skip(from).map(|(at, name)| DirectoryEntry {
+                Box::new(names.iter().enumerate().skip(from).map(|(at, (name, inode))| DirectoryEntry {
                     name: name.clone(),
                     kind: FileKind::Directory,
-                    inode: u64::from(crc32c::crc32c(name)) + 1,
+                    inode: *inode,
                     next: at as u64 + 1,
                 }))
             }

@@ -349,12 +349,16 @@ mod tests {
             .status();
         assert!(tar.unwrap().success());
         fs::write(at("false.tar"), "no tar at all").unwrap();
+        fs::write(at("image.raw"), [0; 4096]).unwrap();
+        fs::write(at("empty.tar"), [0; 10240]).unwrap();
         fs::write(at("data.gz"), crate::source::compressed::tests::compress(Compression::Gzip, b"no tar")).unwrap();
         fs::write(at("broken.gz"), [0x1f, 0x8b, 8, 0, 1, 2, 3]).unwrap();
         let kinds = |name: &str| units(&[&at(name)], &Selection::default()).map(|(plan, _)| plan.sources[0].kind);
         assert_eq!(kinds("strange.jpg").unwrap(), SourceKind::Tar);
         assert_eq!(kinds("file").unwrap(), SourceKind::File);
         assert_eq!(kinds("data.gz").unwrap(), SourceKind::File);
+        assert_eq!(kinds("image.raw").unwrap(), SourceKind::File);
+        assert_eq!(kinds("empty.tar").unwrap(), SourceKind::Tar);
         assert!(matches!(kinds("false.tar"), Err(StageInError::NotAnArchive { .. })));
         assert!(matches!(kinds("broken.gz"), Err(StageInError::Damaged { .. })));
     }

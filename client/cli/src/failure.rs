@@ -65,3 +65,12 @@ impl From<io::Error> for Failure {
         if error.kind() == io::ErrorKind::BrokenPipe { Self { message: None, status: 141 } } else { Self::new(error) }
     }
 }
+
+/// A line on standard output. Whoever has seen enough of it and closed it is no failure, and surely no panic.
+macro_rules! say {
+    ($($argument:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), $($argument)*);
+    }};
+}
+pub(crate) use say;

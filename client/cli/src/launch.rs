@@ -104,7 +104,7 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
             // Nodes of one machine differ by their loopback address, as nodes of a cluster differ by theirs.
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 0, 0, (node + 1) as u8)), 0),
             folder: location.folder.clone(),
-            data_dirs: data_dir::create_for_node(&data_dirs, session, node)?,
+            data_dirs: data_dir::for_node(&data_dirs, session, node),
             capacity,
             memory: options.memory,
             prefix: prefix.clone(),
@@ -272,6 +272,11 @@ fn read_lines(output: ChildStdout) -> Receiver<String> {
 pub(crate) fn lock_node(location: &Location, node: NodeId) -> Result<nix::fcntl::Flock<File>, Failure> {
     let lock = location.lock_node(node).map_err(|error| Failure::new(format!("cannot lock node {node}: {error}")))?;
     lock.ok_or_else(|| Failure::new(format!("node {node} of session {} has a server already", location.session)))
+}
+
+/// A node's folders in the data dirs, made, and held for as long as its server lives.
+pub(crate) fn take_data_dirs(folders: &[PathBuf]) -> Result<Vec<nix::fcntl::Flock<File>>, Failure> {
+    data_dir::create_and_lock(folders)
 }
 
 /// Removes a session's folders, after its end.

@@ -39,7 +39,9 @@ pub(super) fn run(arguments: Cp) -> Result<ExitCode, Failure> {
         let source = source.as_bytes().strip_suffix(b"/").unwrap_or(source.as_bytes());
         let name = split_last(source).map_or(&b""[..], |(_, name)| name);
         let to = if into { target.join(OsStr::from_bytes(name)) } else { target.to_owned() };
-        match view.lstat(source) {
+        // As cp: a symlink is copied as such only among others.
+        let stat = if arguments.recursive { view.lstat(source) } else { view.stat(source) };
+        match stat {
             Err(error) => copier.complain(&about(source, &error)),
             Ok(stat) if stat.kind == FileKind::Directory && !arguments.recursive => {
                 copier.complain(&format!("'{}' is a directory; -r copies it", display(source)));
@@ -116,12 +118,9 @@ impl Copier<'_> {
     }
 
     fn file(&mut self, source: &[u8], stat: &Stat, to: &Path) -> io::Result<()> {
-        if stat.links > 1 {
-            if let Some(first) = self.names.get(&stat.inode) {
-                remove_old(to)?;
-                return fs::hard_link(first, to);
-            }
-            self.names.insert(stat.inode, to.to_owned());
+        if let Some(first) = self.names.get(&stat.inode) {
+            remove_old(to)?;
+            return fs::hard_link(first, to);
         }
         let from = self.view.open(source).map_err(io::Error::other)?;
         let mut file = create(to)?;
@@ -131,6 +130,9 @@ impl Copier<'_> {
         })?;
         file.set_permissions(fs::Permissions::from_mode(stat.permissions))?;
         drop(file);
+        if stat.links > 1 {
+            self.names.insert(stat.inode, to.to_owned());
+        }
         set_times(stat, to)
     }
 }

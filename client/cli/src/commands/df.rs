@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use super::status::ask;
 use crate::args::Df;
+use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::size;
 
@@ -11,11 +12,11 @@ pub(super) fn run(arguments: Df) -> Result<ExitCode, Failure> {
     let (_, status) = ask()?;
     let show = |bytes: u64| if arguments.human { size::show(bytes) } else { (bytes / 1024).to_string() };
     let unit = if arguments.human { "Size" } else { "1K-blocks" };
-    println!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
+    say!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
     let (mut all_size, mut all_used) = (0, 0);
     let line = |name: &str, size: u64, used: u64| {
         let percent = (used * 100).checked_div(size).unwrap_or(0);
-        println!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(size.saturating_sub(used)));
+        say!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(size.saturating_sub(used)));
     };
     let mut failed = false;
     for entry in &status.nodes {

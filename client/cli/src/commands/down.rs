@@ -12,26 +12,30 @@ use dayfly_meta::wire::control::{Command, Event};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::{launch, size};
+
+/// A killed process that still lives after this hangs in the kernel.
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn run() -> Result<ExitCode, Failure> {
     let location = match locate::find() {
         Ok(location) => location,
         Err(ClientError::NoSession) => {
             launch::sweep(&[])?;
-            println!("no session is running: nothing to do");
+            say!("no session is running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(ClientError::Unknown { name, .. }) => {
             launch::sweep(&[])?;
-            println!("session {name} is not running: nothing to do");
+            say!("session {name} is not running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => return Err(error.into()),
     };
     let ended = end(&location)?;
-    println!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
+    say!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -65,9 +69,21 @@ pub(super) fn end(location: &Location) -> Result<Ended, Failure> {
         }
     }
     let deadline = Instant::now() + DOWN_TIMEOUT;
+    let mut was_killed = false;
     while !location.live_nodes().is_empty() {
-        if Instant::now() > deadline {
+        if Instant::now() > deadline && !std::mem::replace(&mut was_killed, true) {
             kill_all(location);
+        }
+        if Instant::now() > deadline + KILL_TIMEOUT {
+            let left = location
+                .live_nodes()
+                .iter()
+                .map(|&node| format!("node {node} (process {})", location.pid(node).unwrap_or(0)))
+                .collect::<Vec<_>>();
+            return Err(Failure::new(format!(
+                "{} cannot be ended even by SIGKILL: it waits for a file system, most likely",
+                left.join(", ")
+            )));
         }
         thread::sleep(Duration::from_millis(5));
     }
@@ -94,5 +110,4 @@ fn kill_all(location: &Location) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
-    thread::sleep(Duration::from_millis(100));
 }

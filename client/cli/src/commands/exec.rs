@@ -11,6 +11,7 @@ use dayfly_client::locate::{Location, NODE_VARIABLE, RUNTIME_DIR_VARIABLE, SESSI
 use dayfly_meta::id::NodeId;
 
 use crate::args::{Env, Exec};
+use crate::failure::say;
 use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED};
 use crate::namespace;
 
@@ -26,7 +27,7 @@ pub(super) fn run(arguments: Exec) -> Result<ExitCode, Failure> {
 pub(super) fn print(arguments: Env) -> Result<ExitCode, Failure> {
     for (name, value) in variables(&namespace::location()?, arguments.node)? {
         // Single quotes keep everything but themselves.
-        println!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
+        say!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -31,6 +31,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     let location = Location { session, folder: orders.folder.clone() };
     let node = NodeId(orders.node);
     let _lock = launch::lock_node(&location, node)?;
+    let _data_dirs = launch::take_data_dirs(&orders.data_dirs)?;
     raise_descriptor_limit();
     let (is_tethered, threads) = (orders.is_tethered, orders.workers.clamp(1, RUNTIME_THREADS_MAX));
     let config = Config {

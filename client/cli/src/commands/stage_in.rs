@@ -64,7 +64,13 @@ fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if Path::new(source).is_absolute() {
         return Ok(source.as_bytes().to_vec());
     }
-    let mut path = env::current_dir()?.into_os_string().into_vec();
+    let folder = env::current_dir()?;
+    let is_literal = folder.join(source).symlink_metadata().is_ok();
+    // In a pattern, our folder's name must mean only itself.
+    let mut path = match folder.to_str().filter(|_| !is_literal) {
+        Some(folder) => glob::Pattern::escape(folder).into_bytes(),
+        None => folder.into_os_string().into_vec(),
+    };
     path.push(b'/');
     path.extend_from_slice(source.as_bytes());
     Ok(path)

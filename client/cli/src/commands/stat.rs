@@ -10,6 +10,7 @@ use dayfly_meta::path::display;
 
 use super::ls::{mode_text, time_text};
 use crate::args::Stat;
+use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::namespace::{about, view};
 
@@ -32,13 +33,13 @@ fn show(view: &View, path: &[u8]) -> Result<(), ViewError> {
         FileKind::Directory => "directory",
         FileKind::Symlink => "symbolic link",
     };
-    println!("  File: {}", display(path));
-    println!("  Size: {:<12} {kind}", stat.size);
-    println!(" Inode: {:<12} Links: {}", stat.inode, stat.links);
-    println!("Access: {:04o}/{}", stat.permissions, mode_text(&stat));
-    println!("Modify: {} ({}.{:09})", time_text(&stat), stat.mtime_s, stat.mtime_ns);
+    say!("  File: {}", display(path));
+    say!("  Size: {:<12} {kind}", stat.size);
+    say!(" Inode: {:<12} Links: {}", stat.inode, stat.links);
+    say!("Access: {:04o}/{}", stat.permissions, mode_text(&stat));
+    say!("Modify: {} ({}.{:09})", time_text(&stat), stat.mtime_s, stat.mtime_ns);
     if stat.kind == FileKind::Symlink {
-        println!("Target: {}", display(&view.read_link(path)?));
+        say!("Target: {}", display(&view.read_link(path)?));
     }
     if stat.kind == FileKind::File {
         show_sample(view, path)?;
@@ -49,12 +50,12 @@ fn show(view: &View, path: &[u8]) -> Result<(), ViewError> {
 fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     let file = view.open(path)?;
     let (catalog, sample) = (file.dataset().catalog(), file.sample());
-    println!("Sample: {} of '{}'", sample.0, display(file.dataset().target()));
+    say!("Sample: {} of '{}'", sample.0, display(file.dataset().target()));
     for block in catalog.sample(sample).map_or(0..0, |(_, blocks)| blocks).map(BlockId) {
         let (owner, len) = (catalog.owner(block), catalog.block(block).map_or(0, |(_, len)| len));
         let here = if file.dataset().is_here(block) { ", here" } else { "" };
         let checksum = catalog.checksum(block).unwrap_or(0);
-        println!(
+        say!(
             " Block: {} ({len} bytes, crc32c {checksum:08x}) on node {}{here}",
             block.0,
             owner.map_or_else(String::new, |node| node.to_string())
@@ -63,9 +64,9 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     if let Some(origin) = catalog.origin(sample) {
         let source = display(&origin.source.path);
         match origin.source.kind {
-            SourceKind::Tar => println!("Origin: {source}, at byte {} unpacked", origin.offset),
-            SourceKind::Directory => println!("Origin: tree {source}"),
-            SourceKind::File => println!("Origin: {source}"),
+            SourceKind::Tar => say!("Origin: {source}, at byte {} unpacked", origin.offset),
+            SourceKind::Directory => say!("Origin: tree {source}"),
+            SourceKind::File => say!("Origin: {source}"),
         }
     }
     Ok(())

@@ -9,13 +9,14 @@ use serde_json::{Value, json};
 
 use crate::args::Status;
 use crate::failure::Failure;
+use crate::failure::say;
 use crate::namespace;
 use crate::size::show;
 
 pub(super) fn run(arguments: Status) -> Result<ExitCode, Failure> {
     let (session, status) = ask()?;
     if arguments.json {
-        println!("{}", as_json(&session, &status))
+        say!("{}", as_json(&session, &status))
     } else {
         as_table(&session, &status)
     }
@@ -45,16 +46,25 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 }
 
 fn as_table(session: &Session, status: &SessionStatus) {
-    println!("session {} at {}, {} nodes", session.id(), display(session.prefix()), session.nodes());
-    println!(
+    say!("session {} at {}, {} nodes", session.id(), display(session.prefix()), session.nodes());
+    say!(
         "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>20} {:>20} {:>8}",
-        "node", "address", "samples", "bytes", "share", "taken", "free", "local reads", "remote reads", "memory"
+        "node",
+        "address",
+        "samples",
+        "bytes",
+        "share",
+        "taken",
+        "free",
+        "local reads",
+        "remote reads",
+        "memory"
     );
     let all = all_held(status);
     for NodeEntry { node, address, status } in &status.nodes {
         match status {
-            Err(reason) => println!("{node:<5} {address:<21} does not answer: {reason}"),
-            Ok(node_status) => println!(
+            Err(reason) => say!("{node:<5} {address:<21} does not answer: {reason}"),
+            Ok(node_status) => say!(
                 "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>20} {:>20} {:>8}",
                 node_status.samples,
                 show(node_status.held_bytes),
@@ -67,10 +77,10 @@ fn as_table(session: &Session, status: &SessionStatus) {
             ),
         }
     }
-    println!("'taken' is what nameless files take on the data dirs: du does not see them. Empty samples are on no node.");
+    say!("'taken' is what nameless files take on the data dirs: du does not see them. Empty samples are on no node.");
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));
-        println!(
+        say!(
             "dataset {path}: {} samples, {}, catalog {} on each node",
             dataset.samples,
             show(dataset.bytes),

@@ -15,6 +15,7 @@ use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::Verify;
+use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::namespace;
 use crate::size::show;
@@ -54,7 +55,7 @@ pub(super) fn run(arguments: Verify) -> Result<ExitCode, Failure> {
     let Tally { blocks, bytes, remote, samples } = checker.tally;
     let (blocks, bytes, remote, samples) = (blocks.into_inner(), bytes.into_inner(), remote.into_inner(), samples.into_inner());
     let seconds = start.elapsed().as_secs_f64().max(0.001);
-    println!(
+    say!(
         "verified {samples} samples from {} nodes: {blocks} blocks read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
         nodes.len(),
         show(bytes),

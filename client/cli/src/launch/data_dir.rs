@@ -1,13 +1,15 @@
 //! Data dirs: which are taken, whether they serve, and each node's folder in them.
 
+use std::collections::HashSet;
 use std::env;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::id::SessionId;
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::statfs;
 use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
@@ -66,7 +68,12 @@ pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<Vec<Pa
 /// What each of `nodes` servers of this machine may take of what is free now.
 pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Failure> {
     let mut free = 0;
+    let mut seen = HashSet::new();
     for path in data_dirs {
+        // Two folders of one file system have its room once.
+        if !seen.insert(fs::metadata(path).map(|metadata| metadata.dev()).unwrap_or_default()) {
+            continue;
+        }
         let stat =
             statvfs(path).map_err(|error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display())))?;
         free += stat.blocks_available() * stat.fragment_size();
@@ -78,17 +85,27 @@ fn user_folder(data_dir: &Path) -> PathBuf {
     data_dir.join(format!("dayfly-{}", geteuid()))
 }
 
-/// Makes a node's folder in each data dir.
-pub(super) fn create_for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Result<Vec<PathBuf>, Failure> {
-    let create = |data_dir: &PathBuf| {
-        let folder = user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
-        let make = || DirBuilder::new().mode(0o700).recursive(true).create(&folder);
-        // Another session's end may remove the user's folder between two steps; then once more.
-        let made = make().or_else(|_| make());
-        made.map_err(|error| Failure::new(format!("cannot make '{}': {error}", folder.display())))?;
-        Ok(folder)
+/// A node's folder in each data dir, for its server to make.
+pub(super) fn for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Vec<PathBuf> {
+    let folder = |data_dir: &PathBuf| user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
+    data_dirs.iter().map(folder).collect()
+}
+
+/// Makes a node's folders and locks them for as long as the result lives: they look empty, but are not left over.
+pub(super) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, Failure> {
+    let create = |folder: &PathBuf| {
+        let unusable = |error: io::Error| Failure::new(format!("cannot make '{}': {error}", folder.display()));
+        // The end of another session may remove the user's folder between two steps; then once more.
+        let attempt = || {
+            DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
+            let lock =
+                Flock::lock(File::open(folder)?, FlockArg::LockSharedNonblock).map_err(|(_, error)| io::Error::from(error))?;
+            // Removed before it was locked?
+            fs::metadata(folder).map(|_| lock)
+        };
+        attempt().or_else(|_| attempt()).map_err(unusable)
     };
-    data_dirs.iter().map(create).collect()
+    folders.iter().map(create).collect()
 }
 
 /// A session's folders in its data dirs, to be written down.
@@ -107,7 +124,11 @@ pub(super) fn listed(bytes: &[u8]) -> Vec<PathBuf> {
 pub(super) fn remove(folders: &[PathBuf]) {
     for folder in folders {
         for node in fs::read_dir(folder).into_iter().flatten().flatten() {
-            let _ = fs::remove_dir(node.path());
+            // A server that lives holds its folder; it may be of a session whose runtime folder is not to be seen from here.
+            let lock = File::open(node.path()).map(|folder| Flock::lock(folder, FlockArg::LockExclusiveNonblock));
+            if matches!(lock, Ok(Ok(_))) {
+                let _ = fs::remove_dir(node.path());
+            }
         }
         // Each fails where something is left in it, or where it is gone already.
         let _ = fs::remove_dir(folder);

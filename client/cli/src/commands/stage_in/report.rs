@@ -8,6 +8,7 @@ use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, Summary};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
+use crate::failure::say;
 use crate::size;
 
 /// Where there is no terminal, a line this often.
@@ -139,6 +140,6 @@ impl Reporter {
             Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
             Event::Status(_) | Event::Down { .. } => return,
         };
-        println!("{value}");
+        say!("{value}");
     }
 }
