@@ -1,6 +1,7 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
 mod merge;
+mod stage;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,23 +9,22 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::Source;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, NOTES_SHOWN_MAX, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{DATASETS_MAX, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
 use dayfly_meta::path::{display, is_normal};
-use dayfly_meta::wire::control::{Counts, Event, Phase, Plan, Progress, StageIn, Summary};
-use dayfly_meta::wire::peer::{Counted, Reply, Request, UnitReport};
-use dayfly_stagein::plan::{self, UnitQueue};
+use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_stagein::plan::{self};
 use futures_util::future::join_all;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 use crate::server::Server;
 use crate::store::{Dataset, nameless_file};
 use merge::Merged;
+pub(crate) use stage::LeadStage;
+use stage::NODE_SILENT_TIMEOUT;
 
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 84;
-
-/// A node reports five times a second and tries twice before it gives up.
-const NODE_SILENT_TIMEOUT: Duration = Duration::from_secs(3 * REQUEST_TIMEOUT.as_secs());
 
 /// The lead's stage-in, if one runs.
 #[derive(Default)]
@@ -43,137 +43,6 @@ impl Lead {
     fn current(&self) -> MutexGuard<'_, Option<Arc<LeadStage>>> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A stage-in as the lead sees it.
-pub(crate) struct LeadStage {
-    number: u64,
-    units: Mutex<Units>,
-    progress: Mutex<Progress>,
-    counts: Mutex<Counts>,
-    /// When each node last reported; before all have begun, when the stage-in was planned.
-    reported: Mutex<Vec<Instant>>,
-    failure: watch::Sender<Option<String>>,
-    /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
-    all_begun: watch::Sender<bool>,
-    all_read: watch::Sender<bool>,
-}
-
-struct Units {
-    queue: UnitQueue,
-    handed_out: u64,
-    finished: u64,
-    is_empty: bool,
-}
-
-impl LeadStage {
-    fn new(number: u64, queue: UnitQueue, counts: Counts, nodes: usize) -> Self {
-        Self {
-            number,
-            reported: Mutex::new(vec![Instant::now(); nodes]),
-            units: Mutex::new(Units { queue, handed_out: 0, finished: 0, is_empty: false }),
-            progress: Mutex::new(Progress { phase: Phase::Reading, ..Progress::default() }),
-            counts: Mutex::new(counts),
-            failure: watch::Sender::new(None),
-            all_begun: watch::Sender::new(false),
-            all_read: watch::Sender::new(false),
-        }
-    }
-
-    /// A worker has finished a unit, or none yet, and wants another.
-    pub(crate) async fn next_unit(&self, finished: Option<UnitReport>) -> Reply {
-        // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
-        let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
-        if self.has_failed() {
-            return Reply::Stop;
-        }
-        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(report) = finished {
-            units.finished += 1;
-            add_counts(&mut self.counts(), report.counts);
-        }
-        let unit = if units.is_empty { Ok(None) } else { units.queue.next_unit() };
-        match unit {
-            Ok(Some(unit)) => {
-                units.handed_out += 1;
-                Reply::Unit(unit)
-            }
-            Ok(None) => {
-                units.is_empty = true;
-                self.all_read.send_if_modified(|all_read| {
-                    let was = std::mem::replace(all_read, units.finished == units.handed_out);
-                    was != *all_read
-                });
-                Reply::NoUnit
-            }
-            Err(error) => {
-                self.fail(error.to_string());
-                Reply::Stop
-            }
-        }
-    }
-
-    /// A node is so far.
-    pub(crate) fn report(&self, node: NodeId, counted: Counted) -> Reply {
-        if let Some(reported) = self.reported().get_mut(node.index()) {
-            *reported = Instant::now();
-        }
-        let mut progress = self.progress();
-        progress.source_bytes += counted.source_bytes;
-        progress.files += counted.files;
-        progress.bytes += counted.bytes;
-        if self.has_failed() { Reply::Stop } else { Reply::Done }
-    }
-
-    /// The first failure ends the stage-in.
-    pub(crate) fn fail(&self, reason: String) {
-        self.failure.send_if_modified(|failure| {
-            let is_first = failure.is_none();
-            failure.get_or_insert(reason);
-            is_first
-        });
-        // Those who wait for everyone to begin must hear that it is over.
-        self.all_begun.send_replace(true);
-    }
-
-    fn has_failed(&self) -> bool {
-        self.failure.borrow().is_some()
-    }
-
-    async fn failed(&self) -> String {
-        let mut failure = self.failure.subscribe();
-        let failure = failure.wait_for(Option::is_some).await;
-        failure.ok().and_then(|reason| reason.clone()).unwrap_or_default()
-    }
-
-    /// A node that has not reported for so long that it has given up by itself.
-    fn silent_node(&self) -> Option<NodeId> {
-        let silent = self.reported().iter().position(|reported| reported.elapsed() > NODE_SILENT_TIMEOUT);
-        silent.map(|node| NodeId(node as u16))
-    }
-
-    fn reported(&self) -> MutexGuard<'_, Vec<Instant>> {
-        self.reported.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn add_counts(all: &mut Counts, more: Counts) {
-    all.files += more.files;
-    all.bytes += more.bytes;
-    all.special += more.special;
-    all.refused += more.refused;
-    all.made_relative += more.made_relative;
-    all.unmarked_ends += more.unmarked_ends;
-    all.notes.extend(more.notes);
-    all.notes.truncate(NOTES_SHOWN_MAX);
 }
 
 /// Sets its flag when dropped: what blocks on behalf of a future ends with it.

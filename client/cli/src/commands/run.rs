@@ -46,25 +46,14 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         let status = work.await;
         let ended = down::end(&started.location);
         started.reap();
-        (status, ended).into_result()
+        // Both count; CMD's own failure is told first.
+        let (status, ended) = (status?, ended.map_err(itself)?);
+        eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
+        Ok(ExitCode::from(status))
     });
     // A stage-in that was interrupted may still wait for its answer.
     runtime.shutdown_background();
     result
-}
-
-/// Both what CMD came to and what `down` did count; CMD's own status comes first.
-trait IntoResult {
-    fn into_result(self) -> Result<ExitCode, Failure>;
-}
-
-impl IntoResult for (Result<u8, Failure>, Result<down::Ended, Failure>) {
-    fn into_result(self) -> Result<ExitCode, Failure> {
-        let status = self.0?;
-        let ended = self.1.map_err(|failure| failure.with_status(NOT_STARTED))?;
-        eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
-        Ok(ExitCode::from(status))
-    }
 }
 
 /// `SOURCE:TARGET` at the last `:/`.
