@@ -47,12 +47,13 @@ pub(super) fn stage(
     };
     let mut reporter = Reporter::new(json, &target.to_string_lossy());
     let mut failure = None;
-    session.control(Command::StageIn(request), &mut |event| {
+    let ended = session.control(Command::StageIn(request), &mut |event| {
         reporter.show(&event);
         if let Event::Failed { reason } = event {
             failure = Some(reason);
         }
-    })?;
+    });
+    let failure = ended.err().map(|error| format!("node {}: {error}", session.node())).or(failure);
     match failure {
         None => Ok(()),
         Some(reason) => Err(Failure::new(format!("cannot stage in to '{}': {reason}", target.display()))),
