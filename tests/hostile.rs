@@ -137,11 +137,26 @@ fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
     let used = cluster.used_bytes();
     // Readable in name only, even for root: a read at its start fails.
-    for source in ["/nowhere", "/proc/self/mem", "no-match-*.tar", "good/7/x"] {
+    for (source, words) in
+        [("/nowhere", "/nowhere"), ("/proc/self/mem", "/mem'"), ("no-match-*.tar", "no-match-*.tar"), ("good/7/x", "good/7")]
+    {
         let message = cluster.fails(1, &["stage-in", source, "/dayfly/x"]);
-        assert!(message.contains(source.trim_end_matches("/x")), "{message}");
+        assert!(message.contains(words), "{message}");
         assert_unharmed(&cluster, used);
     }
+    // What is no source at all is wrong usage; a descriptor's name means the caller's, never the server's.
+    assert!(Command::new("mkfifo").arg(cluster.at("fifo")).status().unwrap().success());
+    for (source, words) in
+        [("", "empty"), ("fifo", "neither a file nor a directory"), ("/dev/null", "neither a file nor a directory")]
+    {
+        let message = cluster.fails(2, &["stage-in", source, "/dayfly/x"]);
+        assert!(message.contains(words), "{message}");
+    }
+    for descriptor in 3..40 {
+        let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);
+        assert!(!output.status.success(), "the server's descriptor {descriptor} was staged in");
+    }
+    assert_unharmed(&cluster, used);
     std::os::unix::fs::symlink("nowhere", cluster.at("dangling")).unwrap();
     assert!(cluster.fails(1, &["stage-in", "dangling", "/dayfly/x"]).contains("dangling"));
     cluster.down();

@@ -40,6 +40,8 @@ pub struct Location {
 /// The folder of all sessions of this user.
 pub fn runtime_dir() -> PathBuf {
     let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
+    // Servers work in another folder than whoever starts them.
+    let base = std::path::absolute(&base).unwrap_or(base);
     base.join(format!("dayfly-{}", geteuid()))
 }
 

@@ -34,7 +34,10 @@ pub enum ViewError {
     /// A name or the path is too long.
     #[error("file name too long")]
     TooLong,
-    /// The path, or a symlink on it, leads out of the namespace.
+    /// The path is none of the namespace's.
+    #[error("not in the namespace, which is at '{}'", display(.0))]
+    Elsewhere(Vec<u8>),
+    /// A symlink leads out of the namespace.
     #[error("it leads out of the namespace, to '{}'", display(.0))]
     Outside(Vec<u8>),
     /// The namespace is read-only.
@@ -49,7 +52,7 @@ impl ViewError {
     /// The errno that a program sees.
     pub fn errno(&self) -> i32 {
         match self {
-            Self::NotFound | Self::Outside(_) => libc::ENOENT,
+            Self::NotFound | Self::Elsewhere(_) | Self::Outside(_) => libc::ENOENT,
             Self::NotADirectory => libc::ENOTDIR,
             Self::IsADirectory => libc::EISDIR,
             Self::NotASymlink => libc::EINVAL,
@@ -204,7 +207,11 @@ impl View {
                 let names = self.virtual_names(path)?.len() as u32;
                 let inode = u64::from(crc32c::crc32c(path)) + 1;
                 let kind = FileKind::Directory;
-                Ok(Stat { kind, permissions: 0o555, size: 0, links: names.saturating_add(2), inode, mtime_s: 0, mtime_ns: 0 })
+                // As old as the newest dataset below it.
+                let datasets = self.session.datasets()?;
+                let below = datasets.iter().filter(|dataset| dayfly_meta::path::is_below(dataset.target(), path));
+                let mtime_s = below.map(|dataset| dataset.catalog().header().created_s).max().unwrap_or(0);
+                Ok(Stat { kind, permissions: 0o755, size: 0, links: names.saturating_add(2), inode, mtime_s, mtime_ns: 0 })
             }
         }
     }

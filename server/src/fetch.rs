@@ -50,7 +50,7 @@ impl Fetcher {
         Self { arena, peers, remote_reads: zero(), remote_bytes: zero(), served_blocks: zero(), served_bytes: zero() }
     }
 
-    /// Blocks had from others, and their bytes.
+    /// Blocks that came over the network, and their bytes.
     pub(crate) fn remote(&self) -> (u64, u64) {
         (self.remote_reads.load(Ordering::Relaxed), self.remote_bytes.load(Ordering::Relaxed))
     }
@@ -79,7 +79,7 @@ impl Fetcher {
             let key = (dataset.id(), block);
             let claim = if at == 0 { self.claim_patiently(key).await } else { Ok(self.arena.claim(key)) };
             match claim {
-                Ok(Claim::Held(lease)) => fetched.push(Some(self.had(lease))),
+                Ok(Claim::Held(lease)) => fetched.push(Some(Fetched::Leased(lease))),
                 Ok(Claim::Wait(_)) => break,
                 Ok(Claim::Load(ticket)) => {
                     let room = if at == 0 { self.arena.room_within(len, ARENA_TIMEOUT).await } else { self.arena.room(len) };

@@ -77,7 +77,8 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     if !is_normal(&request.target) {
         return Err("the target is no path of the namespace".to_owned());
     }
-    let replaces = server.store().conflict(&request.target, request.replace)?;
+    let replaces =
+        server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }

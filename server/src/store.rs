@@ -12,12 +12,30 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use dayfly_meta::board::{self, Board, Counters};
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::path::{display, is_below};
+use dayfly_meta::path::{display, is_below, join};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use dataset::Dataset;
 pub(crate) use drive::{Drive, nameless_file, read_only};
 pub(crate) use segment::Segments;
+
+/// Why a dataset cannot be where it is wanted.
+pub(crate) enum Conflict {
+    /// Another is.
+    Taken,
+    /// Another is above or below it.
+    Overlap(Vec<u8>),
+}
+
+impl Conflict {
+    /// For the user, who knows paths by the namespace's prefix.
+    pub(crate) fn told(&self, prefix: &[u8]) -> String {
+        match self {
+            Self::Taken => "a dataset is there already; --replace puts the new one in its place".to_owned(),
+            Self::Overlap(there) => format!("it would overlap with the dataset at '{}'", display(&join(prefix, there))),
+        }
+    }
+}
 
 /// The node's drives and datasets.
 pub(crate) struct Store {
@@ -89,19 +107,14 @@ impl Store {
     }
 
     /// The dataset that one at `target` would replace, or why none may be there.
-    pub(crate) fn conflict(&self, target: &[u8], replace: bool) -> Result<Option<DatasetId>, String> {
+    pub(crate) fn conflict(&self, target: &[u8], replace: bool) -> Result<Option<DatasetId>, Conflict> {
         for dataset in self.datasets() {
             let there = dataset.target();
             if there == target {
-                let id = dataset.id();
-                return if replace {
-                    Ok(Some(id))
-                } else {
-                    Err("a dataset is there already; --replace puts the new one in its place".to_owned())
-                };
+                return if replace { Ok(Some(dataset.id())) } else { Err(Conflict::Taken) };
             }
             if is_below(target, there) || is_below(there, target) {
-                return Err(format!("it would overlap with the dataset at '{}'", display(there)));
+                return Err(Conflict::Overlap(there.to_vec()));
             }
         }
         Ok(None)

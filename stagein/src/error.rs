@@ -28,6 +28,12 @@ pub enum StageInError {
         /// Why.
         error: io::Error,
     },
+    /// A device, FIFO or socket, named as a source.
+    #[error("'{}' is neither a file nor a directory", path.display())]
+    Special {
+        /// Which.
+        path: PathBuf,
+    },
     /// Named as an archive, but not one.
     #[error("'{}' is named like an archive, but its content is none (known: tar, plain or in gzip, zstd, xz, bzip2 or lz4)", path.display())]
     NotAnArchive {

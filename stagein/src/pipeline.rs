@@ -129,7 +129,7 @@ impl<S: Sink> Worker<S> {
         self.counts = Counts::default();
         self.read_unit(unit)?;
         self.flush()?;
-        Ok(UnitReport { counts: std::mem::take(&mut self.counts) })
+        Ok(UnitReport { counts: std::mem::take(&mut self.counts), progress: self.gauge.take() })
     }
 
     /// What all units gave, in sorted runs.

@@ -75,7 +75,7 @@ pub fn plan(
         } else if metadata.is_file() {
             planner.file(path, &metadata)?;
         } else {
-            planner.plan.counts.special += 1;
+            return Err(StageInError::Special { path });
         }
     }
     planner.plan.units.rewind().map_err(StageInError::Scratch)?;

@@ -13,9 +13,9 @@ use dayfly_meta::catalog::{Compression, SourceKind};
 use crate::StageInError;
 
 /// Name endings that promise an archive: a file so named that is none is an error, not a sample.
-const ARCHIVE_ENDINGS: [&str; 14] = [
-    ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4", ".tzst", ".crate", ".tar.gz", ".tar.xz", ".tar.zst",
-    ".tar.bz2",
+const ARCHIVE_ENDINGS: [&str; 15] = [
+    ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4", ".tzst", ".crate", ".zip", ".tar.gz", ".tar.xz",
+    ".tar.zst", ".tar.bz2",
 ];
 
 /// Tells what the regular file at `path` is.

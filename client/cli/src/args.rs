@@ -12,11 +12,15 @@ use crate::size;
 /// A session lives as long as its job: servers, one a node, hold a data set unpacked on the nodes' local drives under one
 /// namespace. The whole of a job is
 ///
-///   dayfly run --stage-in 'train.tar:/dayfly/train' -- python train.py
+///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
+///
+/// (For now, CMD reads the namespace through this program, `dayfly cat` or `dayfly cp`, or through the Rust client library; the
+/// library that shows it to unchanged programs is still to come.)
 ///
 /// A path of the namespace is written as programs see it, prefix included (/dayfly/train); any other path is a local file.
 /// The session meant is that of DAYFLY_SESSION, else the only one you run on this machine.
-/// Exit status: 0 done, 1 failed, 2 wrong usage; of run and exec, CMD's own, or 125 if they failed themselves.
+/// Exit status: 0 done, 1 failed, 2 wrong usage; of run and exec, CMD's own, or 125 if they failed themselves, 126 if CMD cannot be
+/// run, 127 if it is not there.
 #[derive(Parser)]
 #[command(name = "dayfly", version, max_term_width = 110)]
 pub(crate) struct Arguments {
@@ -79,7 +83,7 @@ pub(crate) struct SessionOptions {
 /// Stage sources into the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob or a directory, taken as cp would: one directory becomes TARGET, several lie in it under
-/// their names. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) is unpacked into TARGET.
+/// their names; a file lies in TARGET under its name. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) is unpacked into TARGET.
 /// Where sources overlap, it comes out as if they had been unpacked one after another in the order given. The dataset
 /// appears on all nodes at once, or not at all.
 #[derive(Args)]
@@ -120,15 +124,12 @@ pub(crate) struct StageInOptions {
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) session: SessionOptions,
-    /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts; the two part at the last ':/'.
+    /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts; the two part at the last ':/'. May be given
+    /// several times, each with a TARGET of its own; several archives into one TARGET are a glob.
     #[arg(long, value_name = "SOURCE:TARGET")]
     pub(crate) stage_in: Vec<OsString>,
-    /// Drop the first N components of each staged name, as tar does.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) strip_components: u32,
-    /// Seed of the placement.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) options: StageInOptions,
     /// The command.
     #[arg(last = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<OsString>,
@@ -252,6 +253,8 @@ pub(crate) struct Status {
 }
 
 /// End the session on all nodes and give everything back; done already is as good.
+///
+/// Which one, where you have several, is said by DAYFLY_SESSION.
 #[derive(Args)]
 pub(crate) struct Down {}
 

@@ -90,7 +90,10 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     let data_dirs = data_dir::check(&data_dir::chosen(&options.data_dir), options.allow_network_data_dir)?;
     let capacity = options.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, options.local), Ok)?;
     let (session, key) = (SessionId(random()?), random()?);
-    let (location, starting) = locate::create(session)?;
+    let (location, starting) = locate::create(session).map_err(|error| {
+        let folder = locate::runtime_dir();
+        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
+    })?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let workers = (cores / usize::from(options.local)).clamp(1, dayfly_meta::limits::WORKERS_MAX);
     let mut starting_servers = Servers { location: location.clone(), servers: Vec::new(), is_up: false };

@@ -36,7 +36,7 @@ impl View {
         if path.len() > PATH_LEN_MAX {
             return Err(ViewError::TooLong);
         }
-        let below = self.below_prefix(path).ok_or_else(|| ViewError::Outside(path.to_vec()))?;
+        let below = self.below_prefix(path).ok_or_else(|| ViewError::Elsewhere(self.session.prefix().to_vec()))?;
         let datasets = self.session.datasets()?;
         let plain = below.strip_prefix(b"/").unwrap_or(below);
         if let Some(Place::Entry(dataset, id)) = find(&datasets, plain)

@@ -211,7 +211,7 @@ pub struct NodeStatus {
     pub local_reads: u64,
     /// Bytes of these.
     pub local_bytes: u64,
-    /// Blocks that this node's clients had from other nodes.
+    /// Blocks that came from other nodes over the network; what the arena still held is not counted again.
     pub remote_reads: u64,
     /// Bytes of these.
     pub remote_bytes: u64,

@@ -238,6 +238,8 @@ pub enum TreeKind {
 pub struct UnitReport {
     /// What was met.
     pub counts: Counts,
+    /// How far the node is, since the last report.
+    pub progress: Counted,
 }
 
 /// Progress since the last report.

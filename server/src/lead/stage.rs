@@ -58,6 +58,7 @@ impl LeadStage {
         let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(report) = finished {
             units.finished += 1;
+            self.add_progress(report.progress);
             add_counts(&mut self.counts(), report.counts);
         }
         let unit = if units.is_empty { Ok(None) } else { units.queue.next_unit() };
@@ -86,11 +87,15 @@ impl LeadStage {
         if let Some(reported) = self.reported().get_mut(node.index()) {
             *reported = Instant::now();
         }
+        self.add_progress(counted);
+        if self.has_failed() { Reply::Stop } else { Reply::Done }
+    }
+
+    fn add_progress(&self, counted: Counted) {
         let mut progress = self.progress();
         progress.source_bytes += counted.source_bytes;
         progress.files += counted.files;
         progress.bytes += counted.bytes;
-        if self.has_failed() { Reply::Stop } else { Reply::Done }
     }
 
     /// The first failure ends the stage-in.

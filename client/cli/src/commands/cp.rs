@@ -124,10 +124,14 @@ impl Copier<'_> {
         }
         let from = self.view.open(source).map_err(io::Error::other)?;
         let mut file = create(to)?;
-        copy(self.view, &from, &mut file).map_err(|error| match error {
-            CopyError::Read(error) => io::Error::other(about(source, &error)),
-            CopyError::Write(error) => error,
-        })?;
+        if let Err(error) = copy(self.view, &from, &mut file) {
+            // A part under the right name would be taken for the whole.
+            remove_old(to)?;
+            return Err(match error {
+                CopyError::Read(error) => io::Error::other(about(source, &error)),
+                CopyError::Write(error) => error,
+            });
+        }
         file.set_permissions(fs::Permissions::from_mode(stat.permissions))?;
         drop(file);
         if stat.links > 1 {

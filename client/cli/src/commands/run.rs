@@ -14,7 +14,7 @@ use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
 use tokio::time::timeout;
 
 use super::{down, exec, stage_in};
-use crate::args::{Run, StageInOptions};
+use crate::args::Run;
 use crate::failure::{Failure, NOT_STARTED};
 use crate::{launch, size};
 
@@ -24,8 +24,6 @@ const GRACE: Duration = Duration::from_secs(10);
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let itself = |failure: Failure| failure.with_status(NOT_STARTED);
     let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
-    let options =
-        StageInOptions { strip_components: arguments.strip_components, seed: arguments.seed, ..StageInOptions::default() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
@@ -33,7 +31,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         let mut started = launch::start(&arguments.session, true).map_err(itself)?;
         let work = async {
             for (source, target) in stage_ins {
-                let (location, options) = (started.location.clone(), options.clone());
+                let (location, options) = (started.location.clone(), arguments.options.clone());
                 let staging =
                     tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false));
                 tokio::select! {
@@ -103,12 +101,13 @@ struct Interruptions {
     interrupt: Signals,
     terminate: Signals,
     hangup: Signals,
+    quit: Signals,
 }
 
 impl Interruptions {
     fn new() -> Result<Self, Failure> {
         let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Self { interrupt, terminate, hangup: signal(SignalKind::hangup())? })
+        Ok(Self { interrupt, terminate, hangup: signal(SignalKind::hangup())?, quit: signal(SignalKind::quit())? })
     }
 
     async fn next(&mut self) -> i32 {
@@ -116,6 +115,7 @@ impl Interruptions {
             _ = self.interrupt.recv() => Signal::SIGINT as i32,
             _ = self.terminate.recv() => Signal::SIGTERM as i32,
             _ = self.hangup.recv() => Signal::SIGHUP as i32,
+            _ = self.quit.recv() => Signal::SIGQUIT as i32,
         }
     }
 }

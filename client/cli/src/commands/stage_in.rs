@@ -60,19 +60,33 @@ pub(super) fn stage(
     }
 }
 
-/// The servers know nothing of our working folder. A final `/.` means something, so nothing is tidied up.
+/// The servers know nothing of our working folder, nor of our descriptors. A final `/.` means something, so nothing is tidied up.
 fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
+    if source.is_empty() {
+        return Err(Failure::usage("a source is empty; is a variable not set?"));
+    }
+    let folder = env::current_dir()?;
+    let path = folder.join(source);
+    if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
+        return Err(Failure::usage(format!(
+            "'{}' is neither a file nor a directory; a pipe cannot be staged in",
+            source.display()
+        )));
+    }
+    // What these name depends on who looks.
+    if path.starts_with("/proc") || path.starts_with("/dev") {
+        let named = path.canonicalize().map_err(|error| Failure::new(format!("cannot read '{}': {error}", source.display())))?;
+        return Ok(named.into_os_string().into_vec());
+    }
     if Path::new(source).is_absolute() {
         return Ok(source.as_bytes().to_vec());
     }
-    let folder = env::current_dir()?;
-    let is_literal = folder.join(source).symlink_metadata().is_ok();
     // In a pattern, our folder's name must mean only itself.
-    let mut path = match folder.to_str().filter(|_| !is_literal) {
+    let mut absolute = match folder.to_str().filter(|_| path.symlink_metadata().is_err()) {
         Some(folder) => glob::Pattern::escape(folder).into_bytes(),
         None => folder.into_os_string().into_vec(),
     };
-    path.push(b'/');
-    path.extend_from_slice(source.as_bytes());
-    Ok(path)
+    absolute.push(b'/');
+    absolute.extend_from_slice(source.as_bytes());
+    Ok(absolute)
 }

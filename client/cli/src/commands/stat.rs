@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_meta::catalog::SourceKind;
 use dayfly_meta::id::BlockId;
-use dayfly_meta::path::display;
+use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
 use crate::args::Stat;
@@ -50,7 +50,7 @@ fn show(view: &View, path: &[u8]) -> Result<(), ViewError> {
 fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     let file = view.open(path)?;
     let (catalog, sample) = (file.dataset().catalog(), file.sample());
-    say!("Sample: {} of '{}'", sample.0, display(file.dataset().target()));
+    say!("Sample: {} of '{}'", sample.0, display(&join(view.session().prefix(), file.dataset().target())));
     for block in catalog.sample(sample).map_or(0..0, |(_, blocks)| blocks).map(BlockId) {
         let (owner, len) = (catalog.owner(block), catalog.block(block).map_or(0, |(_, len)| len));
         let here = if file.dataset().is_here(block) { ", here" } else { "" };

@@ -103,6 +103,9 @@ impl Reporter {
             size::show(summary.catalog_bytes),
             summary.imbalance_permille as f64 / 10.0
         );
+        if summary.samples == 0 {
+            eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
+        }
         let counts = &summary.counts;
         let remarks = [
             (counts.special, "devices, FIFOs or sockets skipped"),
