@@ -161,5 +161,10 @@ fn strip_include_and_exclude_select_as_tar_does() {
     }
     assert_eq!(files(&["--strip-components", "1"], "t"), "a.jpg b.txt c.jpg");
     assert_eq!(files(&["--strip-components", "2"], "t.tar"), "a.jpg b.txt c.jpg");
+    let told = cluster.output(&["stage-in", "--include", "*.none", "t.tar", "/dayfly/empty"]);
+    assert!(told.status.success() && harness::text(&told.stderr).contains("the dataset is empty"));
+    let told = cluster.ok(&["stage-in", "--json", "t.tar", "/dayfly/json"]);
+    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    assert_eq!((last["samples"].as_u64(), last["source_bytes"].as_u64() > Some(0)), (Some(4), true), "{last}");
     cluster.down();
 }

@@ -98,6 +98,14 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
         });
         assert!(whole > FILES / 2 && failed > 0, "{whole} whole, {failed} failed");
         assert!(cluster.output(&["verify"]).status.code() == Some(1));
+        // What cannot be copied whole is not there at all.
+        assert_eq!(cluster.output(&["cp", "-r", "/dayfly/d", "out"]).status.code(), Some(1));
+        let copied: Vec<_> = fs::read_dir(cluster.at("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert!(copied.len() > FILES / 2 && copied.len() < FILES);
+        for path in copied {
+            let number = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
+            assert!(fs::read(&path).unwrap() == content(number), "{} is not whole", path.display());
+        }
         let status = cluster.output(&["status"]);
         assert!(status.status.code() == Some(1) && harness::text(&status.stdout).contains("does not answer"));
         cluster.down();

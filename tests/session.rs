@@ -109,7 +109,10 @@ fn a_sample_larger_than_a_block_is_read_whole_and_by_range_from_every_node() {
         }
     }
     cluster.ok(&["verify", "--from-every-node"]);
+    let remote_bytes = |cluster: &harness::Cluster| cluster.status()["nodes"][0]["remote_bytes"].as_u64().unwrap();
+    let before = remote_bytes(&cluster);
     let output = output_of(cluster.dayfly().args(["cat", "/dayfly/d/large", "/dayfly/d/small"]));
+    assert!(remote_bytes(&cluster) - before <= 2 * size as u64, "what crossed the network is counted, not every read of it");
     assert!(output.stdout.len() == size + 1 && output.stdout[..size] == content[..] && output.stdout[size] == b's');
     cluster.down();
 }

@@ -14,6 +14,9 @@ use crate::size;
 /// Where there is no terminal, a line this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
+/// From so many samples on, how evenly the nodes share them is told.
+const BALANCE_SAMPLES_MIN: u64 = 1000;
+
 /// Shows events.
 pub(super) struct Reporter {
     json: bool,
@@ -91,9 +94,14 @@ impl Reporter {
 
     fn show_summary(&mut self, summary: &Summary) {
         self.clear();
+        // Of few samples nothing can be said.
+        let balance = match summary.samples {
+            0..BALANCE_SAMPLES_MIN => String::new(),
+            _ => format!("; fullest node {:.1} % over the mean", summary.imbalance_permille as f64 / 10.0),
+        };
         let seconds = (summary.elapsed_ms as f64 / 1000.0).max(0.001);
         eprintln!(
-            "{}: {} samples, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symlinks, catalog {}; fullest node {:.1} % over the mean",
+            "{}: {} samples, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symlinks, catalog {}{}",
             self.target,
             summary.samples,
             size::show(summary.bytes),
@@ -101,7 +109,7 @@ impl Reporter {
             size::show((summary.bytes as f64 / seconds) as u64),
             summary.others,
             size::show(summary.catalog_bytes),
-            summary.imbalance_permille as f64 / 10.0
+            balance
         );
         if summary.samples == 0 {
             eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
