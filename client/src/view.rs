@@ -5,7 +5,7 @@ mod resolve;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use dayfly_meta::catalog::{Entry, EntryId, EntryKind};
+use dayfly_meta::catalog::{Attributes, Entry, EntryId, EntryKind};
 use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::path::display;
 use nix::libc;
@@ -129,12 +129,12 @@ impl View {
 
     /// What a path names, symlinks followed.
     pub fn stat(&self, path: &[u8]) -> Result<Stat, ViewError> {
-        self.stat_of(&self.resolve(path, true)?)
+        self.stat_at(path, true)
     }
 
     /// What a path names, a symlink as itself.
     pub fn lstat(&self, path: &[u8]) -> Result<Stat, ViewError> {
-        self.stat_of(&self.resolve(path, false)?)
+        self.stat_at(path, false)
     }
 
     /// Where a symlink leads.
@@ -200,6 +200,19 @@ impl View {
         Ok(count)
     }
 
+    fn stat_at(&self, path: &[u8], follow: bool) -> Result<Stat, ViewError> {
+        // Mostly the path is plain and names an entry: then one lookup tells all.
+        let datasets = self.session.datasets()?;
+        let plain = self.below_prefix(path).map(|below| below.strip_prefix(b"/").unwrap_or(below));
+        if let Some((dataset, within)) = plain.and_then(|plain| resolve::split(&datasets, plain))
+            && let Some((entry, attributes)) = dataset.catalog().stat(within)
+            && (!follow || entry.kind != EntryKind::Symlink)
+        {
+            return Ok(stat_from(dataset, &entry, &attributes));
+        }
+        self.stat_of(&self.resolve(path, follow)?)
+    }
+
     fn stat_of(&self, place: &Place) -> Result<Stat, ViewError> {
         match place {
             Place::Entry(dataset, id) => stat_of_entry(dataset, &entry(dataset, *id)?),
@@ -223,7 +236,11 @@ fn entry(dataset: &Dataset, id: EntryId) -> Result<Entry<'_>, ViewError> {
 
 fn stat_of_entry(dataset: &Dataset, entry: &Entry<'_>) -> Result<Stat, ViewError> {
     let attributes = dataset.catalog().attributes(entry).ok_or(ClientError::Protocol("a damaged catalog"))?;
-    Ok(Stat {
+    Ok(stat_from(dataset, entry, &attributes))
+}
+
+fn stat_from(dataset: &Dataset, entry: &Entry<'_>, attributes: &Attributes) -> Stat {
+    Stat {
         kind: kind_of(entry.kind),
         permissions: attributes.mode & 0o7777,
         size: attributes.size,
@@ -231,7 +248,7 @@ fn stat_of_entry(dataset: &Dataset, entry: &Entry<'_>) -> Result<Stat, ViewError
         inode: inode(dataset, entry),
         mtime_s: attributes.mtime_s,
         mtime_ns: attributes.mtime_ns,
-    })
+    }
 }
 
 fn kind_of(kind: EntryKind) -> FileKind {

@@ -89,7 +89,8 @@ impl Server {
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let identity = Identity { session: config.session, key: config.key.clone(), node: config.node };
-        let listen = |error| StartError::Listen { address: config.listen, error };
+        let wanted = config.listen;
+        let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = Tcp::bind(identity, config.listen).await.map_err(listen)?;
         let transport: Arc<dyn Transport> = Arc::new(transport);
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
@@ -111,7 +112,7 @@ impl Server {
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
         });
-        let serving = server.transport.serve(Arc::new(PeerService(server.clone()))).await.map_err(listen_error(address))?;
+        let serving = server.transport.serve(Arc::new(PeerService(server.clone()))).await.map_err(listen)?;
         let clients = Clients::start(server.clone())
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
         *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(Running { _peers: serving, _clients: clients });
@@ -325,10 +326,6 @@ impl Server {
         });
         preparing.await.map_err(|error| error.to_string())?
     }
-}
-
-fn listen_error(address: SocketAddr) -> impl Fn(io::Error) -> StartError {
-    move |error| StartError::Listen { address, error }
 }
 
 /// The server as its peers see it.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
-use dayfly_meta::path::{display, join, normalize};
+use dayfly_meta::path::{display, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Unit, Work};
 use dayfly_meta::wire::{decode, encode};
@@ -278,13 +278,10 @@ impl UnitQueue {
     }
 }
 
-/// The path in the dataset of an entry of a tree.
-pub(crate) fn tree_path(prefix: &[u8], path: &[u8]) -> Vec<u8> {
-    join(prefix, path)
-}
-
 #[cfg(test)]
 mod tests {
+    use dayfly_meta::path::join;
+
     use super::*;
 
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {
@@ -302,9 +299,7 @@ mod tests {
         for unit in units {
             match &unit.work {
                 Work::Tar { .. } => paths.push("(tar)".to_owned()),
-                Work::Tree { entries, .. } => {
-                    paths.extend(entries.iter().map(|entry| display(&tree_path(&unit.prefix, &entry.path))))
-                }
+                Work::Tree { entries, .. } => paths.extend(entries.iter().map(|entry| display(&join(&unit.prefix, &entry.path)))),
             }
         }
         paths

@@ -66,9 +66,9 @@ pub(crate) struct SessionOptions {
     /// What each node may take on its data dirs. [default: its share of 90 % of what is free]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) capacity: Option<u64>,
-    /// Each server's memory for blocks of other nodes.
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "256MiB")]
-    pub(crate) memory: u64,
+    /// Each server's memory for blocks of other nodes. [default: 256MiB]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: Option<u64>,
     /// Where programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_MIN, START_TIMEOUT};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, START_TIMEOUT};
 use dayfly_meta::path::display;
 use serde::{Deserialize, Serialize};
 
@@ -80,7 +80,8 @@ impl Started {
 /// Starts all servers and waits until they are ready. Tethered ones end with this process.
 pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Started, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
-    if options.memory < ARENA_LEN_MIN {
+    let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
+    if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(
             "--memory must be at least {}: two of the largest blocks",
             size::show(ARENA_LEN_MIN)
@@ -109,7 +110,7 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
             folder: location.folder.clone(),
             data_dirs: data_dir::for_node(&data_dirs, session, node),
             capacity,
-            memory: options.memory,
+            memory,
             prefix: prefix.clone(),
             verify_reads: options.verify_reads,
             workers,

@@ -107,19 +107,21 @@ fn says_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
 
+/// The dataset that a normal path below the prefix lies in, and the path within it.
+pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Option<(&'a Arc<Dataset>, &'b [u8])> {
+    datasets.iter().find_map(|dataset| {
+        let target = dataset.target();
+        let within = match path.strip_prefix(target)? {
+            rest if rest.is_empty() || target.is_empty() => rest,
+            rest => rest.strip_prefix(b"/")?,
+        };
+        Some((dataset, within))
+    })
+}
+
 /// What a normal path below the prefix names, without following anything.
 fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<Place> {
-    for dataset in datasets {
-        let target = dataset.target();
-        let within = if path == target {
-            b""
-        } else if target.is_empty() {
-            path
-        } else if is_below(path, target) {
-            &path[target.len() + 1..]
-        } else {
-            continue;
-        };
+    if let Some((dataset, within)) = split(datasets, path) {
         return dataset.catalog().find(within).map(|entry| Place::Entry(dataset.clone(), entry.id));
     }
     let is_virtual = path.is_empty() || datasets.iter().any(|dataset| is_below(dataset.target(), path));

@@ -78,12 +78,6 @@ impl Region {
         };
         tokio::time::timeout(timeout, wait).await.ok()
     }
-
-    /// Waits until some slot is given back, at most for `timeout`.
-    pub async fn freed_within(&self, timeout: Duration) {
-        // Late or early makes no difference: the caller looks again.
-        let _ = tokio::time::timeout(timeout, self.inner.freed.notified()).await;
-    }
 }
 
 /// Exclusive room in a region.

@@ -15,7 +15,6 @@ use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Unit, Work};
 
 use super::{Gauge, Sink, Worker};
 use crate::StageInError;
-use crate::plan::tree_path;
 use crate::selection::Named;
 use crate::source::compressed::decoder;
 use crate::source::tar::{End, Next, TarError, TarKind, TarMember, TarReader};
@@ -129,9 +128,9 @@ impl<S: Sink> Worker<S> {
             TreeKind::File(size) => (MemberKind::File { size: 0, blocks: Vec::new() }, Some(*size)),
             TreeKind::Directory => (MemberKind::Directory, None),
             TreeKind::Symlink(target) => (MemberKind::Symlink(target.clone()), None),
-            TreeKind::HardLink(target) => (MemberKind::HardLink(tree_path(&unit.prefix, target)), None),
+            TreeKind::HardLink(target) => (MemberKind::HardLink(join(&unit.prefix, target)), None),
         };
-        let path = tree_path(&unit.prefix, &entry.path);
+        let path = join(&unit.prefix, &entry.path);
         let member = Member { path, key, mode: entry.mode, mtime_s: entry.mtime_s, mtime_ns: entry.mtime_ns, kind };
         match size {
             None => self.take_member(member),
