@@ -133,3 +133,23 @@ fn no_room_anywhere_is_an_error_that_names_the_sample() {
         assert!(matches!(&error, StageInError::NoRoom { sample } if sample.starts_with('f')), "{error}");
     }
 }
+
+#[test]
+fn a_source_that_changed_since_it_was_listed_is_named() {
+    for (content, what) in [("other length", "size"), ("12345", "time")] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "54321").unwrap();
+        fs::File::open(&path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+        let patterns = [folder.path().as_os_str().as_bytes().to_vec()];
+        let mut plan = plan(&patterns, &Selection::default(), tempfile::tempfile().unwrap(), &|| false).unwrap();
+        fs::write(&path, content).unwrap();
+        let mut sink = MemorySink { room: vec![1 << 20], stored: HashMap::new(), under_way: VecDeque::new(), lent: 0 };
+        let placement = Arc::new(Placement::new(1, &[placement::Member { node: NodeId(0), capacity: 1 }]));
+        let runs = RunWriter::new(Box::new(tempfile::tempfile));
+        let mut worker = Worker::new(&mut sink, placement, runs, &Selection::default(), Arc::default()).unwrap();
+        let unit = plan.units.next_unit().unwrap().unwrap();
+        let error = worker.run(&unit).unwrap_err();
+        assert!(matches!(&error, StageInError::Changed { path: named } if *named == path), "{what}: {error}");
+    }
+}
