@@ -172,7 +172,8 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
     for (directory, name) in
         [(&b"/dayfly"[..], &b"/dayfly/a"[..]), (b"/dayfly/a", b"/dayfly/a/b"), (b"/dayfly/a/b", b"/dayfly/a/b/f")]
     {
-        let listed = view.open_directory(directory).unwrap().entries(0).next().unwrap();
+        let open = view.open_directory(directory).unwrap();
+        let listed = open.entry(0).unwrap();
         assert_eq!(listed.inode, view.lstat(name).unwrap().inode, "as stat tells it");
     }
     cluster.down();

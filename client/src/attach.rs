@@ -1,9 +1,12 @@
 //! Being part of a session: the connection to the node's server, and what came through it.
 
 use std::fs::File;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use arc_swap::{ArcSwap, Guard};
 use dayfly_meta::board::{Board, Counters};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::wire::VERSION;
@@ -12,6 +15,7 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 
 use crate::arena::Arena;
 use crate::locate::Location;
+use crate::pool::Pool;
 use crate::socket::Socket;
 use crate::{ClientError, Dataset};
 
@@ -26,22 +30,27 @@ pub struct Session {
     board: Board,
     pub(crate) counters: Counters,
     pub(crate) arena: Arena,
-    connection: Mutex<Connection>,
-    datasets: RwLock<Datasets>,
-}
-
-/// The socket, with the process that opened it: a forked child must not speak on its parent's.
-struct Connection {
-    owner: u32,
-    socket: Socket,
-    /// After a failure an answer may still be under way that belongs to nothing any more.
-    is_broken: bool,
+    /// The process whose connections these are: a forked child must not speak on its parent's.
+    home: AtomicU32,
+    idle: Pool<Socket>,
+    datasets: ArcSwap<Known>,
 }
 
 #[derive(Default)]
-struct Datasets {
+struct Known {
     generation: Option<u64>,
-    all: Arc<[Arc<Dataset>]>,
+    all: Vec<Arc<Dataset>>,
+}
+
+/// The datasets of a session at some moment.
+pub struct Datasets(Guard<Arc<Known>>);
+
+impl Deref for Datasets {
+    type Target = [Arc<Dataset>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0.all
+    }
 }
 
 impl Session {
@@ -53,14 +62,13 @@ impl Session {
     /// Attaches to the server of a certain node of this machine.
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
         let path = location.socket(node);
-        let mut connection = Connection::open(&path)?;
-        let (welcome, files) = connection.hello()?;
+        let (socket, welcome, files) = open(&path)?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, .. } = welcome else {
             return Err(ClientError::Protocol("no welcome"));
         };
         let [board, counters, arena]: [File; 3] =
             files.try_into().map_err(|_| ClientError::Protocol("a welcome without its files"))?;
-        Ok(Self {
+        let session = Self {
             path,
             id: session,
             node,
@@ -70,9 +78,12 @@ impl Session {
             board: Board::map(&board, false)?,
             counters: Counters::map(&counters)?,
             arena: Arena::map(&arena, arena_len)?,
-            connection: Mutex::new(connection),
-            datasets: RwLock::default(),
-        })
+            home: AtomicU32::new(std::process::id()),
+            idle: Pool::new(),
+            datasets: ArcSwap::default(),
+        };
+        session.idle.put(Box::new(socket));
+        Ok(session)
     }
 
     /// The session.
@@ -106,20 +117,26 @@ impl Session {
     }
 
     /// The datasets, by number. Asks the server only when they have changed since the last call.
-    pub fn datasets(&self) -> Result<Arc<[Arc<Dataset>]>, ClientError> {
+    pub fn datasets(&self) -> Result<Datasets, ClientError> {
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
-        let generation = self.board.generation();
-        let known = self.datasets.read().unwrap_or_else(PoisonError::into_inner);
-        if known.generation == Some(generation) {
-            return Ok(known.all.clone());
+        let known = self.datasets.load();
+        if known.generation == Some(self.board.generation()) {
+            return Ok(Datasets(known));
         }
-        drop(known);
-        let mut known = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let (generation, all) = self.list(&known.all)?;
-        *known = Datasets { generation: Some(generation), all: all.into() };
-        Ok(known.all.clone())
+        self.datasets.store(Arc::new(Known { generation: Some(generation), all }));
+        Ok(Datasets(self.datasets.load()))
+    }
+
+    /// To be called in a forked child: it takes connections of its own, and ends its copies of its parent's, so that the
+    /// server sees the parent's end when it comes.
+    pub fn after_fork(&self) {
+        while let Some(socket) = self.idle.take() {
+            drop(socket);
+        }
+        self.home.store(std::process::id(), Ordering::Release);
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
@@ -136,6 +153,17 @@ impl Session {
                     (FromServer::DatasetsEnd { generation }, _) => return Ok((generation, all)),
                     (other, _) => return Err(unexpected(other)),
                 }
+            }
+        })
+    }
+
+    /// A nameless file on the node's data dir, for `len` bytes that a program wants as a file of the kernel's.
+    pub fn spill(&self, len: u64) -> Result<File, ClientError> {
+        self.converse(|socket| {
+            socket.send(&FromClient::Spill { len })?;
+            match socket.receive()? {
+                (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("no file came")),
+                (other, _) => Err(unexpected(other)),
             }
         })
     }
@@ -172,30 +200,30 @@ impl Session {
         })
     }
 
-    /// Speaks with the server, on this process's own connection, a fresh one if the last one broke.
+    /// Speaks with the server, on an idle connection of this process or a fresh one.
     fn converse<T>(&self, speak: impl FnOnce(&mut Socket) -> Result<T, ClientError>) -> Result<T, ClientError> {
-        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        if connection.is_broken || connection.owner != std::process::id() {
-            *connection = Connection::open(&self.path)?;
-            connection.hello()?;
+        // A child that shares its parent's memory (`vfork`), or whose fork we were not told of, leaves the pool alone.
+        let is_home = self.home.load(Ordering::Acquire) == std::process::id();
+        let mut socket = match is_home.then(|| self.idle.take()).flatten() {
+            Some(socket) => socket,
+            None => Box::new(open(&self.path)?.0),
+        };
+        let result = speak(&mut socket);
+        // After a failure an answer may still be under way that belongs to nothing any more.
+        if is_home && result.is_ok() {
+            self.idle.put(socket);
         }
-        let result = speak(&mut connection.socket);
-        connection.is_broken = result.is_err();
         result
     }
 }
 
-impl Connection {
-    fn open(path: &std::path::Path) -> Result<Self, ClientError> {
-        Ok(Self { owner: std::process::id(), socket: Socket::connect(path)?, is_broken: false })
-    }
-
-    fn hello(&mut self) -> Result<(FromServer, Vec<File>), ClientError> {
-        self.socket.send(&FromClient::Hello { version: VERSION })?;
-        match self.socket.receive()? {
-            (FromServer::Refused { reason }, _) => Err(ClientError::Refused(reason)),
-            other => Ok(other),
-        }
+/// A connection on which both sides know each other.
+fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
+    let mut socket = Socket::connect(path)?;
+    socket.send(&FromClient::Hello { version: VERSION })?;
+    match socket.receive()? {
+        (FromServer::Refused { reason }, _) => Err(ClientError::Refused(reason)),
+        (welcome, files) => Ok((socket, welcome, files)),
     }
 }
 

@@ -1,6 +1,7 @@
 //! A dataset as a client has it: the catalog and this node's locations, mapped, and its segments' descriptors.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Catalog;
@@ -8,6 +9,8 @@ use dayfly_meta::id::{BlockId, DatasetId};
 use dayfly_meta::locations::Locations;
 
 use crate::ClientError;
+use crate::kept::Kept;
+use crate::segment_map::{Copied, SegmentMap};
 
 /// A dataset of the session.
 pub struct Dataset {
@@ -15,7 +18,7 @@ pub struct Dataset {
     target: Vec<u8>,
     catalog: Catalog,
     locations: Locations,
-    segments: Vec<File>,
+    segments: Vec<(Kept, SegmentMap)>,
 }
 
 impl Dataset {
@@ -27,7 +30,11 @@ impl Dataset {
         };
         let catalog = Catalog::open(&catalog)?;
         let locations = Locations::open(&locations, catalog.header().blocks)?;
-        Ok(Self { id, target, catalog, locations, segments: files.collect() })
+        let with_map = |file: File| {
+            let map = SegmentMap::new(&file);
+            (Kept::new(file), map)
+        };
+        Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect() })
     }
 
     /// Its number in the session.
@@ -55,11 +62,29 @@ impl Dataset {
         self.locations.is_gone()
     }
 
-    /// Reads from a block that this node holds, one system call; `false` where it does not hold it.
+    /// Where the bytes of a block lie that this node holds: its segment, and the offset there.
+    pub fn place(&self, block: BlockId) -> Option<(&File, u64)> {
+        let place = self.locations.find(block)?;
+        let (segment, _) = self.segments.get(usize::from(place.drive))?;
+        Some((segment, place.offset))
+    }
+
+    /// Reads from a block that this node holds, at most one system call; `false` where it does not hold it.
     pub(crate) fn read_here(&self, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<bool, ClientError> {
         let Some(place) = self.locations.find(block) else { return Ok(false) };
-        let segment = self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
-        segment.read_exact_at(buffer, place.offset + offset).map_err(ClientError::Segment)?;
+        let (segment, map) =
+            self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
+        let offset = place.offset + offset;
+        match map.copy(segment, offset, buffer) {
+            Copied::Yes => {}
+            Copied::No => segment.read_exact_at(buffer, offset).map_err(|error| self.segment_error(error))?,
+            Copied::Fault => return Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
+        }
         Ok(true)
+    }
+
+    /// A segment that was given up is shorter than it was.
+    fn segment_error(&self, error: io::Error) -> ClientError {
+        if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }
     }
 }

@@ -18,6 +18,10 @@ use crate::ClientError;
 pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
 /// Names the node that a process belongs to, where a machine has several.
 pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
+/// The path below which programs see the namespace, so that a process which never goes there need not ask.
+pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
+/// The working directory, where that is in the namespace: one program tells the next.
+pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
 /// Moves the folder of all sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
 /// Tries at a lock, and the time between them.
@@ -125,6 +129,35 @@ pub fn find() -> Result<Location, ClientError> {
 }
 
 impl Location {
+    /// The session of the environment, without looking whether it lives: for processes that were started as part of one.
+    pub fn of_environment() -> Result<Self, ClientError> {
+        let name = env::var(SESSION_VARIABLE).unwrap_or_default();
+        let session: SessionId = name.parse().map_err(|_| ClientError::NoSession)?;
+        let mine = runtime_dir();
+        let folder = mine.join(&name);
+        if folder.is_dir() {
+            check_private(&mine)?;
+            return Ok(Self { session, folder });
+        }
+        // In a user namespace we may go by another number than the one that is in the folder's name.
+        let others = mine.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
+        let is_ours = |folder: &PathBuf| folder.join(&name).is_dir() && check_private(folder).is_ok();
+        let found = others
+            .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"))
+            .map(|entry| entry.path())
+            .find(is_ours);
+        match found {
+            Some(all) => Ok(Self { session, folder: all.join(&name) }),
+            None => Err(ClientError::Unknown { name, running: Vec::new() }),
+        }
+    }
+
+    /// The node of the environment, without looking whether it lives; else the lowest that does.
+    pub fn node_of_environment(&self) -> Result<NodeId, ClientError> {
+        let wanted = env::var(NODE_VARIABLE).ok().and_then(|wanted| wanted.parse().ok()).map(NodeId);
+        wanted.map_or_else(|| self.my_node(), Ok)
+    }
+
     /// Where a node's server listens.
     pub fn socket(&self, node: NodeId) -> PathBuf {
         self.folder.join(format!("node-{node}.sock"))

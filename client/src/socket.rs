@@ -1,28 +1,29 @@
 //! Messages to and from the node's server, with descriptors beside them.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, IoSliceMut, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use dayfly_meta::limits::{DRIVES_MAX, SERVER_TIMEOUT};
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
+use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, connect, recvmsg, setsockopt, socket, sockopt,
+    AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, connect, recvmsg, send, setsockopt, socket, sockopt,
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
 use crate::ClientError;
+use crate::kept::Kept;
 
 /// Descriptors beside one message: a catalog, locations, and a segment a drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
 pub(crate) struct Socket {
-    stream: UnixStream,
+    stream: Kept,
 }
 
 impl Socket {
@@ -33,14 +34,23 @@ impl Socket {
         setsockopt(&socket, sockopt::SendTimeout, &timeout)?;
         setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
         connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|error| late(error.into()))?;
-        let stream = UnixStream::from(socket);
-        Ok(Self { stream })
+        // As a file, which a stream socket can be read and written as.
+        Ok(Self { stream: Kept::new(File::from(socket)) })
     }
 
     pub(crate) fn send(&mut self, message: &FromClient) -> Result<(), ClientError> {
         let message = encode(message);
         let header = encode_local(message.len()).map_err(|_| ClientError::Protocol("a request is too long"))?;
-        self.stream.write_all(&[&header[..], &message].concat()).map_err(late)?;
+        let bytes = [&header[..], &message].concat();
+        let mut sent = 0;
+        while sent < bytes.len() {
+            // Not `write`: a server that has gone must not end the program by SIGPIPE.
+            match send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL) {
+                Ok(count) => sent += count,
+                Err(Errno::EINTR) => {}
+                Err(error) => return Err(late(error.into()).into()),
+            }
+        }
         Ok(())
     }
 
@@ -51,10 +61,10 @@ impl Socket {
         if got == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection").into());
         }
-        self.stream.read_exact(&mut header[got..]).map_err(late)?;
+        (&*self.stream).read_exact(&mut header[got..]).map_err(late)?;
         let len = decode_local(header).map_err(|_| ClientError::Protocol("a message is too long"))?;
         let mut message = vec![0; len];
-        self.stream.read_exact(&mut message).map_err(late)?;
+        (&*self.stream).read_exact(&mut message).map_err(late)?;
         let message = decode(&message).map_err(|_| ClientError::Protocol("not a message of this version"))?;
         Ok((message, files))
     }
@@ -65,7 +75,7 @@ impl Socket {
         loop {
             let received = recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC);
             let received = match received {
-                Err(nix::errno::Errno::EINTR) => continue,
+                Err(Errno::EINTR) => continue,
                 received => received?,
             };
             let mut files = Vec::new();

@@ -1,16 +1,19 @@
 //! The namespace as POSIX programs expect it: paths, symlinks, attributes, directories, open files, and the one place
 //! where errors become errno. Every face (command line, preload library, FUSE) is made of this.
 
+mod open;
 mod resolve;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use dayfly_meta::catalog::{Attributes, Entry, EntryId, EntryKind};
-use dayfly_meta::id::{BlockId, SampleId};
+use dayfly_meta::id::BlockId;
 use dayfly_meta::path::display;
 use nix::libc;
 
 use crate::{ClientError, Dataset, Session};
+pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
 use resolve::Place;
 
 /// Why a call on the namespace fails.
@@ -151,61 +154,79 @@ impl View {
 
     /// The path that a path leads to: absolute, with neither symlinks nor dots.
     pub fn canonical(&self, path: &[u8]) -> Result<Vec<u8>, ViewError> {
-        let place = self.resolve(path, true)?;
-        let below = match &place {
-            Place::Virtual(path) => path.clone(),
+        self.path_of(&self.resolve(path, true)?)
+    }
+
+    /// Opens what a path names, a file to read it or a directory to list it.
+    pub fn open_any(&self, path: &[u8]) -> Result<Opened, ViewError> {
+        let datasets = self.session.datasets()?;
+        if let Some((dataset, entry, attributes)) = self.find_plain(&datasets, path)
+            && let Some(sample) = entry.sample()
+        {
+            let stat = stat_from(dataset, &entry, &attributes);
+            return Ok(Opened::File(OpenFile::new(dataset.clone(), entry.id, sample, stat)));
+        }
+        match self.resolve(path, true)? {
             Place::Entry(dataset, id) => {
-                dayfly_meta::path::join(dataset.target(), &dataset.catalog().path(&entry(dataset, *id)?))
+                let entry = entry(&dataset, id)?;
+                match entry.sample() {
+                    Some(sample) => {
+                        let stat = stat_of_entry(&dataset, &entry)?;
+                        Ok(Opened::File(OpenFile::new(dataset.clone(), id, sample, stat)))
+                    }
+                    None => Ok(Opened::Directory(Directory::new(self, Place::Entry(dataset.clone(), id))?)),
+                }
             }
-        };
-        Ok(self.above_prefix(&below))
+            place @ Place::Virtual(_) => Ok(Opened::Directory(Directory::new(self, place)?)),
+        }
     }
 
     /// Opens a file to read it.
     pub fn open(&self, path: &[u8]) -> Result<OpenFile, ViewError> {
-        match self.resolve(path, true)? {
-            Place::Virtual(_) => Err(ViewError::IsADirectory),
-            Place::Entry(dataset, id) => {
-                let entry = entry(&dataset, id)?;
-                let sample = entry.sample().ok_or(ViewError::IsADirectory)?;
-                let stat = stat_of_entry(&dataset, &entry)?;
-                Ok(OpenFile { dataset, sample, stat, verified: Mutex::new(None) })
-            }
+        match self.open_any(path)? {
+            Opened::File(file) => Ok(file),
+            Opened::Directory(_) => Err(ViewError::IsADirectory),
         }
     }
 
     /// Opens a directory to list it.
     pub fn open_directory(&self, path: &[u8]) -> Result<Directory, ViewError> {
-        match self.resolve(path, true)? {
-            Place::Entry(dataset, id) => match entry(&dataset, id)?.kind {
-                EntryKind::Directory => Ok(Directory { listing: Listing::Entries(dataset, id) }),
-                _ => Err(ViewError::NotADirectory),
-            },
-            Place::Virtual(path) => {
-                let with_inode = |name: Vec<u8>| {
-                    let child = self.above_prefix(&dayfly_meta::path::join(&path, &name));
-                    self.lstat(&child).map(|stat| (name, stat.inode))
-                };
-                let names = self.virtual_names(&path)?.into_iter().map(with_inode).collect::<Result<_, _>>()?;
-                Ok(Directory { listing: Listing::Virtual(names) })
-            }
+        match self.open_any(path)? {
+            Opened::Directory(directory) => Ok(directory),
+            Opened::File(_) => Err(ViewError::NotADirectory),
         }
     }
 
     /// Reads from an open file; short only at its end.
     pub fn read_at(&self, file: &OpenFile, offset: u64, buffer: &mut [u8]) -> Result<usize, ViewError> {
-        let mut verified = file.verified.lock().map_or(None, |verified| *verified);
+        let mut verified = file.verified.load(Ordering::Acquire).checked_sub(1).map(|block| BlockId(block as u32));
         let count = self.session.read_at(&file.dataset, file.sample, offset, buffer, &mut verified)?;
-        *file.verified.lock().unwrap_or_else(PoisonError::into_inner) = verified;
+        file.verified.store(verified.map_or(0, |block| u64::from(block.0) + 1), Ordering::Release);
         Ok(count)
     }
 
+    /// The path that a place has.
+    fn path_of(&self, place: &Place) -> Result<Vec<u8>, ViewError> {
+        Ok(match place {
+            Place::Virtual(path) => self.above_prefix(path),
+            Place::Entry(dataset, id) => {
+                let within = dataset.catalog().path(&entry(dataset, *id)?);
+                self.above_prefix(&dayfly_meta::path::join(dataset.target(), &within))
+            }
+        })
+    }
+
+    /// Mostly a path is plain and names an entry: then one lookup tells all.
+    fn find_plain<'a>(&self, datasets: &'a [Arc<Dataset>], path: &[u8]) -> Option<(&'a Arc<Dataset>, Entry<'a>, Attributes)> {
+        let below = self.below_prefix(path)?;
+        let (dataset, within) = resolve::split(datasets, below.strip_prefix(b"/").unwrap_or(below))?;
+        let (entry, attributes) = dataset.catalog().stat(within)?;
+        Some((dataset, entry, attributes))
+    }
+
     fn stat_at(&self, path: &[u8], follow: bool) -> Result<Stat, ViewError> {
-        // Mostly the path is plain and names an entry: then one lookup tells all.
         let datasets = self.session.datasets()?;
-        let plain = self.below_prefix(path).map(|below| below.strip_prefix(b"/").unwrap_or(below));
-        if let Some((dataset, within)) = plain.and_then(|plain| resolve::split(&datasets, plain))
-            && let Some((entry, attributes)) = dataset.catalog().stat(within)
+        if let Some((dataset, entry, attributes)) = self.find_plain(&datasets, path)
             && (!follow || entry.kind != EntryKind::Symlink)
         {
             return Ok(stat_from(dataset, &entry, &attributes));
@@ -263,80 +284,4 @@ fn kind_of(kind: EntryKind) -> FileKind {
 fn inode(dataset: &Dataset, entry: &Entry<'_>) -> u64 {
     let is_file = entry.kind == EntryKind::File;
     u64::from(dataset.id().0) << 33 | u64::from(entry.node) << 1 | u64::from(is_file)
-}
-
-/// A file that is open.
-pub struct OpenFile {
-    dataset: Arc<Dataset>,
-    sample: SampleId,
-    stat: Stat,
-    verified: Mutex<Option<BlockId>>,
-}
-
-impl OpenFile {
-    /// What `fstat` tells.
-    pub fn stat(&self) -> Stat {
-        self.stat
-    }
-
-    /// Its dataset.
-    pub fn dataset(&self) -> &Dataset {
-        &self.dataset
-    }
-
-    /// Its sample.
-    pub fn sample(&self) -> SampleId {
-        self.sample
-    }
-}
-
-/// A directory that is open.
-pub struct Directory {
-    listing: Listing,
-}
-
-enum Listing {
-    Entries(Arc<Dataset>, EntryId),
-    /// Names, with their inodes.
-    Virtual(Vec<(Vec<u8>, u64)>),
-}
-
-/// A name in a directory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DirectoryEntry {
-    /// The name.
-    pub name: Vec<u8>,
-    /// What it names; never followed.
-    pub kind: FileKind,
-    /// As `stat` tells it.
-    pub inode: u64,
-    /// To go on after this one, list from here. Good for as long as the dataset is there.
-    pub next: u64,
-}
-
-impl Directory {
-    /// Names from a position on (0, or an entry's `next`), sorted by their bytes, without `.` and `..`.
-    pub fn entries(&self, from: u64) -> Box<dyn Iterator<Item = DirectoryEntry> + '_> {
-        match &self.listing {
-            Listing::Entries(dataset, id) => {
-                let Some(directory) = dataset.catalog().entry(*id) else { return Box::new(std::iter::empty()) };
-                let from = u32::try_from(from).ok().filter(|&from| from > 0).map(EntryId);
-                Box::new(dataset.catalog().children(&directory, from).map(|entry| DirectoryEntry {
-                    name: entry.name.to_vec(),
-                    kind: kind_of(entry.kind),
-                    inode: inode(dataset, &entry),
-                    next: u64::from(entry.next.0),
-                }))
-            }
-            Listing::Virtual(names) => {
-                let from = usize::try_from(from).unwrap_or(usize::MAX);
-                Box::new(names.iter().enumerate().skip(from).map(|(at, (name, inode))| DirectoryEntry {
-                    name: name.clone(),
-                    kind: FileKind::Directory,
-                    inode: *inode,
-                    next: at as u64 + 1,
-                }))
-            }
-        }
-    }
 }

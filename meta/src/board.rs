@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::limits::PAGE_SIZE;
 use crate::shared::SharedWords;
@@ -43,23 +44,35 @@ impl Board {
     }
 }
 
-/// What clients count for `status`, since local reads never meet the server.
+/// What clients count for `status`, since local reads never meet the server: a cache line a thread, or nearly so.
 pub struct Counters(SharedWords);
+
+const STRIPES: usize = FILE_LEN as usize / STRIPE_WORDS / 8;
+const STRIPE_WORDS: usize = 8;
+
+static THREADS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// Threads of one process take one stripe after another; processes start at different ones.
+    static STRIPE: usize = (THREADS.fetch_add(1, Ordering::Relaxed) + std::process::id() as usize) % STRIPES;
+}
 
 impl Counters {
     /// Maps the counters.
     pub fn map(file: &File) -> io::Result<Self> {
-        SharedWords::map(file, 2, true).map(Self)
+        SharedWords::map(file, STRIPES * STRIPE_WORDS, true).map(Self)
     }
 
     /// Counts a read of a block from the node's own segment.
     pub fn count_local(&self, bytes: u64) {
-        self.0.add(0, 1);
-        self.0.add(1, bytes);
+        let first = STRIPE.with(|stripe| stripe * STRIPE_WORDS);
+        self.0.add(first, 1);
+        self.0.add(first + 1, bytes);
     }
 
     /// Local reads, and their bytes.
     pub fn local(&self) -> (u64, u64) {
-        (self.0.load(0), self.0.load(1))
+        let sum = |word| (0..STRIPES).map(|stripe| self.0.load(stripe * STRIPE_WORDS + word)).fold(0, u64::wrapping_add);
+        (sum(0), sum(1))
     }
 }

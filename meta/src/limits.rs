@@ -88,6 +88,15 @@ pub const ARENA_LEN_MIN: u64 = 2 * BLOCK_SIZE_MAX;
 /// Leases that one client may hold; a POSIX read holds one batch's.
 pub const LEASES_PER_CLIENT_MAX: usize = 4 * BATCH_BLOCKS_MAX;
 
+/// A process maps at most this much of its node's segments; the rest is `pread`. Page tables cost 2 MiB a mapped GiB.
+pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
+/// Segments are mapped piece by piece, as they are read.
+pub const SEGMENT_WINDOW_LEN: u64 = 64 << 20;
+/// Connections to its server that a process keeps for its next request; more are opened and closed as they are needed.
+pub const IDLE_CONNECTIONS_MAX: usize = 4;
+/// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
+pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
+
 /// Connecting to a peer.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The handshake of a new connection.
@@ -132,4 +141,5 @@ const _: () = {
     assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
     assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
     assert!(LEASES_PER_CLIENT_MAX >= BATCH_BLOCKS_MAX);
+    assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -23,6 +23,7 @@ use crate::arena::Lease;
 use crate::fetch::Fetched;
 use crate::lead;
 use crate::server::Server;
+use crate::store::nameless_file;
 use socket::Socket;
 
 /// Events on their way to a client; a slow one misses progress, not the end.
@@ -126,6 +127,7 @@ impl Client {
                     self.socket.send(&reply, &[]).await?;
                 }
                 FromClient::Release { leases } => leases.iter().for_each(|lease| drop(self.leases.remove(lease))),
+                FromClient::Spill { len } => self.spill(len).await?,
                 FromClient::Control(command) => self.control(command).await?,
             }
         }
@@ -156,6 +158,23 @@ impl Client {
             self.socket.send(&message, &files.iter().collect::<Vec<_>>()).await?;
         }
         self.socket.send(&FromServer::DatasetsEnd { generation }, &[]).await
+    }
+
+    /// A file for a program that wants one of the kernel's. It is not counted as taken, for nobody sees it end.
+    async fn spill(&self, len: u64) -> io::Result<()> {
+        let drive = self.server.store().roomiest_drive();
+        if drive.free() < len {
+            let (reason, path) = ("has no room for a copy of", drive.path().display());
+            let reason = format!("node {} {reason} {len} bytes on '{path}'", self.server.config().node);
+            return self.socket.send(&FromServer::Refused { reason }, &[]).await;
+        }
+        match nameless_file(drive.path()) {
+            Ok(file) => self.socket.send(&FromServer::Spill, &[&file]).await,
+            Err(error) => {
+                let reason = format!("cannot make a file on '{}': {error}", drive.path().display());
+                self.socket.send(&FromServer::Refused { reason }, &[]).await
+            }
+        }
     }
 
     fn lease(&mut self, fetched: Fetched) -> FetchedBlock {

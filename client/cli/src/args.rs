@@ -14,8 +14,9 @@ use crate::size;
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
-/// (For now, CMD reads the namespace through this program, `dayfly cat` or `dayfly cp`, or through the Rust client library; the
-/// library that shows it to unchanged programs is still to come.)
+/// CMD and all its children, unchanged, see the namespace below /dayfly (or --prefix), read-only: a library that is loaded
+/// before the C library shows it to them. It cannot reach static programs, programs for musl, set-user-ID programs and raw
+/// system calls.
 ///
 /// A path of the namespace is written as programs see it, prefix included (/dayfly/train); any other path is a local file.
 /// The session meant is that of DAYFLY_SESSION, else the only one you run on this machine.
@@ -46,6 +47,8 @@ pub(crate) enum Command {
     Down(Down),
     #[command(hide = true)]
     Serve,
+    #[command(hide = true)]
+    IsPreloaded,
 }
 
 /// Start a session: one server a node; print its id once all are ready.

@@ -38,5 +38,6 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Status(arguments) => status::run(arguments),
         Command::Down(_) => down::run(),
         Command::Serve => serve::run(),
+        Command::IsPreloaded => Ok(if crate::preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
     }
 }

@@ -221,6 +221,8 @@ impl ServerProcess {
         let log_file = OpenOptions::new().create(true).append(true).mode(0o600).open(&log).map_err(cannot)?;
         let mut child = Command::new(env::current_exe().map_err(cannot)?)
             .arg("serve")
+            // Where this runs within another session: a server sees that one's namespace no more than it needs to.
+            .env_remove(crate::preload::VARIABLE)
             // The servers are the session's, not of whatever job control started them; and no job's folder stays busy.
             .process_group(0)
             .current_dir("/")

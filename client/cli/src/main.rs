@@ -5,6 +5,7 @@ mod commands;
 mod failure;
 mod launch;
 mod namespace;
+mod preload;
 mod size;
 
 use std::process::ExitCode;

@@ -22,13 +22,16 @@ pub(super) enum Place {
 impl View {
     /// The part of an absolute path that lies below the prefix.
     pub(super) fn below_prefix<'a>(&self, path: &'a [u8]) -> Option<&'a [u8]> {
-        let prefix = self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix());
-        let rest = path.strip_prefix(prefix)?;
+        let rest = path.strip_prefix(self.root())?;
         (rest.is_empty() || rest.starts_with(b"/")).then_some(rest)
     }
 
     pub(super) fn above_prefix(&self, below: &[u8]) -> Vec<u8> {
-        join(self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix()), below)
+        join(self.root(), below)
+    }
+
+    fn root(&self) -> &[u8] {
+        self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix())
     }
 
     /// What the path names; a symlink at its end is followed if `follow`, or if a slash comes after it.
@@ -59,7 +62,11 @@ impl View {
             }
             match name.as_slice() {
                 b"." => continue,
-                // Above the namespace's root is the root: what lies beyond is not ours to tell.
+                b".." if reached.is_empty() => {
+                    let prefix = self.root();
+                    let above = &prefix[..prefix.iter().rposition(|&byte| byte == b'/').unwrap_or(0)];
+                    return Err(outside(above, waiting, wants_directory));
+                }
                 b".." => reached.truncate(reached.iter().rposition(|&byte| byte == b'/').unwrap_or(0)),
                 _ if name.len() > NAME_LEN_MAX => return Err(ViewError::TooLong),
                 _ => {
@@ -74,7 +81,10 @@ impl View {
                         let rest = match target.starts_with(b"/") {
                             true => {
                                 reached.clear();
-                                self.below_prefix(&target).ok_or_else(|| ViewError::Outside(target.clone()))?
+                                match self.below_prefix(&target) {
+                                    Some(below) => below,
+                                    None => return Err(outside(&target, waiting, wants_directory)),
+                                }
                             }
                             false => target.as_slice(),
                         };
@@ -100,6 +110,15 @@ impl View {
             below.filter_map(|dataset| components(dataset.target()).nth(depth).map(<[u8]>::to_vec)).collect();
         Ok(names.into_iter().collect())
     }
+}
+
+/// What is left of a path that leaves the namespace: whoever can goes on from there.
+fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) -> ViewError {
+    let mut path = waiting.iter().fold(reached.to_vec(), |path, name| [&path, &b"/"[..], name].concat());
+    if path.is_empty() || wants_directory && !path.ends_with(b"/") {
+        path.push(b'/');
+    }
+    ViewError::Outside(path)
 }
 
 /// Whether a path can only name a directory.

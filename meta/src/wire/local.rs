@@ -28,6 +28,11 @@ pub enum FromClient {
         /// As named in `Fetched`.
         leases: Vec<u64>,
     },
+    /// A nameless file on the node's data dir. Answer: `Spill`.
+    Spill {
+        /// Bytes that it shall hold.
+        len: u64,
+    },
     /// A command. Answers: `Event`s, the last of which says that it is.
     Control(Command),
 }
@@ -69,6 +74,8 @@ pub enum FromServer {
         /// In the order asked for, perhaps fewer.
         blocks: Vec<FetchedBlock>,
     },
+    /// Descriptor: an empty file without a name, which may be written.
+    Spill,
     /// Part of a command's answer.
     Event(Event),
     /// The request is not granted.

@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::segment::{DATA_START, Place, header, pack};
-use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::drive::{Drive, Reservation, fill_room, nameless_file};
 
@@ -71,10 +70,9 @@ impl Segments {
     pub(crate) fn give_up(&self) {
         for segment in &self.segments {
             let mut room = segment.room.lock().unwrap_or_else(PoisonError::into_inner);
-            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-            let len = room.end.next_multiple_of(dayfly_meta::limits::PAGE_SIZE);
-            if let Err(error) = fallocate(&segment.file, flags, 0, len as i64) {
-                tracing::warn!(%error, "cannot punch a segment; its room is free when its last reader ends");
+            // Cut off, not punched: whoever has it mapped shall not read zeros.
+            if let Err(error) = segment.file.set_len(0) {
+                tracing::warn!(%error, "cannot empty a segment; its room is free when its last reader ends");
             }
             room.reservation = None;
         }
@@ -136,8 +134,8 @@ mod tests {
         file.read_exact_at(&mut byte, 108_191).unwrap();
         assert_eq!(byte, [7]);
         segments.give_up();
-        file.read_exact_at(&mut byte, 108_191).unwrap();
-        assert_eq!((byte, drives[0].used()), ([0], 0));
+        assert!(file.read_exact_at(&mut byte, 108_191).is_err());
+        assert_eq!((file.metadata().unwrap().len(), drives[0].used()), (0, 0));
         assert!(segments.allocate(&[1]).is_none());
     }
 }

@@ -3,17 +3,19 @@
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use dayfly_client::locate::{Location, NODE_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE};
+use dayfly_client::Session;
+use dayfly_client::locate::{Location, NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE};
 use dayfly_meta::id::NodeId;
 
 use crate::args::{Env, Exec};
 use crate::failure::say;
 use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED};
-use crate::namespace;
+use crate::{namespace, preload};
 
 pub(super) fn run(arguments: Exec) -> Result<ExitCode, Failure> {
     let outside = |failure: Failure| failure.with_status(NOT_STARTED);
@@ -44,23 +46,48 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
     Failure::new(format!("cannot run '{}': {error}", program.display())).with_status(status)
 }
 
-/// What makes a process part of the session, with our own folder first in its PATH.
-pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(&'static str, OsString)>, Failure> {
+/// What makes a process part of the session: the library that shows it the namespace, what that needs to know, and our own
+/// folder first in its PATH. The same again in the form that Apptainer hands to what runs in a container.
+pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,
         Some(node) => Some(NodeId(node))
             .filter(|node| location.live_nodes().contains(node))
             .ok_or_else(|| Failure::usage(format!("session {} has no live node {node} on this machine", location.session)))?,
     };
+    let prefix = Session::attach_to(location, node)?.prefix().to_vec();
+    let library = preload::library()?;
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     if let Some(rest) = env::var_os("PATH").filter(|rest| !rest.is_empty()) {
         path.push(OsStr::from_bytes(b":"));
         path.push(rest);
     }
-    let mut variables =
-        vec![(SESSION_VARIABLE, location.session.to_string().into()), (NODE_VARIABLE, node.to_string().into()), ("PATH", path)];
-    if let Some(folder) = env::var_os(RUNTIME_DIR_VARIABLE) {
-        variables.push((RUNTIME_DIR_VARIABLE, folder));
+    let mut variables: Vec<(&str, OsString)> = vec![
+        (SESSION_VARIABLE, location.session.to_string().into()),
+        (NODE_VARIABLE, node.to_string().into()),
+        (PREFIX_VARIABLE, OsString::from_vec(prefix)),
+        (preload::VARIABLE, preload::value(&library)),
+    ];
+    if let Some(folder) = env::var_os(RUNTIME_DIR_VARIABLE).filter(|folder| !folder.is_empty()) {
+        variables.push((RUNTIME_DIR_VARIABLE, std::path::absolute(folder)?.into()));
     }
-    Ok(variables)
+    let inside = |(name, value): &(&str, OsString)| CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()));
+    let for_containers: Vec<_> = variables.iter().flat_map(inside).chain(binds(&[&library, &location.folder])).collect();
+    variables.push(("PATH", path));
+    Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
+}
+
+/// Both names of the same program.
+const CONTAINERS: [&str; 2] = ["APPTAINER", "SINGULARITY"];
+
+/// Makes paths seen in containers at the same place, besides what was asked for already.
+fn binds(paths: &[&Path]) -> impl Iterator<Item = (String, OsString)> {
+    let ours: Vec<&OsStr> = paths.iter().map(|path| path.as_os_str()).collect();
+    let ours = ours.join(OsStr::new(","));
+    CONTAINERS.into_iter().map(move |program| {
+        let name = format!("{program}_BIND");
+        let before = env::var_os(&name).filter(|before| !before.is_empty());
+        let value = before.map_or_else(|| ours.clone(), |before| [before, ours.clone()].join(OsStr::new(",")));
+        (name, value)
+    })
 }

@@ -1,0 +1,167 @@
+//! Becoming another program. Before that, what the program inherits becomes the kernel's (see `carry`), and the working
+//! directory goes along in the environment.
+
+use std::ffi::{CString, c_char, c_int};
+use std::os::fd::{AsRawFd, IntoRawFd};
+
+use dayfly_client::View;
+use dayfly_client::locate::CWD_VARIABLE;
+
+use super::hook;
+use crate::memory::{fail, string, strings};
+use crate::process::{Fault, answer, setup};
+use crate::{carry, cwd, next, path, table};
+
+type Strings = *const *const c_char;
+
+unsafe extern "C" {
+    static environ: Strings;
+}
+
+pub(super) fn current_environment() -> Strings {
+    // SAFETY: libc's variable, read as any C program does.
+    unsafe { environ }
+}
+
+hook! {
+    fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+        if !is_active() {
+            return next::execve(path, arguments, environment);
+        }
+        let environment = Environment::new(environment);
+        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+            return -1;
+        }
+        let kernel = |_, path| next::execve(path, arguments, environment.strings());
+        path::at(libc::AT_FDCWD, path, |view, path| run(view, path, arguments, environment.strings()), kernel)
+    }
+
+    fn execv(path: *const c_char, arguments: Strings) -> c_int {
+        execve(path, arguments, current_environment())
+    }
+
+    fn execvp(path: *const c_char, arguments: Strings) -> c_int {
+        execvpe(path, arguments, current_environment())
+    }
+
+    fn execvpe(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+        if !is_active() {
+            return next::execvpe(path, arguments, environment);
+        }
+        // With a slash it is a path, else a name that libc looks for.
+        if string(path).is_some_and(|path| path.to_bytes().contains(&b'/')) {
+            return execve(path, arguments, environment);
+        }
+        let environment = Environment::new(environment);
+        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+            return -1;
+        }
+        next::execvpe(path, arguments, environment.strings())
+    }
+
+    fn fexecve(descriptor: c_int, arguments: Strings, environment: Strings) -> c_int {
+        execveat(descriptor, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH)
+    }
+
+    fn execveat(directory: c_int, path: *const c_char, arguments: Strings, environment: Strings, flags: c_int) -> c_int {
+        let call = |directory, path, environment| match flags & libc::AT_EMPTY_PATH != 0 && directory >= 0 {
+            true if string(path).is_some_and(|path| path.is_empty()) => next::fexecve(directory, arguments, environment),
+            _ => next::execveat(directory, path, arguments, environment, flags),
+        };
+        if !is_active() {
+            return call(directory, path, environment);
+        }
+        let environment = Environment::new(environment);
+        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+            return -1;
+        }
+        if let Some(open) = table::find(directory).filter(|_| string(path).is_some_and(|path| path.is_empty())) {
+            let Some(path) = path::path_of(&open) else { return fail(libc::ENOENT) };
+            return answer(|| run(&*crate::process::view()?, &path, arguments, environment.strings()));
+        }
+        let kernel = |directory, path| call(directory, path, environment.strings());
+        path::at(directory, path, |view, path| run(view, path, arguments, environment.strings()), kernel)
+    }
+}
+
+/// The variadic ones, whose arguments `variadic.c` has put into an array.
+macro_rules! variadic {
+    ($($name:ident => $body:ident),*) => {$(
+        unsafe extern "C" {
+            fn $body();
+        }
+
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        #[unsafe(naked)]
+        pub(crate) unsafe extern "C" fn $name() {
+            #[cfg(target_arch = "x86_64")]
+            core::arch::naked_asm!("jmp {body}", body = sym $body);
+            #[cfg(target_arch = "aarch64")]
+            core::arch::naked_asm!("b {body}", body = sym $body);
+        }
+    )*};
+}
+
+variadic!(execl => dayfly_execl, execlp => dayfly_execlp, execle => dayfly_execle);
+
+/// What `variadic.c` calls.
+#[unsafe(no_mangle)]
+extern "C" fn dayfly_execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+    execve(path, arguments, if environment.is_null() { current_environment() } else { environment })
+}
+
+/// As above, looking for the name in PATH.
+#[unsafe(no_mangle)]
+extern "C" fn dayfly_execvp(path: *const c_char, arguments: Strings) -> c_int {
+    execvpe(path, arguments, current_environment())
+}
+
+/// Whether there is anything to be done.
+pub(super) fn is_active() -> bool {
+    setup().is_some()
+}
+
+/// Runs a program that lies in the namespace: from a copy, for the kernel can run nothing else.
+fn run(view: &View, path: &[u8], arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+    let file = view.open(path)?;
+    if file.stat().permissions & 0o111 == 0 {
+        return Err(Fault::Errno(libc::EACCES));
+    }
+    let mut start = [0; 2];
+    view.read_at(&file, 0, &mut start)?;
+    let copy = carry::copy_of(view, &file)?;
+    let number = copy.as_raw_fd();
+    // A script's interpreter opens it again, by its number.
+    if &start == b"#!" {
+        next::fcntl(copy.into_raw_fd(), libc::F_SETFD, 0);
+    }
+    Ok(next::fexecve(number, arguments, environment))
+}
+
+/// An environment with the working directory in it, if that is ours, and without if it is not.
+pub(super) struct Environment {
+    given: Strings,
+    changed: Option<(Vec<*const c_char>, Option<CString>)>,
+}
+
+impl Environment {
+    fn new(given: Strings) -> Self {
+        Self::in_directory(given, cwd::current())
+    }
+
+    pub(super) fn in_directory(given: Strings, directory: Option<Vec<u8>>) -> Self {
+        let name = [CWD_VARIABLE.as_bytes(), b"="].concat();
+        let is_known = strings(given).any(|variable| variable.to_bytes().starts_with(&name));
+        if directory.is_none() && !is_known {
+            return Self { given, changed: None };
+        }
+        let variable = directory.and_then(|directory| CString::new([name.clone(), directory].concat()).ok());
+        let others = strings(given).filter(|variable| !variable.to_bytes().starts_with(&name)).map(|variable| variable.as_ptr());
+        let pointers = others.chain(variable.iter().map(|variable| variable.as_ptr())).chain([std::ptr::null()]).collect();
+        Self { given, changed: Some((pointers, variable)) }
+    }
+
+    pub(super) fn strings(&self) -> Strings {
+        self.changed.as_ref().map_or(self.given, |(pointers, _)| pointers.as_ptr())
+    }
+}

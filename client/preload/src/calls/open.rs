@@ -1,0 +1,98 @@
+//! Opening.
+
+use std::ffi::{c_char, c_int};
+use std::os::fd::{IntoRawFd, RawFd};
+use std::sync::atomic::AtomicI32;
+
+use dayfly_client::{FileKind, Opened, View, ViewError};
+use libc::mode_t;
+
+use super::hook;
+use crate::memory::Errno;
+use crate::offset::Offset;
+use crate::process::{self, Fault};
+use crate::table::{self, Description, Object, Reference};
+use crate::{carry, next, path, vfork};
+
+hook! {
+    fn open | open64 | __open | __open64 (path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
+        openat(libc::AT_FDCWD, path, flags, mode)
+    }
+
+    fn openat | openat64 (directory: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
+        let kernel = |directory, path| match directory {
+            libc::AT_FDCWD => next::open(path, flags, mode),
+            _ => next::openat(directory, path, flags, mode),
+        };
+        path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
+    }
+
+    fn creat | creat64 (path: *const c_char, mode: mode_t) -> c_int {
+        openat(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode)
+    }
+
+    fn __open_2 | __open64_2 (path: *const c_char, flags: c_int) -> c_int {
+        openat(libc::AT_FDCWD, path, flags, 0)
+    }
+
+    fn __openat_2 | __openat64_2 (directory: c_int, path: *const c_char, flags: c_int) -> c_int {
+        openat(directory, path, flags, 0)
+    }
+}
+
+/// Opens a path of the namespace as these flags say.
+pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, Fault> {
+    let object = look_up(view, path, flags)?;
+    let close_on_exec = flags & libc::O_CLOEXEC != 0;
+    if vfork::child().is_some() {
+        // Our records are its parent's: it gets a file of the kernel's.
+        let Object::File(file) = &object else { return Err(Fault::Errno(libc::EMFILE)) };
+        let copy = carry::copy_of(view, file)?.into_raw_fd();
+        next::fcntl(copy, libc::F_SETFD, u64::from(close_on_exec));
+        return Ok(copy);
+    }
+    let kept_flags = flags & !(libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC) | libc::O_LARGEFILE;
+    let description =
+        table::describe(Description { object, flags: AtomicI32::new(kept_flags), offset: Offset::new() })?;
+    Ok(give_number(&description, close_on_exec)?)
+}
+
+/// Gives a description a number, the lowest that is free.
+pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Result<RawFd, Errno> {
+    let number = process::new_number(close_on_exec)?;
+    if table::name(number, description) {
+        return Ok(number);
+    }
+    next::close(number);
+    Err(libc::EMFILE)
+}
+
+fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
+    let has = |flag| flags & flag == flag;
+    let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    if has(libc::O_NOFOLLOW) && view.lstat(path).is_ok_and(|stat| stat.kind == FileKind::Symlink) {
+        return Err(Fault::Errno(libc::ELOOP));
+    }
+    match view.open_any(path) {
+        Ok(_) if has(libc::O_CREAT | libc::O_EXCL) => Err(Fault::Errno(libc::EEXIST)),
+        Ok(Opened::Directory(_)) if has(libc::O_TMPFILE) => Err(Fault::Errno(libc::EROFS)),
+        Ok(Opened::Directory(_)) if writes || has(libc::O_CREAT) => Err(Fault::Errno(libc::EISDIR)),
+        Ok(Opened::File(_)) if has(libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
+        Ok(Opened::File(_)) if writes || has(libc::O_TRUNC) => Err(Fault::Errno(libc::EROFS)),
+        Ok(Opened::File(file)) => Ok(Object::File(file)),
+        Ok(Opened::Directory(directory)) => Ok(Object::Directory(directory)),
+        Err(ViewError::NotFound) if has(libc::O_CREAT) => Err(cannot_create(view, path)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Why a name that is not there cannot be made: the file system is read-only, if its directory is there.
+pub(crate) fn cannot_create(view: &View, path: &[u8]) -> Fault {
+    let path = path.strip_suffix(b"/").unwrap_or(path);
+    let parent = &path[..path.iter().rposition(|&byte| byte == b'/').unwrap_or(0)];
+    match view.stat(parent) {
+        Ok(stat) if stat.kind == FileKind::Directory => ViewError::ReadOnly.into(),
+        Ok(_) => ViewError::NotADirectory.into(),
+        Err(error) => error.into(),
+    }
+}

@@ -1,0 +1,102 @@
+//! Waiting. A file is always ready; the kernel, which knows ours by a placeholder, is asked about the others only.
+
+use std::ffi::c_int;
+use std::os::fd::RawFd;
+
+use libc::{fd_set, nfds_t, pollfd, sigset_t, timespec, timeval};
+
+use super::hook;
+use crate::memory::{array_mut, fail, get, put};
+use crate::{next, table};
+
+const READY: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDNORM | libc::POLLWRNORM;
+static NOW: timespec = timespec { tv_sec: 0, tv_nsec: 0 };
+
+hook! {
+    fn poll(descriptors: *mut pollfd, count: nfds_t, timeout_ms: c_int) -> c_int {
+        poll_with(descriptors, count, |is_ready| next::poll(descriptors, count, if is_ready { 0 } else { timeout_ms }))
+    }
+
+    fn __poll_chk(descriptors: *mut pollfd, count: nfds_t, timeout_ms: c_int, _room: libc::size_t) -> c_int {
+        poll(descriptors, count, timeout_ms)
+    }
+
+    fn ppoll(descriptors: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t) -> c_int {
+        poll_with(descriptors, count, |is_ready| next::ppoll(descriptors, count, if is_ready { &raw const NOW } else { timeout }, mask))
+    }
+
+    fn __ppoll_chk(descriptors: *mut pollfd, count: nfds_t, timeout: *const timespec, mask: *const sigset_t, _room: libc::size_t) -> c_int {
+        ppoll(descriptors, count, timeout, mask)
+    }
+
+    fn select(count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval) -> c_int {
+        select_with(count, [read, write, except], |is_ready| {
+            let mut now = timeval { tv_sec: 0, tv_usec: 0 };
+            next::select(count, read, write, except, if is_ready { &raw mut now } else { timeout })
+        })
+    }
+
+    fn pselect(count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *const timespec, mask: *const sigset_t) -> c_int {
+        select_with(count, [read, write, except], |is_ready| {
+            next::pselect(count, read, write, except, if is_ready { &raw const NOW } else { timeout }, mask)
+        })
+    }
+
+    fn epoll_ctl(epoll: c_int, operation: c_int, descriptor: c_int, event: *mut libc::epoll_event) -> c_int {
+        // As Linux answers for every regular file and directory.
+        if table::is_ours(descriptor) { fail(libc::EPERM) } else { next::epoll_ctl(epoll, operation, descriptor, event) }
+    }
+}
+
+/// Polls with our descriptors taken out, without waiting if one of them is ready.
+fn poll_with(descriptors: *mut pollfd, count: nfds_t, kernel: impl FnOnce(bool) -> c_int) -> c_int {
+    let all = array_mut(descriptors, count as usize);
+    if !all.iter().any(|one| table::is_ours(one.fd)) {
+        return kernel(false);
+    }
+    // The kernel passes over negative numbers.
+    let ours: Vec<(usize, RawFd)> =
+        all.iter().enumerate().filter(|(_, one)| table::is_ours(one.fd)).map(|(at, one)| (at, one.fd)).collect();
+    let is_ready = ours.iter().any(|&(at, _)| all[at].events & READY != 0);
+    ours.iter().for_each(|&(at, _)| all[at].fd = -1);
+    let found = kernel(is_ready);
+    let all = array_mut(descriptors, count as usize);
+    let mut ready = 0;
+    for (at, number) in ours {
+        all[at].fd = number;
+        all[at].revents = all[at].events & READY;
+        ready += c_int::from(all[at].revents != 0);
+    }
+    if found < 0 { found } else { found + ready }
+}
+
+fn select_with(count: c_int, sets: [*mut fd_set; 3], kernel: impl FnOnce(bool) -> c_int) -> c_int {
+    let count = count.clamp(0, libc::FD_SETSIZE as c_int);
+    if table::numbers(0, count - 1).next().is_none() {
+        return kernel(false);
+    }
+    // Ours, of each set; a file is never exceptional.
+    let mut ours: [Vec<RawFd>; 3] = Default::default();
+    for (set, ours) in sets.into_iter().zip(&mut ours) {
+        let Some(mut members) = get(set.cast_const()) else { continue };
+        // SAFETY: numbers below FD_SETSIZE, of a set of ours.
+        ours.extend(table::numbers(0, count - 1).filter(|&number| unsafe { libc::FD_ISSET(number, &raw const members) }));
+        // SAFETY: as above.
+        ours.iter().for_each(|&number| unsafe { libc::FD_CLR(number, &raw mut members) });
+        // It was read, so it can be written.
+        let _ = put(set, members);
+    }
+    let ready = ours[0].len() + ours[1].len();
+    let found = kernel(ready > 0);
+    if found < 0 {
+        return found;
+    }
+    for (set, ours) in sets.into_iter().zip(&ours).take(2) {
+        let Some(mut members) = get(set.cast_const()) else { continue };
+        // SAFETY: as above.
+        ours.iter().for_each(|&number| unsafe { libc::FD_SET(number, &raw mut members) });
+        // As above.
+        let _ = put(set, members);
+    }
+    found + ready as c_int
+}

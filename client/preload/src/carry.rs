@@ -1,0 +1,191 @@
+//! Carrying what is open over to programs that do not have our records: at `exec`, to a child, over a socket. Behind the same
+//! number then lies a file of the kernel's with the same bytes and offset: a sealed memfd, or, where that would be too much
+//! memory, a nameless file on the node's data dir.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use dayfly_client::kept::Kept;
+use dayfly_client::{OpenFile, View};
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX, SERVER_TIMEOUT};
+
+use crate::memory::{self, Errno};
+use crate::offset::{EMPTY, FILLED};
+use crate::process::{self, Fault};
+use crate::table::{self, Reference};
+use crate::{next, vfork};
+
+/// Copied at a time.
+const CHUNK_LEN: u64 = 8 << 20;
+
+/// A descriptor that the kernel has just made for us.
+pub(crate) fn owned(descriptor: RawFd) -> Result<File, Errno> {
+    if descriptor < 0 {
+        return Err(memory::errno());
+    }
+    // SAFETY: the caller got it from a call that makes descriptors; nobody else owns it.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(descriptor) }))
+}
+
+fn errno_of(error: &std::io::Error) -> Errno {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// An empty file that can take a copy.
+fn empty(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    if file.stat().size > MEMORY_COPY_LEN_MAX {
+        return Ok(view.session().spill(file.stat().size)?);
+    }
+    let path = file.path(view)?;
+    let name = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    let name = CString::new(&name[..name.len().min(200)]).map_err(|_| libc::EIO)?;
+    // SAFETY: the name is a string; the result is checked.
+    let descriptor = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    Ok(owned(descriptor)?)
+}
+
+/// Copies all of a file; afterwards nobody can change a copy in memory.
+fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Fault> {
+    copy_range(view, file, 0, file.stat().size, copy, 0)?;
+    if file.stat().size <= MEMORY_COPY_LEN_MAX {
+        let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+        next::fcntl(copy.as_raw_fd(), libc::F_ADD_SEALS, seals as u64);
+    }
+    Ok(())
+}
+
+/// Copies a range of a file into another.
+pub(crate) fn copy_range(view: &View, file: &OpenFile, from: u64, len: u64, to: &File, at: u64) -> Result<(), Fault> {
+    const { assert!(CHUNK_LEN <= BLOCK_SIZE_MAX) };
+    let mut buffer = vec![0; len.min(CHUNK_LEN) as usize];
+    let mut done = 0;
+    while done < len {
+        let count = (len - done).min(CHUNK_LEN) as usize;
+        let count = view.read_at(file, from + done, &mut buffer[..count])?;
+        if count == 0 {
+            break;
+        }
+        to.write_all_at(&buffer[..count], at + done).map_err(|error| errno_of(&error))?;
+        done += count as u64;
+    }
+    Ok(())
+}
+
+/// A file of the kernel's with the bytes of a file; its offset is 0.
+pub(crate) fn copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    let copy = empty(view, file)?;
+    fill(view, file, &copy)?;
+    Ok(read_only(copy))
+}
+
+/// Another descriptor by which a file cannot be written, where /proc can give one.
+fn read_only(file: File) -> File {
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap_or(file)
+}
+
+/// The file that stands for a description from now on, for this process and those that it shares the description with.
+fn carrier<'a>(view: &View, description: &'a Reference) -> Result<&'a Kept, Fault> {
+    let file = description.file()?;
+    if description.offset.carrier().is_none() {
+        description.offset.set_carrier(Kept::new(empty(view, file)?));
+    }
+    let carrier = description.offset.carrier().ok_or(libc::EIO)?;
+    let filled = description.offset.filled();
+    let me = std::process::id().max(FILLED + 1);
+    let deadline = Instant::now() + SERVER_TIMEOUT;
+    loop {
+        match filled.compare_exchange(EMPTY, me, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => break,
+            Err(FILLED) => return Ok(carrier),
+            // Another process of ours is at it. Should it have died there, its work is done again.
+            Err(other) => {
+                // SAFETY: signal 0 is never sent; this asks whether the process lives.
+                let is_dead = unsafe { libc::kill(other as i32, 0) } != 0 && memory::errno() == libc::ESRCH;
+                if is_dead && filled.compare_exchange(other, me, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+                    break;
+                }
+                if Instant::now() > deadline {
+                    return Err(Fault::Errno(libc::EIO));
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+    }
+    let result = fill(view, file, carrier).and_then(|()| {
+        let offset = description.offset.load();
+        (&**carrier).seek(SeekFrom::Start(offset)).map_err(|error| errno_of(&error))?;
+        Ok(())
+    });
+    filled.store(if result.is_ok() { FILLED } else { EMPTY }, Ordering::Release);
+    result.map(|()| carrier)
+}
+
+/// Makes the carrier of whatever a child may take to another program, so that both have the same offset then too.
+pub(crate) fn before_fork() {
+    let Some(view) = process::known_view() else { return };
+    for number in table::numbers(0, RawFd::MAX) {
+        let is_inherited = next::fcntl(number, libc::F_GETFD, 0) == 0;
+        let Some(description) = table::find(number).filter(|_| is_inherited) else { continue };
+        if let Ok(file) = description.file()
+            && description.offset.carrier().is_none()
+            && let Ok(empty) = empty(view, file)
+        {
+            description.offset.set_carrier(Kept::new(empty));
+        }
+    }
+}
+
+/// Puts files of the kernel's behind all numbers of ours that another program would inherit.
+pub(crate) fn carry_over() -> Result<(), Fault> {
+    let Some(view) = process::known_view() else { return Ok(()) };
+    let child = vfork::child();
+    let numbers = match child {
+        Some(child) => vfork::numbers(child),
+        None => table::numbers(0, RawFd::MAX).collect(),
+    };
+    for number in numbers {
+        if next::fcntl(number, libc::F_GETFD, 0) == 0 && process::is_placeholder(number) {
+            carry_one(view, child, number, 0)?;
+        }
+    }
+    if child.is_some() {
+        vfork::forget_copies();
+    }
+    Ok(())
+}
+
+/// Puts a file of the kernel's behind one number of ours; `flags` are those of `dup3`.
+pub(crate) fn carry_one(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
+    let description = match child {
+        Some(child) => vfork::find(child, number),
+        None => table::find(number),
+    };
+    let Some(description) = description else { return Ok(()) };
+    // A directory has no bytes; it stays what cannot be read.
+    let Ok(file) = description.file() else { return Ok(()) };
+    if child.is_some() {
+        // Our records are the parent's, and so is the carrier.
+        let mut copy = copy_of(view, file)?;
+        copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
+        return put(&copy, number, flags);
+    }
+    put(carrier(view, &description)?, number, flags)
+}
+
+fn put(file: &File, number: RawFd, flags: i32) -> Result<(), Fault> {
+    if next::dup3(file.as_raw_fd(), number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
+}
+
+/// A copy of what is open behind a number, to be passed on, with its offset.
+pub(crate) fn for_another(number: RawFd) -> Result<Option<File>, Fault> {
+    let Some(description) = table::find(number) else { return Ok(None) };
+    let view = process::view()?;
+    let mut copy = copy_of(&view, description.file()?)?;
+    copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
+    Ok(Some(copy))
+}

@@ -1,0 +1,220 @@
+//! The offset of an open file description. It is shared with forked children, as POSIX says: before a fork it moves to
+//! memory that both sides map. Where a child has become another program that has the file as one of the kernel's (see
+//! `carry`), the kernel's offset is the one that counts.
+
+use std::os::fd::{AsRawFd, RawFd};
+use std::ptr::{null_mut, NonNull};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use dayfly_client::kept::Kept;
+
+use crate::next;
+use crate::table::Description;
+
+/// Stands in `own` once the offset has moved.
+const MOVED: u64 = u64::MAX;
+
+/// Nobody has filled the carrier; somebody has; else the process that is at it.
+pub(crate) const EMPTY: u32 = 0;
+pub(crate) const FILLED: u32 = 1;
+
+/// An offset.
+pub(crate) struct Offset {
+    own: AtomicU64,
+    shared: AtomicPtr<Shared>,
+    page: AtomicPtr<Page>,
+    /// A file of the kernel's in the place of this description, for programs without this library.
+    carrier: AtomicPtr<Kept>,
+    /// Whether the carrier is filled, as long as nothing is shared.
+    filled: AtomicU32,
+}
+
+/// In memory that forked processes share.
+struct Shared {
+    offset: AtomicU64,
+    filled: AtomicU32,
+}
+
+/// Memory with the offsets that moved at one fork, and how many of them this process still has.
+struct Page {
+    base: NonNull<Shared>,
+    len: usize,
+    references: AtomicUsize,
+}
+
+impl Offset {
+    pub(crate) fn new() -> Self {
+        Self {
+            own: AtomicU64::new(0),
+            shared: AtomicPtr::new(null_mut()),
+            page: AtomicPtr::new(null_mut()),
+            carrier: AtomicPtr::new(null_mut()),
+            filled: AtomicU32::new(EMPTY),
+        }
+    }
+
+    fn shared(&self) -> Option<&Shared> {
+        let shared = self.shared.load(Ordering::Acquire);
+        // SAFETY: points into the page that `share` attached to this offset, which is unmapped only when this ends.
+        (!shared.is_null()).then(|| unsafe { &*shared })
+    }
+
+    /// Where the offset is now. It moves at most once, before a fork; whoever meets it on the way waits a moment.
+    fn cell(&self) -> &AtomicU64 {
+        loop {
+            if let Some(shared) = self.shared() {
+                return &shared.offset;
+            }
+            if self.own.load(Ordering::Acquire) != MOVED {
+                return &self.own;
+            }
+            std::hint::spin_loop();
+        }
+    }
+
+    /// The state of the carrier.
+    pub(crate) fn filled(&self) -> &AtomicU32 {
+        self.shared().map_or(&self.filled, |shared| &shared.filled)
+    }
+
+    pub(crate) fn carrier(&self) -> Option<&Kept> {
+        let carrier = self.carrier.load(Ordering::Acquire);
+        // SAFETY: made by `Box::into_raw` in `set_carrier`, and ended only when this ends.
+        (!carrier.is_null()).then(|| unsafe { &*carrier })
+    }
+
+    /// Sets the carrier, unless there is one.
+    pub(crate) fn set_carrier(&self, carrier: Kept) {
+        let carrier = Box::into_raw(Box::new(carrier));
+        if self.carrier.compare_exchange(null_mut(), carrier, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            // SAFETY: made just above, and not published.
+            drop(unsafe { Box::from_raw(carrier) });
+        }
+    }
+
+    /// The kernel's descriptor that keeps the offset, once it does.
+    fn kernel(&self) -> Option<RawFd> {
+        let carrier = self.carrier()?;
+        (self.filled().load(Ordering::Acquire) == FILLED).then(|| carrier.as_raw_fd())
+    }
+
+    pub(crate) fn load(&self) -> u64 {
+        match self.kernel() {
+            Some(descriptor) => u64::try_from(next::lseek(descriptor, 0, libc::SEEK_CUR)).unwrap_or(0),
+            None => loop {
+                let offset = self.cell().load(Ordering::Acquire);
+                if offset != MOVED {
+                    return offset;
+                }
+            },
+        }
+    }
+
+    pub(crate) fn store(&self, offset: u64) {
+        if let Some(descriptor) = self.kernel() {
+            next::lseek(descriptor, offset as i64, libc::SEEK_SET);
+            return;
+        }
+        loop {
+            let cell = self.cell();
+            let now = cell.load(Ordering::Acquire);
+            if now != MOVED && cell.compare_exchange(now, offset, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return;
+            }
+        }
+    }
+
+    /// Takes the next bytes, at most `len` and not beyond `size`: returns where they start and how many they are. Two who
+    /// read from one description never get the same ones.
+    pub(crate) fn claim(&self, len: u64, size: u64) -> (u64, u64) {
+        if self.kernel().is_some() {
+            let start = self.load();
+            let count = len.min(size.saturating_sub(start));
+            self.store(start + count);
+            return (start, count);
+        }
+        loop {
+            let cell = self.cell();
+            let start = cell.load(Ordering::Acquire);
+            if start == MOVED {
+                continue;
+            }
+            let count = len.min(size.saturating_sub(start));
+            if cell.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return (start, count);
+            }
+        }
+    }
+
+    /// Gives back what was claimed and could not be read, unless somebody has moved on.
+    pub(crate) fn unclaim(&self, start: u64, count: u64) {
+        // Whoever has moved on keeps what they have.
+        let _ = self.cell().compare_exchange(start + count, start, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Offset {
+    fn drop(&mut self) {
+        let carrier = *self.carrier.get_mut();
+        if !carrier.is_null() {
+            // SAFETY: made by `Box::into_raw` in `set_carrier`; nobody else sees this offset any more.
+            drop(unsafe { Box::from_raw(carrier) });
+        }
+        let page = *self.page.get_mut();
+        if page.is_null() {
+            return;
+        }
+        // SAFETY: made by `Box::into_raw` in `share`, and alive as long as one offset refers to it.
+        let last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;
+        if last {
+            // SAFETY: that was the last reference of this process; its children have mappings of their own.
+            unsafe {
+                let page = Box::from_raw(page);
+                libc::munmap(page.base.as_ptr().cast(), page.len);
+            }
+        }
+    }
+}
+
+/// Moves the offsets of all that is open into memory that a child will share.
+pub(crate) fn share<'a>(descriptions: impl Iterator<Item = &'a Description>) {
+    let moving: Vec<&Offset> =
+        descriptions.map(|description| &description.offset).filter(|offset| offset.shared().is_none()).collect();
+    if moving.is_empty() {
+        return;
+    }
+    let len = moving.len() * size_of::<Shared>();
+    // SAFETY: a new mapping of nothing that exists.
+    let memory = unsafe {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        libc::mmap(null_mut(), len, protection, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0)
+    };
+    let Some(base) = NonNull::new(memory.cast::<Shared>()).filter(|_| memory != libc::MAP_FAILED) else { return };
+    let page = Box::into_raw(Box::new(Page { base, len, references: AtomicUsize::new(moving.len()) }));
+    for (number, offset) in moving.into_iter().enumerate() {
+        let value = offset.own.swap(MOVED, Ordering::AcqRel);
+        // SAFETY: within the mapping, which has room for all of them, aligned, and zero: a valid `Shared`.
+        let shared = unsafe { base.add(number).as_ref() };
+        shared.offset.store(value, Ordering::Release);
+        shared.filled.store(offset.filled.load(Ordering::Acquire), Ordering::Release);
+        offset.page.store(page, Ordering::Release);
+        offset.shared.store(base.as_ptr().wrapping_add(number), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_claimed_once_and_not_beyond_the_end() {
+        let offset = Offset::new();
+        assert_eq!(offset.claim(4, 10), (0, 4));
+        assert_eq!(offset.claim(100, 10), (4, 6));
+        assert_eq!(offset.claim(1, 10), (10, 0));
+        offset.unclaim(4, 6);
+        assert_eq!(offset.load(), 4);
+        offset.store(20);
+        assert_eq!(offset.claim(1, 10), (20, 0));
+    }
+}

@@ -1,0 +1,38 @@
+/* The three functions of C with arguments without end, which Rust cannot define: they become an array. */
+
+#include <stdarg.h>
+#include <stddef.h>
+
+extern int dayfly_execve(const char *path, char *const arguments[], char *const environment[]);
+extern int dayfly_execvp(const char *file, char *const arguments[]);
+
+/* Counts the arguments from the first on, then has them in `array`, the null at their end included. */
+#define COLLECT(first, last)                                  \
+    size_t count = 1;                                         \
+    va_list list;                                             \
+    va_start(list, first);                                    \
+    for (const char *one = first; one; count++)               \
+        one = va_arg(list, const char *);                     \
+    va_end(list);                                             \
+    char *array[count + 1];                                   \
+    va_start(list, first);                                    \
+    array[0] = (char *)first;                                 \
+    for (size_t at = 0; array[at]; at++)                      \
+        array[at + 1] = va_arg(list, char *);                 \
+    last                                                      \
+    va_end(list);
+
+__attribute__((visibility("hidden"))) int dayfly_execl(const char *path, const char *first, ...) {
+    COLLECT(first, )
+    return dayfly_execve(path, array, NULL);
+}
+
+__attribute__((visibility("hidden"))) int dayfly_execlp(const char *file, const char *first, ...) {
+    COLLECT(first, )
+    return dayfly_execvp(file, array);
+}
+
+__attribute__((visibility("hidden"))) int dayfly_execle(const char *path, const char *first, ...) {
+    COLLECT(first, char *const *environment = va_arg(list, char *const *);)
+    return dayfly_execve(path, array, environment);
+}

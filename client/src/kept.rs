@@ -1,0 +1,86 @@
+//! Descriptors that this library keeps: high in the table, out of the way of the numbers that programs see, close-on-exec,
+//! and known, so that a program which closes everything does not close them.
+
+use std::fs::File;
+use std::io;
+use std::ops::Deref;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::resource::{Resource, getrlimit};
+use std::os::fd::{FromRawFd, OwnedFd};
+
+/// Kept descriptors lie just below this number, or the process's limit. Higher would cost every fork: the kernel copies
+/// the table up to its last descriptor.
+const CEILING: u64 = 1024;
+/// How many numbers below the ceiling are tried first.
+const ROOM: u64 = 128;
+/// Numbers that are watched over. A descriptor that had to go above is kept, but not protected.
+const WATCHED: usize = 2048;
+
+static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];
+
+/// A file whose descriptor is kept.
+pub struct Kept(File);
+
+impl Kept {
+    /// Moves a file's descriptor out of the program's way. Where no number is left, it stays where it is.
+    pub fn new(file: File) -> Self {
+        let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
+        let floor = limit.min(CEILING).saturating_sub(ROOM).max(limit.min(CEILING) / 2);
+        let file = match fcntl(&file, FcntlArg::F_DUPFD_CLOEXEC(floor as RawFd)) {
+            // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+            Ok(high) => File::from(unsafe { OwnedFd::from_raw_fd(high) }),
+            Err(_) => file,
+        };
+        watch(file.as_raw_fd(), true);
+        Self(file)
+    }
+
+    /// As [`Kept::new`], of a copy.
+    pub fn of(file: &File) -> io::Result<Self> {
+        Ok(Self::new(file.try_clone()?))
+    }
+}
+
+impl Deref for Kept {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.0
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        watch(self.0.as_raw_fd(), false);
+    }
+}
+
+fn watch(descriptor: RawFd, on: bool) {
+    let Some(word) = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64)) else { return };
+    let bit = 1 << (descriptor % 64);
+    if on { word.fetch_or(bit, Ordering::AcqRel) } else { word.fetch_and(!bit, Ordering::AcqRel) };
+}
+
+/// Whether a descriptor is the library's own.
+pub fn is_kept(descriptor: RawFd) -> bool {
+    let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
+    word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kept_descriptor_is_high_known_and_free_again() {
+        let kept = Kept::new(File::open("/dev/null").unwrap());
+        let number = kept.as_raw_fd();
+        assert!(number >= 256, "{number}");
+        assert!(is_kept(number) && !is_kept(0) && !is_kept(-1) && !is_kept(i32::MAX));
+        drop(kept);
+        assert!(!is_kept(number));
+    }
+}

@@ -1,0 +1,129 @@
+//! A segment, mapped piece by piece as it is read: a copy out of memory costs a quarter of a `pread`. Nothing depends on it;
+//! whatever cannot be mapped, or has not been read here before, is read with `pread`.
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::fault;
+
+/// A range of this length, aligned to it, is read with `pread` first. So cold bytes come by the kernel's read-ahead for reads
+/// and not by page faults, each of which would wait on its own.
+const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
+const GRANULES: usize = (SEGMENT_WINDOW_LEN / GRANULE_LEN) as usize;
+
+/// Bytes of all segments that this process has mapped.
+static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The windows of one segment; an empty one has not been mapped.
+pub(crate) struct SegmentMap {
+    windows: Box<[AtomicPtr<Window>]>,
+}
+
+struct Window {
+    map: MmapRaw,
+    /// One bit a granule.
+    touched: [AtomicU64; GRANULES / 64],
+}
+
+/// What became of a copy.
+pub(crate) enum Copied {
+    /// All of it.
+    Yes,
+    /// Not mapped, or not touched before: use `pread`.
+    No,
+    /// The bytes cannot be read: the file system failed, or the segment was given up.
+    Fault,
+}
+
+impl SegmentMap {
+    /// For a segment; nothing is mapped where the processor's faults cannot be caught.
+    pub(crate) fn new(segment: &File) -> Self {
+        let len = segment.metadata().map_or(0, |metadata| metadata.len());
+        let windows = if fault::is_available() { len.div_ceil(SEGMENT_WINDOW_LEN) } else { 0 };
+        Self { windows: (0..windows).map(|_| AtomicPtr::new(null_mut())).collect() }
+    }
+
+    /// Copies from a range of the segment, all of which a block owns.
+    pub(crate) fn copy(&self, segment: &File, offset: u64, buffer: &mut [u8]) -> Copied {
+        let within = offset % SEGMENT_WINDOW_LEN;
+        if within + buffer.len() as u64 > SEGMENT_WINDOW_LEN || buffer.is_empty() {
+            return Copied::No;
+        }
+        let Some(window) = self.window(segment, offset) else { return Copied::No };
+        if !window.touch(within, buffer.len() as u64) {
+            return Copied::No;
+        }
+        let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
+        if copied { Copied::Yes } else { Copied::Fault }
+    }
+
+    fn window(&self, segment: &File, offset: u64) -> Option<&Window> {
+        let place = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?;
+        let known = place.load(Ordering::Acquire);
+        let known = if known.is_null() { Self::map(place, segment, offset - offset % SEGMENT_WINDOW_LEN)? } else { known };
+        // SAFETY: made by `Box::into_raw` in `map`, and ended only when the segment map is.
+        Some(unsafe { &*known })
+    }
+
+    #[cold]
+    fn map(place: &AtomicPtr<Window>, segment: &File, start: u64) -> Option<*mut Window> {
+        if MAPPED_BYTES.fetch_add(SEGMENT_WINDOW_LEN, Ordering::Relaxed) + SEGMENT_WINDOW_LEN > SEGMENT_MAP_BYTES_MAX {
+            MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
+            return None;
+        }
+        let map = MmapOptions::new().offset(start).len(SEGMENT_WINDOW_LEN as usize).map_raw_read_only(segment.as_raw_fd());
+        let Ok(map) = map else {
+            MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
+            return None;
+        };
+        let window = Box::into_raw(Box::new(Window { map, touched: [const { AtomicU64::new(0) }; GRANULES / 64] }));
+        match place.compare_exchange(null_mut(), window, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => Some(window),
+            Err(other) => {
+                // Another thread was faster.
+                // SAFETY: made by `Box::into_raw` just above, and not published.
+                drop(unsafe { Box::from_raw(window) });
+                Some(other)
+            }
+        }
+    }
+}
+
+impl Window {
+    /// Notes that a range is being read; whether all of it was read before.
+    fn touch(&self, within: u64, len: u64) -> bool {
+        let granules = within / GRANULE_LEN..=(within + len - 1) / GRANULE_LEN;
+        let mut known = true;
+        for granule in granules {
+            let (word, bit) = (&self.touched[granule as usize / 64], 1 << (granule % 64));
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                word.fetch_or(bit, Ordering::Relaxed);
+                known = false;
+            }
+        }
+        known
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
+    }
+}
+
+impl Drop for SegmentMap {
+    fn drop(&mut self) {
+        for place in &mut self.windows {
+            let window = *place.get_mut();
+            if !window.is_null() {
+                // SAFETY: made by `Box::into_raw` in `map`; nobody else can reach it any more.
+                drop(unsafe { Box::from_raw(window) });
+            }
+        }
+    }
+}

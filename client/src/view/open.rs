@@ -1,0 +1,152 @@
+//! What is open: files to read, directories to list.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use dayfly_meta::catalog::EntryId;
+use dayfly_meta::id::SampleId;
+use dayfly_meta::path::{join, split_last};
+
+use super::resolve::Place;
+use super::{FileKind, Stat, View, ViewError, entry, inode, kind_of};
+use crate::Dataset;
+
+/// What a path that was opened turned out to name.
+pub enum Opened {
+    /// A file.
+    File(OpenFile),
+    /// A directory.
+    Directory(Directory),
+}
+
+/// A file that is open.
+pub struct OpenFile {
+    pub(super) dataset: Arc<Dataset>,
+    entry: EntryId,
+    pub(super) sample: SampleId,
+    stat: Stat,
+    /// The last block whose checksum was seen to be right, plus one.
+    pub(super) verified: AtomicU64,
+}
+
+impl OpenFile {
+    pub(super) fn new(dataset: Arc<Dataset>, entry: EntryId, sample: SampleId, stat: Stat) -> Self {
+        Self { dataset, entry, sample, stat, verified: AtomicU64::new(0) }
+    }
+
+    /// What `fstat` tells.
+    pub fn stat(&self) -> Stat {
+        self.stat
+    }
+
+    /// Its dataset.
+    pub fn dataset(&self) -> &Dataset {
+        &self.dataset
+    }
+
+    /// Its sample.
+    pub fn sample(&self) -> SampleId {
+        self.sample
+    }
+
+    /// The path by which it was opened, symlinks resolved.
+    pub fn path(&self, view: &View) -> Result<Vec<u8>, ViewError> {
+        view.path_of(&Place::Entry(self.dataset.clone(), self.entry))
+    }
+}
+
+/// A directory that is open.
+pub struct Directory {
+    listing: Listing,
+    path: Vec<u8>,
+    stat: Stat,
+    parent_inode: u64,
+}
+
+enum Listing {
+    Entries(Arc<Dataset>, EntryId),
+    /// Names, with their inodes.
+    Virtual(Vec<(Vec<u8>, u64)>),
+}
+
+/// A name in a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DirectoryEntry<'a> {
+    /// The name.
+    pub name: &'a [u8],
+    /// What it names; never followed.
+    pub kind: FileKind,
+    /// As `stat` tells it.
+    pub inode: u64,
+    /// To go on after this one, list from here. Good for as long as the dataset is there.
+    pub next: u64,
+}
+
+impl Directory {
+    pub(super) fn new(view: &View, place: Place) -> Result<Self, ViewError> {
+        let stat = view.stat_of(&place)?;
+        let path = view.path_of(&place)?;
+        let listing = match place {
+            Place::Entry(dataset, id) => match entry(&dataset, id)?.kind {
+                dayfly_meta::catalog::EntryKind::Directory => Listing::Entries(dataset, id),
+                _ => return Err(ViewError::NotADirectory),
+            },
+            Place::Virtual(below) => {
+                let with_inode =
+                    |name: Vec<u8>| view.lstat(&view.above_prefix(&join(&below, &name))).map(|stat| (name, stat.inode));
+                Listing::Virtual(view.virtual_names(&below)?.into_iter().map(with_inode).collect::<Result<_, _>>()?)
+            }
+        };
+        let parent_inode = match &listing {
+            Listing::Entries(dataset, id) if id.0 != 0 => inode(dataset, &entry(dataset, entry(dataset, *id)?.parent)?),
+            _ => match split_last(&path).filter(|(parent, _)| view.contains(parent)) {
+                Some((parent, _)) => view.lstat(parent)?.inode,
+                None => stat.inode,
+            },
+        };
+        Ok(Self { listing, path, stat, parent_inode })
+    }
+
+    /// Its path, as programs see it, without symlinks.
+    pub fn path(&self) -> &[u8] {
+        &self.path
+    }
+
+    /// What `fstat` tells.
+    pub fn stat(&self) -> Stat {
+        self.stat
+    }
+
+    /// The inode of `..`; the namespace's root is its own.
+    pub fn parent_inode(&self) -> u64 {
+        self.parent_inode
+    }
+
+    /// The first name from a position on (0, or an entry's `next`).
+    pub fn entry(&self, from: u64) -> Option<DirectoryEntry<'_>> {
+        match &self.listing {
+            Listing::Entries(dataset, id) => {
+                let directory = dataset.catalog().entry(*id)?;
+                let from = u32::try_from(from).ok().filter(|&from| from > id.0).unwrap_or(id.0 + 1);
+                let found = dataset.catalog().children(&directory, Some(EntryId(from))).next()?;
+                // A damaged catalog must not send the walk backwards.
+                let (kind, next) = (kind_of(found.kind), u64::from(found.next.0.max(from + 1)));
+                Some(DirectoryEntry { name: found.name, kind, inode: inode(dataset, &found), next })
+            }
+            Listing::Virtual(names) => {
+                let (name, inode) = names.get(usize::try_from(from).ok()?)?;
+                Some(DirectoryEntry { name, kind: FileKind::Directory, inode: *inode, next: from + 1 })
+            }
+        }
+    }
+
+    /// Names from a position on, sorted by their bytes, without `.` and `..`.
+    pub fn entries(&self, from: u64) -> impl Iterator<Item = DirectoryEntry<'_>> {
+        let mut at = from;
+        std::iter::from_fn(move || {
+            let found = self.entry(at)?;
+            at = found.next;
+            Some(found)
+        })
+    }
+}
