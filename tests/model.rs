@@ -6,12 +6,17 @@
 mod harness;
 
 use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
 use dayfly_client::{FileKind, View};
+use harness::twin::twin;
 use harness::{Ground, tool};
+use nix::fcntl::OFlag;
+use nix::sys::stat::Mode;
+use nix::unistd::{AccessFlags, Whence};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -238,4 +243,154 @@ fn random_operations_agree_with_a_plain_directory() {
         tool("diff", &["-r".as_ref(), "--no-dereference".as_ref(), folder.as_os_str(), out.as_os_str()]);
         cluster.down();
     }
+}
+
+/// In the process that this test binary starts again: the folder, and the seed.
+const CHILD: &str = "DAYFLY_TEST_MODEL";
+const CALLS: usize = 4000;
+
+/// Random calls on descriptors, one after another; each line says what came of one. Numbers of descriptors are told, too.
+fn trace(root: &Path, seed: u64) -> String {
+    let mut random = StdRng::seed_from_u64(seed);
+    let names = [
+        "",
+        "a",
+        "a/b",
+        "a/b/deep",
+        "a/small",
+        "a/b/large",
+        "empty",
+        "link",
+        "up/small",
+        "missing",
+        "a/small/x",
+        "a/../empty",
+        ".",
+    ];
+    let mut open: Vec<OwnedFd> = Vec::new();
+    let mut lines = String::new();
+    for step in 0..CALLS {
+        let name = *names.choose(&mut random).unwrap();
+        let path = if random.random_bool(0.3) { PathBuf::from(name) } else { root.join(name) };
+        let which = random.random_range(0..open.len().max(1));
+        let (offset, len) = (random.random_range(0..300_000_i64), random.random_range(0..70_000_usize));
+        let mut buffer = vec![0; len];
+        let told = |result: nix::Result<i64>| result.map_or_else(|errno| format!("{errno:?}"), |value| value.to_string());
+        let line = match (random.random_range(0..15), open.get(which)) {
+            (0..3, _) => {
+                let flags =
+                    *[OFlag::empty(), OFlag::O_CLOEXEC, OFlag::O_DIRECTORY, OFlag::O_NOFOLLOW].choose(&mut random).unwrap();
+                let result = nix::fcntl::open(&path, OFlag::O_RDONLY | flags, Mode::empty());
+                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                open.extend(result);
+                line
+            }
+            (3, Some(file)) => {
+                let result = nix::fcntl::openat(file, name, OFlag::O_RDONLY, Mode::empty());
+                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                open.extend(result);
+                line
+            }
+            (4..7, Some(file)) => {
+                let result = nix::unistd::read(file, &mut buffer);
+                format!("{} {}", told(result.map(|count| count as i64)), crc(&buffer))
+            }
+            (7, Some(file)) => {
+                let result = nix::sys::uio::pread(file, &mut buffer, offset);
+                format!("{} {}", told(result.map(|count| count as i64)), crc(&buffer))
+            }
+            (8, Some(file)) => {
+                let whence = *[Whence::SeekSet, Whence::SeekCur, Whence::SeekEnd].choose(&mut random).unwrap();
+                // Offsets in directories are the file system's own business.
+                let is_file = nix::sys::stat::fstat(file).unwrap().st_mode & nix::libc::S_IFMT == nix::libc::S_IFREG;
+                if is_file { told(nix::unistd::lseek(file, offset - 100_000, whence)) } else { String::new() }
+            }
+            (9, Some(file)) => {
+                let result = nix::unistd::dup(file);
+                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                open.extend(result);
+                line
+            }
+            (10, Some(_)) if open.len() > 1 => {
+                let from = nix::unistd::dup(&open[random.random_range(0..open.len())]).unwrap();
+                told(nix::unistd::dup2(&from, &mut open[which]).map(|()| open[which].as_raw_fd().into()))
+            }
+            (11, Some(_)) if open.len() > 6 => {
+                let number = open.swap_remove(which).as_raw_fd();
+                format!("closed {number}")
+            }
+            (12, Some(file)) => {
+                let stat = nix::sys::stat::fstat(file).unwrap();
+                let size = if stat.st_mode & nix::libc::S_IFMT == nix::libc::S_IFDIR { 0 } else { stat.st_size };
+                format!("{:o} {size} {} {}", stat.st_mode, stat.st_nlink, stat.st_mtime)
+            }
+            (13, _) => {
+                let result = nix::unistd::chdir(&path).map(|()| 0);
+                let now = nix::unistd::getcwd().unwrap();
+                format!("{} {}", told(result), now.display())
+            }
+            (14, _) => {
+                let target =
+                    nix::fcntl::readlink(&path).map_or_else(|errno| format!("{errno:?}"), |target| format!("{target:?}"));
+                let listed = fs::read_dir(&path).map(|entries| {
+                    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+                    names.sort();
+                    names
+                });
+                let listed = listed.map_or_else(|error| format!("{:?}", error.raw_os_error()), |names| format!("{names:?}"));
+                format!("{} {target} {listed}", told(nix::unistd::access(&path, AccessFlags::R_OK).map(|()| 0)))
+            }
+            _ => String::new(),
+        };
+        lines += &format!("{step}: {line}\n");
+        if open.len() > 40 {
+            open.truncate(20);
+        }
+    }
+    lines
+}
+
+/// Does nothing, but in the process that the next test starts.
+#[test]
+fn child_of_the_model() {
+    let Ok(orders) = std::env::var(CHILD) else { return };
+    let (seed, rest) = orders.split_once(' ').unwrap();
+    let (out, root) = rest.split_once(' ').unwrap();
+    fs::write(out, trace(Path::new(root), seed.parse().unwrap())).unwrap();
+}
+
+#[test]
+fn random_calls_through_the_library_agree_with_a_plain_directory() {
+    let make = |root: &Path| {
+        fs::create_dir_all(root.join("a/b/deep")).unwrap();
+        fs::write(root.join("a/small"), vec![5; 3000]).unwrap();
+        fs::write(root.join("a/b/large"), (0..250_000_u32).map(|at| (at >> 3) as u8).collect::<Vec<_>>()).unwrap();
+        fs::write(root.join("empty"), "").unwrap();
+        symlink("a/b/large", root.join("link")).unwrap();
+        symlink("a", root.join("up")).unwrap();
+    };
+    let run = |command: &mut std::process::Command, out: &Path, root: &Path, seed: u64| {
+        command.arg("--exact").arg("child_of_the_model").env(CHILD, format!("{seed} {} {}", out.display(), root.display()));
+        let output = harness::output_of(command);
+        assert!(output.status.success(), "{}", harness::text(&output.stdout));
+        fs::read_to_string(out).unwrap()
+    };
+    let program = std::env::current_exe().unwrap();
+    let seeds = 0..4_u64;
+    let (twin, expected) = twin(make, |ground, root| {
+        let plainly = |seed| {
+            let mut command = std::process::Command::new(&program);
+            run(command.current_dir(ground.work.path()), &ground.at("trace"), root, seed)
+        };
+        seeds.clone().map(plainly).collect::<Vec<_>>()
+    });
+    for (seed, expected) in seeds.zip(expected) {
+        let found = run(twin.exec_command(seed as u16 % 2).arg(&program), &twin.cluster.at("trace"), &twin.root, seed);
+        assert!(expected.lines().filter(|line| line.len() > 8).count() > CALLS / 3);
+        for (expected, found) in expected.lines().zip(found.lines()) {
+            assert_eq!(expected, found, "seed {seed}");
+        }
+        assert_eq!(expected.len(), found.len());
+    }
+    twin.cluster.down();
 }

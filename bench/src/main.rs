@@ -3,6 +3,8 @@
 mod catalog;
 mod make;
 mod measure;
+mod ping_pong;
+mod posix;
 mod read;
 
 use std::process::ExitCode;
@@ -21,6 +23,8 @@ enum What {
     Catalog(catalog::Catalog),
     Read(read::Read),
     Make(make::Make),
+    Posix(posix::Posix),
+    PingPong(ping_pong::PingPong),
 }
 
 /// Whatever goes wrong ends a measurement.
@@ -31,6 +35,8 @@ fn main() -> ExitCode {
         What::Catalog(arguments) => catalog::run(&arguments),
         What::Read(arguments) => read::run(&arguments),
         What::Make(arguments) => make::run(&arguments),
+        What::Posix(arguments) => posix::run(&arguments),
+        What::PingPong(arguments) => ping_pong::run(&arguments),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

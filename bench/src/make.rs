@@ -19,6 +19,9 @@ pub(crate) struct Make {
     /// Mean size in bytes; sizes vary from half of it to one and a half.
     #[arg(long, default_value_t = 3000)]
     mean_size: u64,
+    /// Sizes as those of photographs: log-normal, with this deviation of the logarithm.
+    #[arg(long, value_name = "SIGMA")]
+    log_normal: Option<f64>,
 }
 
 pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
@@ -30,7 +33,14 @@ pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
         if number < 1000 {
             fs::create_dir(&folder)?;
         }
-        let size = (arguments.mean_size / 2 + numbers.next() % (arguments.mean_size + 1)) as usize;
+        let size = match arguments.log_normal {
+            None => (arguments.mean_size / 2 + numbers.next() % (arguments.mean_size + 1)) as usize,
+            Some(sigma) => {
+                // Twelve equal ones make one that is nearly normal.
+                let normal = (0..12).map(|_| (numbers.next() >> 11) as f64 / (1_u64 << 53) as f64).sum::<f64>() - 6.0;
+                (arguments.mean_size as f64 * (sigma * normal - sigma * sigma / 2.0).exp()) as usize
+            }
+        };
         content.clear();
         while content.len() < size {
             content.extend_from_slice(&numbers.next().to_le_bytes());

@@ -17,7 +17,7 @@ use crate::arena::Arena;
 use crate::locate::Location;
 use crate::pool::Pool;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset};
+use crate::{ClientError, Dataset, fork};
 
 /// An attachment to a node's server.
 pub struct Session {
@@ -61,6 +61,7 @@ impl Session {
 
     /// Attaches to the server of a certain node of this machine.
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
+        let _no_fork = fork::hold();
         let path = location.socket(node);
         let (socket, welcome, files) = open(&path)?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, .. } = welcome else {
@@ -125,6 +126,7 @@ impl Session {
         if known.generation == Some(self.board.generation()) {
             return Ok(Datasets(known));
         }
+        let _no_fork = fork::hold();
         let (generation, all) = self.list(&known.all)?;
         self.datasets.store(Arc::new(Known { generation: Some(generation), all }));
         Ok(Datasets(self.datasets.load()))
@@ -168,19 +170,6 @@ impl Session {
         })
     }
 
-    /// One request, one answer.
-    pub(crate) fn ask(&self, request: &FromClient) -> Result<FromServer, ClientError> {
-        self.converse(|socket| {
-            socket.send(request)?;
-            socket.receive().map(|(answer, _)| answer)
-        })
-    }
-
-    /// A message without an answer.
-    pub(crate) fn tell(&self, message: &FromClient) -> Result<(), ClientError> {
-        self.converse(|socket| socket.send(message))
-    }
-
     /// Gives a command; `see` sees each event, the last one included.
     pub fn control(&self, command: Command, see: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
         self.converse(|socket| {
@@ -201,7 +190,7 @@ impl Session {
     }
 
     /// Speaks with the server, on an idle connection of this process or a fresh one.
-    fn converse<T>(&self, speak: impl FnOnce(&mut Socket) -> Result<T, ClientError>) -> Result<T, ClientError> {
+    pub(crate) fn converse<T>(&self, speak: impl FnOnce(&mut Socket) -> Result<T, ClientError>) -> Result<T, ClientError> {
         // A child that shares its parent's memory (`vfork`), or whose fork we were not told of, leaves the pool alone.
         let is_home = self.home.load(Ordering::Acquire) == std::process::id();
         let mut socket = match is_home.then(|| self.idle.take()).flatten() {

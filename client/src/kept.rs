@@ -61,7 +61,11 @@ impl Drop for Kept {
 fn watch(descriptor: RawFd, on: bool) {
     let Some(word) = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64)) else { return };
     let bit = 1 << (descriptor % 64);
-    if on { word.fetch_or(bit, Ordering::AcqRel) } else { word.fetch_and(!bit, Ordering::AcqRel) };
+    if on {
+        word.fetch_or(bit, Ordering::AcqRel)
+    } else {
+        word.fetch_and(!bit, Ordering::AcqRel)
+    };
 }
 
 /// Whether a descriptor is the library's own.

@@ -9,6 +9,7 @@ mod attach;
 mod dataset;
 mod error;
 pub mod fault;
+pub mod fork;
 pub mod kept;
 pub mod locate;
 mod pool;

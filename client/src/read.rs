@@ -61,18 +61,18 @@ impl Session {
                 self.counters.count_local(buffer.len() as u64);
                 return Ok(());
             }
-            let mut fetched = self.fetch(dataset, &[block])?;
-            match fetched.pop() {
-                Some(FetchedBlock::Here) => {}
-                Some(FetchedBlock::Leased { lease, offset: place, len }) => {
-                    let fits = offset.checked_add(buffer.len() as u64).is_some_and(|end| end <= len);
-                    let copied = fits && self.arena.copy_to(place.saturating_add(offset), buffer);
-                    self.tell(&FromClient::Release { leases: vec![lease] })?;
-                    self.check_not_gone(dataset)?;
-                    return if copied { Ok(()) } else { Err(ClientError::Protocol("a lease outside of the arena")) };
+            let mut copied = false;
+            self.fetch(dataset, &[block], &mut |_, fetched| match fetched {
+                FetchedBlock::Here => Ok(()),
+                FetchedBlock::Leased { offset: place, len, .. } => {
+                    let fits = offset.checked_add(buffer.len() as u64).is_some_and(|end| end <= *len);
+                    copied = fits && self.arena.copy_to(place.saturating_add(offset), buffer);
+                    if copied { Ok(()) } else { Err(ClientError::Protocol("a lease outside of the arena")) }
                 }
-                Some(FetchedBlock::Failed { reason }) => return Err(ClientError::Unreachable(reason)),
-                None => return Err(ClientError::Protocol("no block where one was asked for")),
+                FetchedBlock::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
+            })?;
+            if copied {
+                return self.check_not_gone(dataset);
             }
         }
     }
@@ -124,37 +124,55 @@ impl Session {
         see: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
     ) -> Result<(), ClientError> {
         while !blocks.is_empty() {
-            let fetched = self.fetch(dataset, blocks)?;
-            let (now, later) = blocks.split_at(fetched.len());
-            let mut leases = Vec::with_capacity(fetched.len());
-            let seen = now.iter().zip(fetched).try_for_each(|(&block, fetched)| match fetched {
-                FetchedBlock::Leased { lease, offset, len } => {
-                    leases.push(lease);
-                    buffer.resize(len.min(BLOCK_SIZE_MAX) as usize, 0);
-                    if !self.arena.copy_to(offset, buffer) {
+            let mut here = Vec::new();
+            let done = self.fetch(dataset, blocks, &mut |block, fetched| match fetched {
+                FetchedBlock::Leased { offset, len, .. } => {
+                    buffer.resize((*len).min(BLOCK_SIZE_MAX) as usize, 0);
+                    if !self.arena.copy_to(*offset, buffer) {
                         return Err(ClientError::Protocol("a lease outside of the arena"));
                     }
                     self.check_not_gone(dataset)?;
                     see(BlockData { block, bytes: buffer, is_local: false })
                 }
-                FetchedBlock::Here => self.read_blocks(dataset, &[block], see),
-                FetchedBlock::Failed { reason } => Err(ClientError::Unreachable(reason)),
-            });
-            self.tell(&FromClient::Release { leases })?;
-            seen?;
-            blocks = later;
+                FetchedBlock::Here => {
+                    here.push(block);
+                    Ok(())
+                }
+                FetchedBlock::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
+            })?;
+            self.read_blocks(dataset, &here, see)?;
+            blocks = &blocks[done..];
         }
         Ok(())
     }
 
-    /// Asks the server for blocks: it answers with at least one, perhaps not with all.
-    fn fetch(&self, dataset: &Dataset, blocks: &[BlockId]) -> Result<Vec<FetchedBlock>, ClientError> {
+    /// Asks the server for blocks and shows what became of each: at least of the first, perhaps not of all; returns of how many. What
+    /// it leases is given back afterwards, on the connection on which it was leased.
+    fn fetch(
+        &self,
+        dataset: &Dataset,
+        blocks: &[BlockId],
+        see: &mut dyn FnMut(BlockId, &FetchedBlock) -> Result<(), ClientError>,
+    ) -> Result<usize, ClientError> {
         self.check_not_gone(dataset)?;
-        match self.ask(&FromClient::Fetch { dataset: dataset.id(), blocks: blocks.to_vec() })? {
-            FromServer::Fetched { blocks: fetched } if !fetched.is_empty() && fetched.len() <= blocks.len() => Ok(fetched),
-            FromServer::Fetched { .. } => Err(ClientError::Protocol("blocks that were not asked for")),
-            other => Err(unexpected(other)),
-        }
+        // A failure of `see` is none of the connection's.
+        let (count, seen) = self.converse(|socket| {
+            socket.send(&FromClient::Fetch { dataset: dataset.id(), blocks: blocks.to_vec() })?;
+            let fetched = match socket.receive()?.0 {
+                FromServer::Fetched { blocks: fetched } if !fetched.is_empty() && fetched.len() <= blocks.len() => fetched,
+                FromServer::Fetched { .. } => return Err(ClientError::Protocol("blocks that were not asked for")),
+                other => return Err(unexpected(other)),
+            };
+            let seen = blocks.iter().zip(&fetched).try_for_each(|(&block, fetched)| see(block, fetched));
+            let lease =
+                |fetched: &FetchedBlock| if let FetchedBlock::Leased { lease, .. } = fetched { Some(*lease) } else { None };
+            let leases: Vec<u64> = fetched.iter().filter_map(lease).collect();
+            if !leases.is_empty() {
+                socket.send(&FromClient::Release { leases })?;
+            }
+            Ok((fetched.len(), seen))
+        })?;
+        seen.map(|()| count)
     }
 
     /// What was copied before this passes was real.

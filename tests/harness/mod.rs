@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its part of the harness")]
 
+pub(crate) mod twin;
+
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;

@@ -32,7 +32,9 @@ pub(crate) fn library() -> Result<PathBuf, Failure> {
     let library = fs::canonicalize(library)?;
     if library.as_os_str().as_bytes().iter().any(|&byte| byte == b':' || byte.is_ascii_whitespace()) {
         let path = library.display();
-        return Err(Failure::new(format!("'{path}' has a blank or a colon in its path, at which the loader would part it; move it")));
+        return Err(Failure::new(format!(
+            "'{path}' has a blank or a colon in its path, at which the loader would part it; move it"
+        )));
     }
     try_to_load(&program, &library)?;
     Ok(library)

@@ -2,6 +2,10 @@
 //! number then lies a file of the kernel's with the same bytes and offset: a sealed memfd, or, where that would be too much
 //! memory, a nameless file on the node's data dir.
 
+mod mail;
+
+pub(crate) use mail::{open as open_mail, take as take_mail};
+
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
@@ -140,6 +144,17 @@ pub(crate) fn before_fork() {
     }
 }
 
+/// Whether the kernel has at a number what our record says: the placeholder, or what has taken its place.
+pub(crate) fn is_in_kernel(number: RawFd) -> bool {
+    if process::is_placeholder(number) {
+        return true;
+    }
+    let identity = |number| process::kernel_stat(number).map(|stat| (stat.st_dev, stat.st_ino));
+    let Some(description) = table::find_at_home(number) else { return false };
+    let carrier = description.offset.carrier().and_then(|carrier| identity(carrier.as_raw_fd()));
+    carrier.is_some() && identity(number) == carrier
+}
+
 /// Puts files of the kernel's behind all numbers of ours that another program would inherit.
 pub(crate) fn carry_over() -> Result<(), Fault> {
     let Some(view) = process::known_view() else { return Ok(()) };
@@ -169,16 +184,20 @@ pub(crate) fn carry_one(view: &View, child: Option<i32>, number: RawFd, flags: i
     // A directory has no bytes; it stays what cannot be read.
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_some() {
-        // Our records are the parent's, and so is the carrier.
+        // Our records are the parent's, and the descriptors are not: what we make here it gets by mail.
+        if let Some(carrier) = description.offset.kernel() {
+            return put(carrier, number, flags);
+        }
         let mut copy = copy_of(view, file)?;
         copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
-        return put(&copy, number, flags);
+        mail::send(&description, copy.as_raw_fd());
+        return put(copy.as_raw_fd(), number, flags);
     }
-    put(carrier(view, &description)?, number, flags)
+    put(carrier(view, &description)?.as_raw_fd(), number, flags)
 }
 
-fn put(file: &File, number: RawFd, flags: i32) -> Result<(), Fault> {
-    if next::dup3(file.as_raw_fd(), number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
+fn put(file: RawFd, number: RawFd, flags: i32) -> Result<(), Fault> {
+    if next::dup3(file, number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
 }
 
 /// A copy of what is open behind a number, to be passed on, with its offset.

@@ -3,8 +3,8 @@
 //! `carry`), the kernel's offset is the one that counts.
 
 use std::os::fd::{AsRawFd, RawFd};
-use std::ptr::{null_mut, NonNull};
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use dayfly_client::kept::Kept;
 
@@ -25,8 +25,10 @@ pub(crate) struct Offset {
     page: AtomicPtr<Page>,
     /// A file of the kernel's in the place of this description, for programs without this library.
     carrier: AtomicPtr<Kept>,
-    /// Whether the carrier is filled, as long as nothing is shared.
+    /// Whether the carrier is filled, as long as this process alone has it.
     filled: AtomicU32,
+    /// Whether forked processes have the same carrier; then its state is with the shared offset.
+    is_carrier_shared: AtomicBool,
 }
 
 /// In memory that forked processes share.
@@ -50,6 +52,7 @@ impl Offset {
             page: AtomicPtr::new(null_mut()),
             carrier: AtomicPtr::new(null_mut()),
             filled: AtomicU32::new(EMPTY),
+            is_carrier_shared: AtomicBool::new(false),
         }
     }
 
@@ -74,7 +77,10 @@ impl Offset {
 
     /// The state of the carrier.
     pub(crate) fn filled(&self) -> &AtomicU32 {
-        self.shared().map_or(&self.filled, |shared| &shared.filled)
+        match self.shared() {
+            Some(shared) if self.is_carrier_shared.load(Ordering::Acquire) => &shared.filled,
+            _ => &self.filled,
+        }
     }
 
     pub(crate) fn carrier(&self) -> Option<&Kept> {
@@ -92,8 +98,16 @@ impl Offset {
         }
     }
 
+    /// Takes over a carrier that a `vfork` child has filled.
+    pub(crate) fn adopt(&self, carrier: Kept) {
+        if self.carrier().is_none() {
+            self.set_carrier(carrier);
+            self.filled.store(FILLED, Ordering::Release);
+        }
+    }
+
     /// The kernel's descriptor that keeps the offset, once it does.
-    fn kernel(&self) -> Option<RawFd> {
+    pub(crate) fn kernel(&self) -> Option<RawFd> {
         let carrier = self.carrier()?;
         (self.filled().load(Ordering::Acquire) == FILLED).then(|| carrier.as_raw_fd())
     }
@@ -178,11 +192,23 @@ impl Drop for Offset {
 
 /// Moves the offsets of all that is open into memory that a child will share.
 pub(crate) fn share<'a>(descriptions: impl Iterator<Item = &'a Description>) {
-    let moving: Vec<&Offset> =
-        descriptions.map(|description| &description.offset).filter(|offset| offset.shared().is_none()).collect();
-    if moving.is_empty() {
-        return;
+    let all: Vec<&Offset> = descriptions.map(|description| &description.offset).collect();
+    let moving: Vec<&Offset> = all.iter().copied().filter(|offset| offset.shared().is_none()).collect();
+    if !moving.is_empty() {
+        move_to_shared_memory(moving);
     }
+    for offset in all {
+        let is_new = offset.carrier().is_some() && !offset.is_carrier_shared.load(Ordering::Acquire);
+        let Some(shared) = offset.shared().filter(|_| is_new) else { continue };
+        let state = offset.filled.load(Ordering::Acquire);
+        // Where another process of ours has shared one of its own with its children, this one stays what it is.
+        if shared.filled.compare_exchange(EMPTY, state, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+            offset.is_carrier_shared.store(true, Ordering::Release);
+        }
+    }
+}
+
+fn move_to_shared_memory(moving: Vec<&Offset>) {
     let len = moving.len() * size_of::<Shared>();
     // SAFETY: a new mapping of nothing that exists.
     let memory = unsafe {
@@ -196,7 +222,6 @@ pub(crate) fn share<'a>(descriptions: impl Iterator<Item = &'a Description>) {
         // SAFETY: within the mapping, which has room for all of them, aligned, and zero: a valid `Shared`.
         let shared = unsafe { base.add(number).as_ref() };
         shared.offset.store(value, Ordering::Release);
-        shared.filled.store(offset.filled.load(Ordering::Acquire), Ordering::Release);
         offset.page.store(page, Ordering::Release);
         offset.shared.store(base.as_ptr().wrapping_add(number), Ordering::Release);
     }

@@ -164,6 +164,9 @@ pub(crate) fn at<R: Failed>(
     }
 }
 
+/// A call on the namespace, with an absolute path.
+type Ours<'a, R> = &'a dyn Fn(&View, &[u8]) -> Result<R, Fault>;
+
 /// What a call on the namespace leads to.
 enum Led<R> {
     Answer(R),
@@ -171,11 +174,7 @@ enum Led<R> {
 }
 
 #[inline(never)]
-fn in_namespace<R: Failed>(
-    path: &[u8],
-    ours: &dyn Fn(&View, &[u8]) -> Result<R, Fault>,
-    kernel: &dyn Fn(RawFd, *const c_char) -> R,
-) -> R {
+fn in_namespace<R: Failed>(path: &[u8], ours: Ours<'_, R>, kernel: &dyn Fn(RawFd, *const c_char) -> R) -> R {
     let mut path = Cow::Borrowed(path);
     // A symlink may lead out, and one out there in again.
     for _ in 0..SYMLINKS_FOLLOWED_MAX {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
 use dayfly_client::kept::Kept;
 use dayfly_client::locate::{CWD_VARIABLE, Location, PREFIX_VARIABLE, SESSION_VARIABLE};
-use dayfly_client::{ClientError, Session, View, ViewError, fault};
+use dayfly_client::{ClientError, Session, View, ViewError, fault, fork};
 
 use crate::memory::{self, Errno, Failed};
 use crate::{carry, cwd, next, offset, table, vfork};
@@ -188,25 +188,31 @@ pub(crate) fn is_placeholder(number: RawFd) -> bool {
     kernel_stat(number).is_some_and(|stat| (stat.st_mode & libc::S_IFMT, stat.st_ino) == wanted)
 }
 
-fn kernel_stat(number: RawFd) -> Option<libc::stat> {
+pub(crate) fn kernel_stat(number: RawFd) -> Option<libc::stat> {
     let mut stat = memory::zeroed();
     (next::fstatat(number, c"".as_ptr(), &raw mut stat, libc::AT_EMPTY_PATH) == 0).then_some(stat)
 }
 
 extern "C" fn before_fork() {
+    fork::acquire();
     if known_view().is_some() {
+        carry::before_fork();
         let open: Vec<table::Reference> = table::descriptions().collect();
         offset::share(open.iter().map(|description| &**description));
-        carry::before_fork();
     }
 }
 
-extern "C" fn after_fork_in_parent() {}
+extern "C" fn after_fork_in_parent() {
+    fork::release();
+}
 
 extern "C" fn after_fork_in_child() {
+    fork::release();
     vfork::set_home();
     if let Some(view) = known_view() {
         view.session().after_fork();
+        // What another thread opened or closed meanwhile may be in our memory and not in our descriptor table, or the reverse.
+        table::numbers(0, RawFd::MAX).filter(|&number| !carry::is_in_kernel(number)).for_each(table::forget);
     }
 }
 

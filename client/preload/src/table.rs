@@ -14,6 +14,7 @@ use dayfly_client::{Directory, OpenFile, Stat};
 
 use crate::memory::Errno;
 use crate::offset::Offset;
+use crate::vfork;
 
 /// Descriptor numbers that can be ours; memory is taken only for those that are.
 const DESCRIPTORS_MAX: usize = 1 << 20;
@@ -22,7 +23,7 @@ const DESCRIPTIONS_MAX: usize = 1 << 17;
 
 /// Of each number: 0, or which description (index plus one in the low bits, its generation above).
 static DESCRIPTORS: [AtomicU64; DESCRIPTORS_MAX] = [const { AtomicU64::new(0) }; DESCRIPTORS_MAX];
-static DESCRIPTIONS: [Slot; DESCRIPTIONS_MAX] = [const { Slot::EMPTY }; DESCRIPTIONS_MAX];
+static DESCRIPTIONS: [Slot; DESCRIPTIONS_MAX] = [const { Slot::empty() }; DESCRIPTIONS_MAX];
 /// One more than the highest number, and the highest index, that was ever used.
 static DESCRIPTORS_USED: AtomicUsize = AtomicUsize::new(0);
 static DESCRIPTIONS_USED: AtomicUsize = AtomicUsize::new(0);
@@ -85,8 +86,9 @@ struct Slot {
 unsafe impl Sync for Slot {}
 
 impl Slot {
-    const EMPTY: Self =
-        Self { state: AtomicU64::new(0), next: AtomicU64::new(0), description: UnsafeCell::new(MaybeUninit::uninit()) };
+    const fn empty() -> Self {
+        Self { state: AtomicU64::new(0), next: AtomicU64::new(0), description: UnsafeCell::new(MaybeUninit::uninit()) }
+    }
 }
 
 /// A reference to a description: it stays while this lives.
@@ -116,6 +118,11 @@ impl Drop for Reference {
 }
 
 impl Reference {
+    /// What names the description, in this memory.
+    pub(crate) fn word(&self) -> u64 {
+        self.word
+    }
+
     /// One more reference, for one more number.
     fn again(&self) -> Self {
         self.slot.state.fetch_add(1, Ordering::AcqRel);
@@ -183,12 +190,26 @@ fn place(number: RawFd) -> Option<&'static AtomicU64> {
 /// Whether a number is ours.
 #[inline]
 pub(crate) fn is_ours(number: RawFd) -> bool {
-    place(number).is_some_and(|place| place.load(Ordering::Acquire) != 0)
+    place(number).is_some_and(|place| place.load(Ordering::Acquire) != 0) && !vfork::has_replaced(number)
 }
 
 /// What is open behind a number, if it is ours.
 #[inline]
 pub(crate) fn find(number: RawFd) -> Option<Reference> {
+    match place(number)?.load(Ordering::Acquire) {
+        0 => None,
+        _ if vfork::has_replaced(number) => None,
+        word => acquire(word),
+    }
+}
+
+/// What a word names that was sent from a child.
+pub(crate) fn find_word(word: u64) -> Option<Reference> {
+    acquire(word)
+}
+
+/// What is open behind a number of this memory's own process.
+pub(crate) fn find_at_home(number: RawFd) -> Option<Reference> {
     match place(number)?.load(Ordering::Acquire) {
         0 => None,
         word => acquire(word),
@@ -223,7 +244,8 @@ fn end(word: u64) {
 /// All numbers that are ours at this moment, within a range.
 pub(crate) fn numbers(first: RawFd, last: RawFd) -> impl Iterator<Item = RawFd> {
     let end = DESCRIPTORS_USED.load(Ordering::Acquire) as RawFd;
-    (first..end.min(last.saturating_add(1))).filter(|&number| is_ours(number))
+    let is_ours = |number: &RawFd| place(*number).is_some_and(|place| place.load(Ordering::Acquire) != 0);
+    (first..end.min(last.saturating_add(1))).filter(is_ours)
 }
 
 /// All descriptions that are open at this moment.

@@ -7,6 +7,7 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
 use crate::table::{self, Reference};
+use crate::{carry, process};
 
 /// Calls of `vfork` that have not come back to the parent.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
@@ -39,6 +40,15 @@ pub(crate) fn child() -> Option<i32> {
     (process != HOME.load(Ordering::Acquire)).then_some(process)
 }
 
+/// Whether this is a child that has something else than its parent behind a number.
+#[inline]
+pub(crate) fn has_replaced(number: RawFd) -> bool {
+    child().is_some_and(|child| {
+        let is_copy = COPIES.get().iter().any(|&(process, copy, source)| process == child && copy == number && source != number);
+        is_copy || !process::is_placeholder(number)
+    })
+}
+
 /// Notes that a child has made `to` a copy of `from`, whatever that is.
 pub(crate) fn note_copy(child: i32, from: RawFd, to: RawFd) {
     let mut copies = COPIES.get();
@@ -59,7 +69,7 @@ fn origin_in(copies: &[(i32, RawFd, RawFd)], child: i32, number: RawFd) -> RawFd
 
 /// What a number of a child names, if the kernel's table there says that it is one of ours.
 pub(crate) fn find(child: i32, number: RawFd) -> Option<Reference> {
-    table::find(origin_in(&COPIES.get(), child, number))
+    table::find_at_home(origin_in(&COPIES.get(), child, number))
 }
 
 /// All numbers that may be ours in a child.
@@ -83,6 +93,9 @@ pub(crate) fn forget_copies() {
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn vfork() -> libc::pid_t {
     core::arch::naked_asm!(
+        "push rax",
+        "call {before}",
+        "pop rax",
         // The child will overwrite the return address: keep it in a register, which the kernel does not touch.
         "pop rdi",
         "lock inc dword ptr [rip + {count}]",
@@ -92,20 +105,33 @@ pub(crate) unsafe extern "C" fn vfork() -> libc::pid_t {
         "test eax, eax",
         "jz 2f",
         "lock dec dword ptr [rip + {count}]",
-        "cmp eax, -4095",
-        "jae 3f",
+        "mov edi, eax",
+        "jmp {after}",
         "2:",
         "ret",
-        "3:",
-        "mov edi, eax",
-        "jmp {failed}",
         count = sym UNDER_WAY,
-        failed = sym failed,
+        before = sym before,
+        after = sym after,
     )
 }
 
-/// What `vfork` returns when the kernel refuses.
 #[cfg(target_arch = "x86_64")]
-extern "C" fn failed(result: i32) -> libc::pid_t {
-    crate::memory::fail(-result)
+extern "C" fn before() {
+    if process::known_view().is_some() {
+        carry::open_mail();
+    }
+}
+
+/// In the parent, with what the kernel says.
+#[cfg(target_arch = "x86_64")]
+extern "C" fn after(result: i32) -> libc::pid_t {
+    if result < 0 {
+        return crate::memory::fail(-result);
+    }
+    if process::known_view().is_some() {
+        let before = crate::memory::errno();
+        carry::take_mail();
+        crate::memory::set_errno(before);
+    }
+    result
 }

@@ -103,9 +103,9 @@ impl Copier<'_> {
         steps.push(Step::Close(stat, to.to_owned()));
         let directory = self.view.open_directory(source).map_err(io::Error::other)?;
         for entry in directory.entries(0) {
-            let child = join(source, &entry.name);
+            let child = join(source, entry.name);
             let stat = self.view.lstat(&child).map_err(io::Error::other)?;
-            steps.push(Step::Copy(child, stat, to.join(OsStr::from_bytes(&entry.name))));
+            steps.push(Step::Copy(child, stat, to.join(OsStr::from_bytes(entry.name))));
         }
         Ok(())
     }

@@ -74,6 +74,6 @@ fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(
 }
 
 fn open_directory(view: &View, path: Vec<u8>) -> Result<Open, ViewError> {
-    let names: Vec<Vec<u8>> = view.open_directory(&path)?.entries(0).map(|entry| join(&path, &entry.name)).collect();
+    let names: Vec<Vec<u8>> = view.open_directory(&path)?.entries(0).map(|entry| join(&path, entry.name)).collect();
     Ok(Open { path, bytes: 0, rest: names.into_iter() })
 }

@@ -83,14 +83,14 @@ impl Lister<'_> {
             };
             let mut below = Vec::new();
             for entry in directory.entries(0) {
-                let child = join(&path, &entry.name);
+                let child = join(&path, entry.name);
                 if self.arguments.long {
                     match self.view.lstat(&child) {
-                        Ok(stat) => self.line(&child, &entry.name, &stat)?,
+                        Ok(stat) => self.line(&child, entry.name, &stat)?,
                         Err(error) => self.complain(&child, &error),
                     }
                 } else {
-                    self.name(&entry.name)?;
+                    self.name(entry.name)?;
                     writeln!(self.output)?;
                 }
                 if self.arguments.recursive && entry.kind == FileKind::Directory {

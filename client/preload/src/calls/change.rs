@@ -18,7 +18,11 @@ const READ_ONLY: Fault = Fault::Errno(libc::EROFS);
 /// To change what must be there; `follow` says whether a symlink is meant or what it names.
 fn existing(follow: bool) -> impl Fn(&View, &[u8]) -> Result<c_int, Fault> {
     move |view, path| {
-        if follow { view.stat(path)? } else { view.lstat(path)? };
+        if follow {
+            view.stat(path)?
+        } else {
+            view.lstat(path)?
+        };
         Err(READ_ONLY)
     }
 }

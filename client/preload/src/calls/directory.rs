@@ -9,9 +9,9 @@ use libc::{DIR, dirent, off_t, size_t};
 use super::hook;
 use super::open::{give_number, open_in};
 use crate::memory::{self, Errno, buffer, put, zeroed};
+use crate::offset::Offset;
 use crate::process::{Fault, answer};
 use crate::table::{self, Description, Object, Reference};
-use crate::offset::Offset;
 use crate::{next, path};
 
 /// What no stream of libc begins with: there stand a descriptor and a lock, which is never all ones.

@@ -341,10 +341,9 @@ impl Entry {
         let words = (size_of::<Self>() + name_len).div_ceil(align_of::<Self>());
         let memory = Box::leak(vec![0_u64; words].into_boxed_slice());
         let place = NonNull::from(memory).cast::<Self>();
-        // SAFETY: the memory is aligned for an entry and has room for it and the name, which the zeroes after it end.
+        // SAFETY: the memory is aligned for an entry and has room for it and the name.
         unsafe { place.write(entry) };
-        let behind = place.as_ptr().cast::<u8>().wrapping_add(offset_of!(Self, name));
-        memory::array_mut(behind, name_len).copy_from_slice(name);
+        memory::write_string(place.as_ptr().cast::<c_char>().wrapping_add(offset_of!(Self, name)), name);
         place
     }
 

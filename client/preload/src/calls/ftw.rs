@@ -101,8 +101,12 @@ impl Walk<'_> {
         self.go_back();
         let mut found: KernelStat = zeroed();
         let physical = self.flags & FTW_PHYS != 0;
-        let mut kind = if physical { stat::lstat(path.as_ptr(), &raw mut found) } else { stat::stat(path.as_ptr(), &raw mut found) };
+        let mut kind =
+            if physical { stat::lstat(path.as_ptr(), &raw mut found) } else { stat::stat(path.as_ptr(), &raw mut found) };
         if kind != 0 {
+            if !matches!(memory::errno(), libc::EACCES | libc::ENOENT) {
+                return -1;
+            }
             kind = if stat::lstat(path.as_ptr(), &raw mut found) == 0 { FTW_SLN } else { FTW_NS };
         } else {
             kind = match found.st_mode & libc::S_IFMT {

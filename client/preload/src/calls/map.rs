@@ -147,4 +147,3 @@ fn put(request: &Request, base: *mut c_void, start: u64, len: u64, descriptor: R
     let mapped = next::mmap(target, room, request.protection, flags, descriptor, offset as off_t);
     if mapped == MAP_FAILED { Err(Fault::Errno(memory::errno())) } else { Ok(()) }
 }
-

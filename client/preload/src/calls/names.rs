@@ -65,7 +65,7 @@ hook! {
     }
 
     fn chdir(path: *const c_char) -> c_int {
-        path::at(libc::AT_FDCWD, path, |view, path| go(view, path), |_, path| {
+        path::at(libc::AT_FDCWD, path, go, |_, path| {
             let result = next::chdir(path);
             if result == 0 {
                 cwd::leave();

@@ -14,6 +14,9 @@ use crate::process::{self, Fault};
 use crate::table::{self, Description, Object, Reference};
 use crate::{carry, next, path, vfork};
 
+/// `O_LARGEFILE` of the kernel, which it shows of every descriptor; C's own is 0 on 64 bits.
+const LARGE_FILE: c_int = 0o100_000;
+
 hook! {
     fn open | open64 | __open | __open64 (path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
         openat(libc::AT_FDCWD, path, flags, mode)
@@ -51,9 +54,8 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
         next::fcntl(copy, libc::F_SETFD, u64::from(close_on_exec));
         return Ok(copy);
     }
-    let kept_flags = flags & !(libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC) | libc::O_LARGEFILE;
-    let description =
-        table::describe(Description { object, flags: AtomicI32::new(kept_flags), offset: Offset::new() })?;
+    let kept_flags = flags & !(libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC) | LARGE_FILE;
+    let description = table::describe(Description { object, flags: AtomicI32::new(kept_flags), offset: Offset::new() })?;
     Ok(give_number(&description, close_on_exec)?)
 }
 

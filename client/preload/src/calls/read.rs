@@ -7,9 +7,9 @@ use libc::{iovec, off_t, size_t};
 
 use super::hook;
 use crate::memory::{array, buffer, fail};
+use crate::next;
 use crate::process::{Fault, answer, view};
 use crate::table::{self, Description};
-use crate::next;
 
 hook! {
     fn read(descriptor: c_int, out: *mut c_void, len: size_t) -> isize {

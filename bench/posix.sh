@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The POSIX library beside a fresh ext4 (a loop device) with the same files, in turn, medians of RUNS. The page cache is warm
+# unless a line says cold. Usage, as root: bench/posix.sh [RUNS] [ENTRIES]; dayfly, dayfly-bench and python3 must be in PATH.
+set -euo pipefail
+runs=${1:-5}; entries=${2:-1000000}
+work=$(mktemp -d); image=$work/image; mountpoint=$work/mnt
+mkdir "$mountpoint"; export DAYFLY_RUNTIME_DIR=$work
+finish() { dayfly down > /dev/null 2>&1 || true; umount "$mountpoint" 2> /dev/null || true; rm -rf "$work"; }
+trap finish EXIT
+truncate -s 30G "$image"
+mkfs.ext4 -q -N 4000000 -E lazy_itable_init=0,lazy_journal_init=0 "$image"
+mount -o loop,noatime "$image" "$mountpoint"
+plain=$mountpoint/plain; mkdir "$plain"
+
+median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
+drop() { sync; echo 3 > /proc/sys/vm/drop_caches; }
+# Runs COMMAND with ROOT replaced, over ext4 and over the namespace in turn; prints both medians and their ratio.
+row() { # NAME BEFORE COMMAND...
+    local name=$1 before=$2; shift 2
+    : > "$work/a"; : > "$work/b"
+    for _ in $(seq "$runs"); do
+        $before; "${@//ROOT/$plain}" >> "$work/a"
+        $before; dayfly exec -- "${@//ROOT//dayfly}" >> "$work/b"
+    done
+    local a b; a=$(median < "$work/a"); b=$(median < "$work/b")
+    awk -v name="$name" -v a="$a" -v b="$b" 'BEGIN { printf "| %-58s | %12.0f | %12.0f | %6.2f |\n", name, a, b, a / b }'
+}
+seconds() { python3 - "$@" <<'P'
+import subprocess, sys, time
+start = time.perf_counter(); subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); print(round((time.perf_counter() - start) * 1e9))
+P
+}
+export -f seconds
+lists() { (cd "$plain/$1" && find . -type f -printf '%P\n' | shuf --random-source=<(yes) > "$work/$1.list"); }
+
+dayfly-bench make "$plain/small" --samples 100000 --mean-size 3000
+dayfly-bench make "$plain/large" --samples 10000 --mean-size 110000 --log-normal 0.5
+dayfly up --data-dir "$mountpoint" > /dev/null
+for set in small large; do dayfly stage-in "$plain/$set" "/dayfly/$set" 2> /dev/null; lists "$set"; cat $(find "$plain/$set" -type f | head -1) > /dev/null; done
+find "$plain" -type f -print0 | xargs -0 cat > /dev/null; dayfly verify > /dev/null
+
+echo "ns a file, medians of $runs; ratio = ext4 / dayfly"
+printf '| %-58s | %12s | %12s | %6s |\n|---|---:|---:|---:|\n' work ext4 dayfly ratio
+row "open+fstat+read+close, 3 KB, read before" : dayfly-bench posix files ROOT/small "$work/small.list"
+row "the same, first touch in the process" : dayfly-bench posix files ROOT/small "$work/small.list" --passes 1
+row "110 KB, read before" : dayfly-bench posix files ROOT/large "$work/large.list"
+row "the same, first touch in the process" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 1
+row "stat of every path, 3 KB set" : dayfly-bench posix stat ROOT/small "$work/small.list"
+python='import sys,time
+root, paths = sys.argv[1], open(sys.argv[2]).read().split()
+paths = [root + "/" + path for path in paths]
+for _ in range(2):
+    start = time.perf_counter()
+    for path in paths:
+        with open(path, "rb") as file: file.read()
+print(round((time.perf_counter() - start) / len(paths) * 1e9))'
+row "Python open(p,'rb').read(), 3 KB" : python3 -c "$python" ROOT/small "$work/small.list"
+for threads in 1 16; do
+    row "cold, 3 KB, $threads readers" drop dayfly-bench posix files ROOT/small "$work/small.list" --passes 1 --threads $threads
+    row "cold, 110 KB, $threads readers" drop dayfly-bench posix files ROOT/large "$work/large.list" --passes 1 --threads $threads
+done
+head -1 "$work/small.list" > "$work/one.list"
+row "attach: first stat in a process (ns)" : dayfly-bench posix attach ROOT/small "$work/one.list"
+find /usr/bin -type f -printf '%P\n' > "$work/outside.list"
+outside() { if [ "$1" = plain ]; then "${@:2}"; else dayfly exec -- "${@:2}"; fi; }
+for what in stat files; do
+    : > "$work/a"; : > "$work/b"
+    for _ in $(seq "$runs"); do for side in plain ours; do
+        outside $side dayfly-bench posix $what /usr/bin <(head -500 "$work/outside.list") --passes 50 >> "$work/$([ $side = plain ] && echo a || echo b)"
+    done; done
+    printf '| %-58s | %12s | %12s |        |\n' "outside the prefix: $what" "$(median < "$work/a")" "$(median < "$work/b")"
+done
+dayfly down > /dev/null
+
+# Two nodes: what the other one holds. The arena's memory has been used before (a round through it comes first), as after the
+# first seconds of a job; every sample itself is asked for the first time in its session.
+dayfly-bench make "$plain/other" --samples 4000 --mean-size 110000 --log-normal 0.5
+for set in small large; do
+    mean=$(find "$plain/$set" -type f -printf '%s\n' | awk '{ s += $1 } END { printf "%d", s / NR }')
+    : > "$work/a"; : > "$work/b"
+    for _ in $(seq "$runs"); do
+        dayfly up --local 2 --memory 128MiB --data-dir "$mountpoint" > /dev/null
+        for one in $set other; do dayfly stage-in "$plain/$one" "/dayfly/$one" 2> /dev/null; done
+        # Those whose only block lies on the other node.
+        head -4000 "$work/$set.list" | sed "s|^|/dayfly/$set/|" | xargs -n 500 dayfly stat \
+            | awk '/File:/ { path = $2 } /Block: .* on node 1$/ { print path }' | sed "s|^/dayfly/$set/||" | head -1000 > "$work/far.list"
+        dayfly exec --node 1 -- bash -c "find /dayfly/$set -type f -print0 | xargs -0 cat > /dev/null"
+        dayfly exec --node 0 -- bash -c 'find /dayfly/other -type f -print0 | xargs -0 cat > /dev/null'
+        dayfly-bench ping-pong "$mean" >> "$work/a"
+        dayfly exec --node 0 -- dayfly-bench posix files /dayfly/$set "$work/far.list" --passes 1 >> "$work/b"
+        dayfly down > /dev/null
+    done
+    a=$(median < "$work/a"); b=$(median < "$work/b")
+    name="$(wc -l < "$work/far.list") $set ones of the other node, one at a time"
+    awk -v name="$name" -v a="$a" -v b="$b" 'BEGIN { printf "| %-58s | %12.0f | %12.0f | %6.2f |\n", name ": ping-pong; ours; ours / it", a, b, b / a }'
+done
+
+# A listing of many entries.
+rm -rf "$plain/small" "$plain/large" "$plain/other"
+dayfly-bench make "$plain/many" --samples "$entries" --mean-size 20
+dayfly up --data-dir "$mountpoint" > /dev/null; dayfly stage-in "$plain/many" /dayfly/many 2> /dev/null
+lists many; find "$plain/many" -ls > /dev/null
+row "find of $entries entries (ns, all)" : bash -c 'seconds find ROOT/many'
+row "find -size of $entries entries (ns, all)" : bash -c 'seconds find ROOT/many -size +1M'
+row "os.walk of $entries entries (ns, all)" : bash -c 'seconds python3 -c "import os; print(sum(len(f) for _, _, f in os.walk(\"ROOT/many\")))"'
+row "stat of every path of $entries" : dayfly-bench posix stat ROOT/many "$work/many.list"
+row "private memory of a reader, $entries samples (bytes)" : dayfly-bench posix memory ROOT/many "$work/many.list" --passes 1
+dayfly down > /dev/null

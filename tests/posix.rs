@@ -1,0 +1,464 @@
+//! Unchanged programs over the namespace: each does the same over a plain directory, then, the directory gone from its path and
+//! the session's prefix in its place, over the namespace; what it prints and leaves must be equal.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use harness::twin::twin;
+use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
+use nix::sys::signal::Signal;
+
+/// Set where every program must be there: a program that is not is passed over elsewhere, aloud.
+const ALL_PROGRAMS: &str = "DAYFLY_TEST_ALL_PROGRAMS";
+
+fn here(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/posix").join(name)
+}
+
+/// What the plain directory's program printed.
+fn plainly(ground: &Ground, arguments: &[&OsStr]) -> Output {
+    let mut command = Command::new(arguments[0]);
+    command.args(&arguments[1..]).current_dir(ground.work.path()).env("LC_ALL", "C").env("TZ", "UTC");
+    output_of(&mut command)
+}
+
+/// A tree of sources, and one file of each kind that a program of the table wants.
+fn sources_and_data(root: &Path) {
+    for folder in ["meta", "client", "docs"] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        tool("cp", &["-r".as_ref(), "--preserve=timestamps".as_ref(), from.as_os_str(), root.as_os_str()]);
+    }
+    let data = root.join("data");
+    fs::create_dir(&data).unwrap();
+    fs::create_dir(root.join("empty")).unwrap();
+    fs::write(data.join("numbers.txt"), (0..20_000).map(|number| format!("{number}\n")).collect::<String>()).unwrap();
+    fs::write(data.join("words.txt"), "some words\nin lines\n").unwrap();
+    fs::write(data.join("nothing"), "").unwrap();
+    let bytes: Vec<u8> = (0..3_000_001_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    fs::write(data.join("big.bin"), bytes).unwrap();
+    fs::write(data.join("answer.h"), "#define ANSWER 42\n").unwrap();
+    fs::write(data.join("hello.sh"), "#!/bin/sh\necho hello $1 from $(basename $(pwd))\n").unwrap();
+    fs::set_permissions(data.join("hello.sh"), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(data.join("words.txt"), fs::Permissions::from_mode(0o640)).unwrap();
+    symlink("data/numbers.txt", root.join("link")).unwrap();
+    symlink("/etc/hostname", root.join("out")).unwrap();
+    symlink("nowhere", root.join("dangling")).unwrap();
+    fs::hard_link(data.join("words.txt"), root.join("same-words")).unwrap();
+    let script =
+        "import zipfile,sys; zipfile.ZipFile(sys.argv[1]+'/archive.zip','w').write(sys.argv[1]+'/numbers.txt','numbers.txt')";
+    run_if_there("python3", &["-c".as_ref(), script.as_ref(), data.as_os_str()]);
+    let script = "import numpy,sys; numpy.save(sys.argv[1]+'/array.npy', numpy.arange(300000).reshape(300,1000))";
+    run_if_there("python3", &["-c".as_ref(), script.as_ref(), data.as_os_str()]);
+    let script = "import sys; from PIL import Image; Image.linear_gradient('L').save(sys.argv[1]+'/image.png')";
+    run_if_there("python3", &["-c".as_ref(), script.as_ref(), data.as_os_str()]);
+    let table = "create table t(n, w); insert into t select value, 'row '||value from generate_series(1,5000)";
+    run_if_there("sqlite3", &[data.join("table.db").as_os_str(), table.as_ref()]);
+}
+
+fn run_if_there(program: &str, arguments: &[&OsStr]) {
+    // What could not be made is not looked for either.
+    let _ = Command::new(program).args(arguments).output();
+}
+
+/// Programs, by what must be there for them, and shell's words; `$R` is the tree. Sizes of directories, the order in which a
+/// directory is listed and the numbers of inodes are no promise: they are taken out or sorted away.
+const PROGRAMS: &[(&str, &str)] = &[
+    (
+        "find",
+        "find $R -type f -ls | awk '{ $1 = $2 = \"\"; print }' | sort; find $R -printf '%P %y %#m %n %T@ %u %g %l\\n' | sort",
+    ),
+    (
+        "find",
+        "find $R/meta -name '*.rs' -newer $R/data/numbers.txt; find $R -links +1 -type f | sort; find -L $R -type l; cd $R && find . -empty | sort",
+    ),
+    ("find", "find $R/data -type f -exec wc -c {} + | sort; find $R/data -name w* -execdir cat {} \\;"),
+    (
+        "ls",
+        "ls -lR $R | grep -v ^total | sed -E 's/ +/ /g; s/^(d[^ ]* [0-9]+ [^ ]+ [^ ]+) [0-9]+/\\1/'; ls -d $R/data/../m*; ls $R/nothing-there",
+    ),
+    ("sha256sum", "find $R -type f | sort | xargs sha256sum"),
+    ("md5sum", "find $R -type f | sort | xargs md5sum > sums && md5sum -c sums | grep -vc OK; cd $R/data && md5sum < big.bin"),
+    ("grep", "grep -rn 'pub fn' $R | sort; grep -c 1 $R/data/numbers.txt; grep -l words -r $R/data; grep x $R/data"),
+    ("du", "cd $R/data && du -b *; du -b --apparent-size $R/data/big.bin"),
+    ("wc", "wc $R/data/*; cat $R/data/numbers.txt | wc -l; wc -l < $R/data/numbers.txt"),
+    ("file", "cd $R && file -b data/* link out empty"),
+    (
+        "head",
+        "head -c 100 $R/data/numbers.txt; tail -n 3 $R/data/numbers.txt; tail -c 7 < $R/data/numbers.txt; head -n 2 $R/data/*.txt",
+    ),
+    ("xargs", "find $R -type f -print0 | sort -z | xargs -0 -P4 -n 20 cksum | sort"),
+    ("git", "git hash-object $R/data/* ; git diff --no-index --stat $R/meta/src $R/client/src; true"),
+    (
+        "gcc",
+        "printf '#include <answer.h>\\n#include \"../data/answer.h\"\\nANSWER' | gcc -E -P -I $R/data -iquote $R/data -; gcc -E -M -I $R/data -include answer.h -x c /dev/null",
+    ),
+    (
+        "sqlite3",
+        "sqlite3 -readonly $R/data/table.db 'select count(*), sum(n), max(w) from t'; sqlite3 \"file:$R/data/table.db?mode=ro&immutable=1\" 'select * from t limit 3'",
+    ),
+    ("dd", "dd if=$R/data/big.bin bs=4096 skip=3 count=5 status=none | cksum; dd if=$R/data/big.bin bs=1M status=none | cksum"),
+    ("cmp", "cmp $R/data/numbers.txt $R/link && cmp $R/data/big.bin $R/data/words.txt"),
+    ("stat", "stat -c '%n %s %f %h %Y %F' $R/data/* $R/link $R/out; stat -L -c '%s %F' $R/link; stat -f -c %l $R"),
+    (
+        "readlink",
+        "readlink $R/link $R/out; readlink -f $R/link $R/data/../meta $R/nothing; realpath $R/link; realpath --relative-to=$R $R/data/words.txt",
+    ),
+    (
+        "sort",
+        "sort -r $R/data/numbers.txt | cksum; sort -m $R/data/words.txt $R/data/words.txt; tac $R/data/words.txt; nl $R/data/words.txt; split -l 5000 $R/data/numbers.txt part- && cat part-* | cksum; rm part-*",
+    ),
+    (
+        "awk",
+        "awk '{ s += $1 } END { print s, NR }' $R/data/numbers.txt; sed -n '10,12p' $R/data/numbers.txt; cut -c1 $R/data/words.txt; od -c $R/data/words.txt; od -t x1 -j 2999990 $R/data/big.bin",
+    ),
+    ("gzip", "gzip -c $R/data/numbers.txt | gunzip | cksum; zcat -f $R/data/words.txt; xz -c $R/data/words.txt | xz -dc"),
+    (
+        "perl",
+        "perl -ne 'print if $. == 7' $R/data/numbers.txt; perl -e 'print -s \"$ARGV[0]/data/big.bin\", \" \", join(\",\", sort glob(\"$ARGV[0]/data/*.txt\")), \"\\n\"' $R",
+    ),
+    (
+        "bash",
+        "bash -c 'cd $R/data && pwd && ls && cat < words.txt && echo *.txt && cd .. && pwd -P && [[ -f link && -L link && -d data && -r data/words.txt ]]; echo $?'",
+    ),
+    (
+        "bash",
+        "bash -c 'while read -r a; do read -r b; echo $b; done < $R/data/words.txt; mapfile -t l < $R/data/words.txt; echo ${l[1]}; exec 5< $R/data/numbers.txt; read -u 5 x; cat <&5 | cksum; source /dev/stdin < <(echo echo sourced)'",
+    ),
+    (
+        "bash",
+        "bash -c '{ head -n 3; echo --; sed -n 1p; } < $R/data/numbers.txt; (cd $R && tar cf - data) | tar tf - | sort; for f in $R/data/w*; do echo ${f##*/}; done; diff <(cat $R/link) $R/data/numbers.txt && echo same'",
+    ),
+    (
+        "sh",
+        "$R/data/hello.sh you; cd $R/data && ./hello.sh me; sh hello.sh them; . $R/data/hello.sh; cd ../meta && pwd; cd /; test -x $R/data/hello.sh -a ! -x $R/data/words.txt && echo executable",
+    ),
+    ("dash", "dash -c 'cd $R/data; cat words.txt; cd ..; ls data | wc -l; exec < link; read x; echo $x; cat | cksum'"),
+    (
+        "env",
+        "cd $R/data && env cat words.txt; nice cat words.txt; timeout 10 cat $R/data/words.txt; nohup cat $R/data/words.txt; setsid -w cat words.txt; xargs cat <<< words.txt",
+    ),
+    (
+        "make",
+        "printf 'all: '$R'/data/words.txt\\n\\t@cat $<; wc -c < $<\\n' > Makefile.test; make -s -f Makefile.test; cd $R/data && make -s -f ../../Makefile.test",
+    ),
+    ("python3", "python3 $PROGRAMS walk $R"),
+    ("python3", "python3 $PROGRAMS paths $R"),
+    ("python3", "python3 $PROGRAMS copytree $R"),
+    ("python3", "python3 $PROGRAMS archives $R"),
+    ("python3", "python3 $PROGRAMS mapped $R"),
+    ("python3", "python3 $PROGRAMS children $R"),
+    ("python3", "python3 $PROGRAMS pools $R"),
+    ("python3 -c 'import numpy'", "python3 $PROGRAMS arrays $R"),
+    ("python3 -c 'import PIL'", "python3 $PROGRAMS images $R"),
+];
+
+/// Programs that make a copy of the tree at `$O`.
+const COPIERS: &[(&str, &str)] = &[
+    ("cp", "cp -a $R $O"),
+    ("tar", "mkdir $O && tar --format=posix -C $R -cf - . | tar -C $O -xpf -"),
+    ("tar", "mkdir $O && cd $R && tar --format=posix -cf - . | (cd $O && tar -xpf -)"),
+    ("rsync", "rsync -aH $R/ $O/"),
+    ("bsdtar", "mkdir $O && bsdtar --format=posix -C $R -cf - . | bsdtar -C $O -xpf -"),
+    (
+        "sh",
+        "mkdir $O && cd $R && find . -type d -exec mkdir -p $O/{} \\; && find . -type f -exec cp -p --reflink=auto {} $O/{} \\; && cp -Pp link out dangling $O && ln -f $O/data/words.txt $O/same-words && find . -depth -type d -exec touch -r {} $O/{} \\;",
+    ),
+];
+
+fn is_there(program: &str) -> bool {
+    let probe = if program.contains(' ') { program.to_owned() } else { format!("command -v {program}") };
+    let found = Command::new("sh").args(["-c", &format!("{probe} > /dev/null 2>&1")]).status().unwrap().success();
+    if !found {
+        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{program} is not installed");
+        eprintln!("not compared, for it is not installed: {program}");
+    }
+    found
+}
+
+fn words(words: &str, root: &Path, out: &Path) -> String {
+    format!("R={} O={} PROGRAMS={}; export R; {words}", root.display(), out.display(), here("programs.py").display())
+}
+
+#[test]
+fn real_programs_see_the_namespace_as_a_plain_directory() {
+    let run = |(program, script): &(&str, &str), ground: &Ground, root: &Path| {
+        let script = words(script, root, &ground.at("unused"));
+        is_there(program).then(|| plainly(ground, &["bash".as_ref(), "-c".as_ref(), script.as_ref()]))
+    };
+    let (twin, expected) =
+        twin(sources_and_data, |ground, root| PROGRAMS.iter().map(|entry| run(entry, ground, root)).collect::<Vec<_>>());
+    let mut differences = Vec::new();
+    for ((program, script), expected) in PROGRAMS.iter().zip(expected) {
+        let Some(expected) = expected else { continue };
+        assert!(!expected.stdout.is_empty(), "{program} printed nothing: {}", text(&expected.stderr));
+        let script = words(script, &twin.root, &twin.cluster.at("unused"));
+        let found = twin.exec(&["bash".as_ref(), "-c".as_ref(), script.as_ref()]);
+        if (expected.status.code(), &expected.stdout) != (found.status.code(), &found.stdout) {
+            differences.push(format!("{script}\n{}\n{}", first_difference(&expected, &found), text(&found.stderr)));
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n\n"));
+    let expected = read_tree(&twin.plain);
+    for (program, script) in COPIERS.iter().filter(|(program, _)| is_there(program)) {
+        let out = twin.cluster.at("out");
+        twin.shell(&words(script, &twin.root, &out));
+        assert_same_tree(&expected, &read_tree(&out), program);
+        fs::remove_dir_all(&out).unwrap();
+    }
+    twin.shell(&words(&format!("diff -r --no-dereference $R {}", twin.plain.display()), &twin.root, &twin.plain));
+    twin.cluster.down();
+}
+
+fn first_difference(expected: &Output, found: &Output) -> String {
+    let (left, right) = (text(&expected.stdout), text(&found.stdout));
+    let pair =
+        left.lines().map(Some).chain([None]).zip(right.lines().map(Some).chain([None])).find(|(left, right)| left != right);
+    format!("plain: {:?} {:?}\nours:  {:?} {:?}", expected.status, pair.map(|pair| pair.0), found.status, pair.map(|pair| pair.1))
+}
+
+/// What `calls.c` wants.
+fn tree_for_calls(root: &Path) {
+    fs::create_dir_all(root.join("sub/empty")).unwrap();
+    fs::create_dir(root.join("sub/deep")).unwrap();
+    fs::write(root.join("list"), (1..=2000).map(|number| format!("{number}\n")).collect::<String>()).unwrap();
+    for number in 1..=3_u32 {
+        let bytes: Vec<u8> = (0..number * 3000).map(|at| (at.wrapping_mul(number * 977) >> 5) as u8).collect();
+        fs::write(root.join(format!("sub/f{number}")), bytes).unwrap();
+    }
+    fs::write(root.join("big"), (0..300_001_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 11) as u8).collect::<Vec<_>>())
+        .unwrap();
+    fs::write(root.join("script"), "#!/bin/sh\necho script $1\n").unwrap();
+    fs::set_permissions(root.join("script"), fs::Permissions::from_mode(0o755)).unwrap();
+    for (target, name) in [("sub/f1", "link"), ("nowhere", "dangling"), ("/etc/hostname", "out"), ("loop", "loop")] {
+        symlink(target, root.join(name)).unwrap();
+    }
+}
+
+fn compile(ground: &Ground, source: &str, options: &[&str]) -> PathBuf {
+    let program = ground.at(source.split('.').next().unwrap());
+    let mut arguments: Vec<&OsStr> =
+        vec!["-O1".as_ref(), "-Wall".as_ref(), "-pthread".as_ref(), "-o".as_ref(), program.as_os_str()];
+    let source = here(source);
+    arguments.push(source.as_os_str());
+    arguments.extend(options.iter().map(OsStr::new));
+    tool("gcc", &arguments);
+    program
+}
+
+/// Lines of a walk whose order is the directory's, sorted.
+fn sorted_walks(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    for group in lines.chunk_by_mut(|left, right| left.starts_with("nftw ") && right.starts_with("nftw ")) {
+        group.sort_unstable();
+    }
+    lines
+}
+
+#[test]
+fn every_call_gives_what_it_gives_on_a_plain_directory() {
+    for options in [&[][..], &["-D_FORTIFY_SOURCE=2", "-O2"], &["-D_FILE_OFFSET_BITS=64"]] {
+        let run = |ground: &Ground, root: &Path| {
+            let program = compile(ground, "calls.c", options);
+            text(&plainly(ground, &[program.as_os_str(), root.as_os_str()]).stdout)
+        };
+        let (twin, expected) = twin(tree_for_calls, run);
+        let program = twin.cluster.at("calls");
+        for node in 0..2 {
+            let found = output_of(twin.exec_command(node).arg(&program).arg(&twin.root));
+            let found = text(&found.stdout);
+            let (expected, found) = (sorted_walks(&expected), sorted_walks(&found));
+            assert!(expected.len() > 400);
+            for (number, (expected, found)) in expected.iter().zip(&found).enumerate() {
+                assert_eq!(expected, found, "line {number}, node {node}, {options:?}");
+            }
+            assert_eq!(expected.len(), found.len());
+        }
+        twin.cluster.down();
+    }
+}
+
+#[test]
+fn the_namespace_is_read_only() {
+    let (twin, ()) = twin(tree_for_calls, |_, _| ());
+    let program = compile(&twin.cluster, "calls.c", &[]);
+    let found = twin.exec(&[program.as_os_str(), twin.root.as_os_str(), "refusals".as_ref()]);
+    let found = text(&found.stdout);
+    let allowed = [
+        ("O_CREAT | O_EXCL", "EEXIST"),
+        ("mkdir(at(\"sub\")", "EEXIST"),
+        ("at(\"sub\"), O_WRONLY)", "EISDIR"),
+        ("missing", "ENOENT"),
+        ("\"/tmp/new\"", "EXDEV"),
+    ];
+    let mut refused = 0;
+    for line in found.lines().filter(|line| line.contains("failed")) {
+        let expected = allowed.iter().find(|(call, _)| line.contains(call)).map_or("EROFS", |(_, errno)| errno);
+        assert!(line.ends_with(expected), "{line}");
+        refused += 1;
+    }
+    assert!(refused >= 25 && found.contains("O_CREAT | O_RDONLY, 0600) >= 0 ? 0 : -1: 0"), "{found}");
+    assert!(found.contains("s.f_flag & ST_RDONLY: 1"), "{found}");
+    twin.cluster.down();
+}
+
+#[test]
+fn a_parent_reads_on_while_its_vfork_children_close_and_duplicate() {
+    if !is_there("python3") {
+        return;
+    }
+    let (twin, ()) = twin(sources_and_data, |_, _| ());
+    let found = twin.shell(&words("python3 $PROGRAMS beside_children $R", &twin.root, &twin.plain));
+    assert!(found.trim().ends_with(" []"), "{found}");
+    twin.cluster.down();
+}
+
+#[test]
+fn what_exec_cannot_give_is_an_error_and_never_a_silent_run() {
+    let ground = Ground::new();
+    // A copy of the program alone, without the library beside it.
+    let alone = ground.at("alone");
+    fs::create_dir(&alone).unwrap();
+    fs::copy(env!("CARGO_BIN_EXE_dayfly"), alone.join("dayfly")).unwrap();
+    let cluster = ground.up(1);
+    let run = || {
+        let mut command = Command::new(alone.join("dayfly"));
+        command.args(["exec", "--", "true"]).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
+        let output = output_of(&mut command);
+        (output.status.code(), text(&output.stderr))
+    };
+    let (status, message) = run();
+    assert!(status == Some(125) && message.contains("libdayfly_preload.so is not there"), "{status:?} {message}");
+    fs::write(alone.join("libdayfly_preload.so"), "not a library").unwrap();
+    let (status, message) = run();
+    assert!(status == Some(125) && message.contains("cannot be loaded"), "{status:?} {message}");
+    let library = Path::new(env!("CARGO_BIN_EXE_dayfly")).parent().unwrap().join("deps/libdayfly_preload.so");
+    fs::copy(library, alone.join("libdayfly_preload.so")).unwrap();
+    assert_eq!(run(), (Some(0), String::new()));
+    cluster.down();
+}
+
+#[test]
+fn env_makes_a_shells_children_part_of_the_session() {
+    let (twin, ()) = twin(tree_for_calls, |_, _| ());
+    let dayfly = env!("CARGO_BIN_EXE_dayfly");
+    let script =
+        format!("eval \"$({dayfly} env)\"; head -n 2 {}/list; env | grep -c APPTAINERENV_LD_PRELOAD", twin.root.display());
+    let mut command = Command::new("sh");
+    command.args(["-ec", &script]).env("DAYFLY_RUNTIME_DIR", twin.cluster.runtime.path()).env_remove("DAYFLY_SESSION");
+    assert_eq!(text(&output_of(&mut command).stdout), "1\n2\n1\n");
+    twin.cluster.down();
+}
+
+#[test]
+fn with_the_server_dead_what_is_local_is_read_and_the_rest_is_an_error_within_the_deadline() {
+    let (twin, ()) = twin(sources_and_data, |_, _| ());
+    let script = format!(
+        "import os, sys\n\
+         paths = [os.path.join(folder, name) for folder, _, names in os.walk('{0}') for name in names if not os.path.islink(os.path.join(folder, name))]\n\
+         open(paths[0], 'rb').read()\n\
+         print('ready', flush=True)\n\
+         sys.stdin.readline()\n\
+         right = failed = 0\n\
+         for path in paths:\n\
+         \x20   try:\n\
+         \x20       right += open(path, 'rb').read() == open(path.replace('{0}', '{1}', 1), 'rb').read()\n\
+         \x20   except OSError as error:\n\
+         \x20       failed += error.errno == 5\n\
+         print(len(paths), right, failed)\n",
+        twin.root.display(),
+        twin.plain.display()
+    );
+    let mut child = twin
+        .exec_command(0)
+        .args(["python3", "-c", &script])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    output.read_line(&mut line).unwrap();
+    assert_eq!(line, "ready\n");
+    harness::signal(twin.cluster.pids()[&0], Signal::SIGKILL);
+    harness::wait_until("the server is gone", || !twin.cluster.pids().contains_key(&0));
+    child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    line.clear();
+    output.read_line(&mut line).unwrap();
+    let numbers: Vec<usize> = line.split_whitespace().map(|number| number.parse().unwrap()).collect();
+    assert!(numbers[0] == numbers[1] + numbers[2] && numbers[1] > 0 && numbers[2] > 0, "{line}");
+    let mut complaint = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
+    assert!(complaint.starts_with("dayfly: ") && complaint.lines().count() == 1, "one line: {complaint}");
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn down_turns_reads_and_mappings_into_errors_and_never_into_zeros() {
+    let (twin, ()) = twin(sources_and_data, |_, _| ());
+    let program = compile(&twin.cluster, "gone.c", &[]);
+    let big = twin.root.join("data/big.bin");
+    let mut children: Vec<_> = (0..2)
+        .map(|node| {
+            let mut command = twin.exec_command(node);
+            command.arg(&program).arg(&big).stdin(Stdio::piped()).stdout(Stdio::piped());
+            command.spawn().unwrap()
+        })
+        .collect();
+    let mut outputs: Vec<_> = children.iter_mut().map(|child| BufReader::new(child.stdout.take().unwrap()).lines()).collect();
+    outputs.iter_mut().for_each(|output| assert_eq!(output.next().unwrap().unwrap(), "ready"));
+    twin.cluster.ok(&["down"]);
+    let mut mapped = Vec::new();
+    for (child, output) in children.iter_mut().zip(outputs) {
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        let mut rest: Vec<String> = output.map(|line| line.unwrap()).collect();
+        mapped.push(rest.remove(3));
+        assert_eq!(rest, ["read: EIO", "pread: EIO", "open: EIO", "handler: kept"]);
+        assert!(child.wait().unwrap().success());
+    }
+    mapped.sort();
+    assert_eq!(mapped, ["mapped: SIGBUS", "mapped: its bytes"], "in place on the node that holds it, a copy on the other");
+    twin.cluster.assert_clean();
+}
+
+#[test]
+fn a_link_from_outside_and_every_spelling_of_the_prefix_lead_in() {
+    let (twin, ()) = twin(tree_for_calls, |_, _| ());
+    let root = twin.root.display();
+    let found = twin.shell(&format!(
+        "cd /; head -n1 .{root}/list; cd {root}/..; head -n1 tree/list; head -n1 ./plain/../tree/list; head -n1 /..//{root}/./list; cd {root}/sub; head -n1 ../../tree/list; cat ../../plain/list | head -n1; ls {root}/../plain | wc -l"
+    ));
+    assert_eq!(found, "1\n1\n1\n1\n1\n1\n8\n");
+    twin.cluster.down();
+}
+
+/// Seconds of the stress; `.ci/long` gives it a minute.
+const STRESS_SECONDS: &str = "DAYFLY_TEST_STRESS_SECONDS";
+
+#[test]
+fn threads_read_while_they_fork_children_that_read() {
+    let (twin, ()) = twin(sources_and_data, |_, _| ());
+    let program = compile(&twin.cluster, "stress.c", &[]);
+    let list = twin.shell(&format!(
+        "find {} -type f | sed 's|.*|& &|; s| {}| {}|'",
+        twin.root.display(),
+        twin.root.display(),
+        twin.plain.display()
+    ));
+    let list_path = twin.cluster.at("list");
+    fs::write(&list_path, list).unwrap();
+    let seconds = std::env::var(STRESS_SECONDS).unwrap_or_else(|_| "5".to_owned());
+    let found = twin.exec(&[program.as_os_str(), seconds.as_ref(), list_path.as_os_str()]);
+    assert!(found.status.success(), "{}{}", text(&found.stdout), text(&found.stderr));
+    assert!(found.stdout.ends_with(b" 0 wrong\n"), "{}", text(&found.stdout));
+    println!("{}", text(&found.stdout));
+    twin.cluster.down();
+}

@@ -1,0 +1,584 @@
+/* Makes calls below a folder and prints what comes of them. The test runs it over a plain directory and over the namespace,
+ * and compares: every line must be the same. Usage: calls FOLDER (with what `tests/posix.rs` puts into it). */
+
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <fts.h>
+#include <ftw.h>
+#include <glob.h>
+#include <limits.h>
+#include <poll.h>
+#include <pthread.h>
+#include <spawn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/select.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+#include <utime.h>
+
+extern char **environ;
+static const char *root;
+
+static const char *at(const char *name) {
+    static char paths[8][PATH_MAX];
+    static int next;
+    char *path = paths[next++ % 8];
+    snprintf(path, PATH_MAX, "%s/%s", root, name);
+    return path;
+}
+
+/* A result with its errno if it failed. */
+static void told(const char *what, long result) {
+    if (result < 0)
+        printf("%s: failed, %s\n", what, strerrorname_np(errno));
+    else
+        printf("%s: %ld\n", what, result);
+}
+
+#define TELL(call) (errno = 0, told(#call, (long)(call)))
+/* errno is untouched on success. */
+#define KEEPS(call)                                                       \
+    do {                                                                  \
+        errno = 77;                                                       \
+        long result = (long)(call);                                       \
+        told(#call, result);                                              \
+        if (result >= 0 && errno != 77) printf("errno changed by " #call "\n"); \
+    } while (0)
+
+static unsigned sum(const char *bytes, long len) {
+    unsigned sum = 0;
+    for (long i = 0; i < len; i++)
+        sum = sum * 31 + (unsigned char)bytes[i];
+    return sum;
+}
+
+static void show(const char *what, const struct stat *s) {
+    printf("%s: mode %o links %ld size %ld mtime %ld.%09ld uid %u gid %u\n", what, s->st_mode, (long)s->st_nlink,
+           S_ISDIR(s->st_mode) ? 0L : (long)s->st_size, (long)s->st_mtim.tv_sec, s->st_mtim.tv_nsec, s->st_uid, s->st_gid);
+}
+
+static void stats(void) {
+    const char *names[] = {"list", "sub", "link", "dangling", "out", "missing", "list/x", "sub/../list", "sub//f1", ".", "loop", "sub/"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        struct stat s;
+        printf("-- %s\n", names[i]);
+        errno = 77;
+        int result = stat(at(names[i]), &s);
+        if (result == 0) show("stat", &s), printf("errno %d\n", errno); else told("stat", result);
+        result = lstat(at(names[i]), &s);
+        if (result == 0) show("lstat", &s); else told("lstat", result);
+        struct statx x;
+        result = statx(AT_FDCWD, at(names[i]), AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &x);
+        if (result == 0) printf("statx: mode %o size %ld\n", x.stx_mode, S_ISDIR(x.stx_mode) ? 0L : (long)x.stx_size);
+        else told("statx", result);
+        TELL(access(at(names[i]), R_OK));
+        TELL(access(at(names[i]), X_OK));
+        TELL(faccessat(AT_FDCWD, at(names[i]), F_OK, AT_SYMLINK_NOFOLLOW));
+        char target[PATH_MAX] = "";
+        TELL(readlink(at(names[i]), target, 5));
+        printf("%s\n", target);
+        char *real = realpath(at(names[i]), NULL);
+        printf("realpath %s\n", real ? real : strerrorname_np(errno));
+        free(real);
+        real = canonicalize_file_name(at(names[i]));
+        printf("canonical %s\n", real ? real : strerrorname_np(errno));
+        free(real);
+        int descriptor = open(at(names[i]), O_RDONLY | O_CLOEXEC);
+        told("open", descriptor);
+        if (descriptor >= 0) {
+            TELL(fstat(descriptor, &s));
+            show("fstat", &s);
+            TELL(fstatat(descriptor, "", &s, AT_EMPTY_PATH));
+            TELL(fcntl(descriptor, F_GETFD));
+            TELL(fcntl(descriptor, F_GETFL));
+            TELL(close(descriptor));
+        }
+        told("nofollow", (descriptor = open(at(names[i]), O_RDONLY | O_NOFOLLOW)));
+        close(descriptor);
+        told("directory", (descriptor = open(at(names[i]), O_RDONLY | O_DIRECTORY)));
+        close(descriptor);
+    }
+    TELL(syscall(SYS_getpid) > 0);
+}
+
+static void reads(void) {
+    char buffer[1 << 16];
+    int descriptor = open(at("list"), O_RDONLY);
+    KEEPS(read(descriptor, buffer, 10));
+    KEEPS(lseek(descriptor, 0, SEEK_CUR));
+    KEEPS(lseek(descriptor, -3, SEEK_END));
+    KEEPS(read(descriptor, buffer, 10));
+    KEEPS(read(descriptor, buffer, 10));
+    TELL(lseek(descriptor, -1, SEEK_SET));
+    KEEPS(lseek(descriptor, 1L << 40, SEEK_SET));
+    KEEPS(read(descriptor, buffer, 10));
+    KEEPS(lseek(descriptor, 0, SEEK_DATA));
+    TELL(lseek(descriptor, 1L << 40, SEEK_DATA));
+    KEEPS(lseek(descriptor, 5, SEEK_HOLE));
+    TELL(lseek(descriptor, 5, 99));
+    KEEPS(pread(descriptor, buffer, 100, 7));
+    printf("%u\n", sum(buffer, 100));
+    TELL(pread(descriptor, buffer, 100, -7));
+    struct iovec parts[3] = {{buffer, 3}, {buffer + 10, 0}, {buffer + 20, 30}};
+    KEEPS(lseek(descriptor, 1, SEEK_SET));
+    KEEPS(readv(descriptor, parts, 3));
+    KEEPS(preadv(descriptor, parts, 3, 5));
+    KEEPS(preadv2(descriptor, parts, 3, -1, 0));
+    KEEPS(lseek(descriptor, 0, SEEK_CUR));
+    volatile int too_few = -1;
+    TELL(readv(descriptor, parts, too_few));
+    int left = 0;
+    KEEPS(ioctl(descriptor, FIONREAD, &left));
+    printf("%d\n", left);
+    TELL(write(descriptor, "x", 1));
+    TELL(pwrite(descriptor, "x", 1, 0));
+    TELL(ftruncate(descriptor, 0));
+    TELL(isatty(descriptor) - 1);
+    KEEPS(fsync(descriptor));
+    KEEPS(flock(descriptor, LOCK_SH));
+    struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET};
+    KEEPS(fcntl(descriptor, F_SETLK, &lock));
+    lock.l_type = F_WRLCK;
+    TELL(fcntl(descriptor, F_SETLK, &lock));
+    KEEPS(fcntl(descriptor, F_GETLK, &lock));
+    printf("%d\n", lock.l_type == F_UNLCK);
+    KEEPS(posix_fadvise(descriptor, 0, 0, POSIX_FADV_WILLNEED));
+    KEEPS(readahead(descriptor, 0, 100));
+    KEEPS(fgetxattr(descriptor, "user.none", buffer, 10) + 1);
+    KEEPS(flistxattr(descriptor, buffer, 10));
+    KEEPS(close(descriptor));
+    TELL(read(descriptor, buffer, 1));
+    TELL(close(descriptor));
+    descriptor = open(at("sub"), O_RDONLY);
+    TELL(read(descriptor, buffer, 1));
+    close(descriptor);
+}
+
+static void numbers(void) {
+    char byte;
+    int a = open(at("list"), O_RDONLY);
+    int b = dup(a);
+    printf("numbers %d %d\n", a, b);
+    TELL(read(a, &byte, 1));
+    TELL(lseek(b, 0, SEEK_CUR));
+    TELL(close(a));
+    TELL(lseek(b, 0, SEEK_CUR));
+    TELL(open(at("sub/f1"), O_RDONLY));
+    TELL(fcntl(b, F_DUPFD, 20));
+    TELL(fcntl(b, F_DUPFD_CLOEXEC, 20));
+    TELL(fcntl(21, F_GETFD));
+    TELL(fcntl(20, F_SETFD, FD_CLOEXEC));
+    TELL(fcntl(20, F_GETFD));
+    TELL(dup2(b, 30));
+    TELL(dup2(30, 30));
+    TELL(dup3(b, 31, O_CLOEXEC));
+    TELL(dup3(b, b, 0));
+    int null = open("/dev/null", O_RDONLY);
+    TELL(dup2(null, 30));
+    TELL(read(30, &byte, 1));
+    TELL(dup2(b, null));
+    TELL(read(null, &byte, 1));
+    TELL(close_range(20, 31, 0));
+    TELL(lseek(31, 0, SEEK_CUR));
+    TELL(fcntl(b, F_SETFL, O_NONBLOCK));
+    TELL(fcntl(b, F_GETFL) & O_NONBLOCK);
+    int in = dup(0);
+    TELL(close(0));
+    TELL(open(at("list"), O_RDONLY));
+    TELL(read(0, &byte, 1));
+    TELL(dup2(in, 0));
+    closefrom(3);
+    TELL(open(at("list"), O_RDONLY));
+    closefrom(3);
+}
+
+static void directories(void) {
+    char buffer[4096];
+    DIR *stream = opendir(at("sub"));
+    long third = 0;
+    int count = 0;
+    for (struct dirent *entry; (errno = 0, entry = readdir(stream));) {
+        if (++count == 3) third = telldir(stream);
+    }
+    printf("entries %d, errno %d\n", count, errno);
+    seekdir(stream, third);
+    count = 0;
+    while (readdir(stream)) count++;
+    printf("after the third %d\n", count);
+    rewinddir(stream);
+    struct stat s;
+    TELL(fstatat(dirfd(stream), "f1", &s, 0));
+    TELL(openat(dirfd(stream), "f1", O_RDONLY) > 0);
+    TELL(openat(dirfd(stream), "../list", O_RDONLY) > 0);
+    TELL(openat(dirfd(stream), "../../missing", O_RDONLY));
+    TELL(fchdir(dirfd(stream)));
+    TELL(strcmp(getcwd(buffer, sizeof buffer), at("sub")));
+    TELL(access("f1", R_OK));
+    TELL(chdir(".."));
+    TELL(access("list", R_OK));
+    TELL(chdir("list"));
+    TELL(chdir("../.."));
+    TELL(access("list", R_OK));
+    TELL(getcwd(buffer, 1) != NULL);
+    TELL(chdir("/"));
+    puts(getcwd(buffer, sizeof buffer));
+    TELL(closedir(stream));
+    TELL(opendir(at("list")) != NULL);
+    TELL(opendir(at("missing")) != NULL);
+    struct dirent **list;
+    int n = scandir(at("sub"), &list, NULL, alphasort);
+    for (int i = 0; i < n; i++) printf("%s %d\n", list[i]->d_name, list[i]->d_type), free(list[i]);
+    free(list);
+    TELL(scandir(at("missing"), &list, NULL, NULL));
+    int directory = open(at("sub"), O_RDONLY | O_DIRECTORY);
+    long got = 0, one;
+    while ((one = getdents64(directory, buffer, 200)) > 0) got += one;
+    printf("getdents %ld\n", got);
+    TELL(getdents64(directory, buffer, 200));
+    close(directory);
+    closefrom(3);
+}
+
+static int seen;
+static int visit(const char *path, const struct stat *s, int kind, struct FTW *place) {
+    printf("nftw %d %d %s %ld %s\n", kind, place->level, path + place->base, kind == FTW_F ? (long)s->st_size : 0L,
+           path + strlen(root));
+    return 0;
+}
+static int visit_old(const char *path, const struct stat *s, int kind) {
+    (void)path, (void)s;
+    seen += kind == FTW_F;
+    return 0;
+}
+static int by_name(const FTSENT **left, const FTSENT **right) {
+    return strcmp((*left)->fts_name, (*right)->fts_name);
+}
+
+static void walks(void) {
+    /* The order of a plain directory is not ours: `nftw` into a file, sorted by the test. */
+    TELL(nftw(at("sub"), visit, 10, FTW_PHYS));
+    TELL(nftw(at("sub"), visit, 10, FTW_PHYS | FTW_DEPTH));
+    TELL(nftw(at("sub"), visit, 10, FTW_DEPTH | FTW_CHDIR));
+    TELL(nftw(at("loop"), visit, 10, 0));
+    TELL(nftw(at("missing"), visit, 10, 0));
+    seen = 0;
+    TELL(ftw(at("sub"), visit_old, 10));
+    printf("ftw %d\n", seen);
+    char *roots[] = {strdup(at("sub")), strdup(at("list")), strdup(at("missing")), NULL};
+    for (int options = FTS_PHYSICAL; options; options = options == FTS_PHYSICAL ? FTS_LOGICAL | FTS_NOCHDIR : 0) {
+        FTS *walk = fts_open(roots, options, by_name);
+        for (FTSENT *entry; (entry = fts_read(walk));) {
+            printf("fts %d %d %s %s\n", entry->fts_info, entry->fts_level, entry->fts_name, entry->fts_path + strlen(root));
+            if (entry->fts_info == FTS_D && !strcmp(entry->fts_name, "empty")) fts_set(walk, entry, FTS_SKIP);
+            if (entry->fts_info == FTS_D && entry->fts_level == 0) {
+                int count = 0;
+                for (FTSENT *child = fts_children(walk, 0); child; child = child->fts_link) count++;
+                printf("children %d\n", count);
+            }
+        }
+        TELL(fts_close(walk));
+    }
+    FTS *walk = fts_open(roots, FTS_PHYSICAL, NULL);
+    fts_read(walk), fts_read(walk);
+    TELL(fts_close(walk));
+    const char *patterns[] = {"sub/f*", "*/f[12]", "none*", "sub", "{list,sub}/*", "s?b/*1"};
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        glob_t found;
+        int result = glob(at(patterns[i]), GLOB_BRACE | GLOB_MARK, NULL, &found);
+        printf("glob %s: %d\n", patterns[i], result);
+        for (size_t j = 0; result == 0 && j < found.gl_pathc; j++) printf("  %s\n", found.gl_pathv[j] + strlen(root));
+        if (result == 0) globfree(&found);
+    }
+    TELL(chdir(at("sub")));
+    glob_t found;
+    TELL(glob("f*", 0, NULL, &found));
+    for (size_t j = 0; j < found.gl_pathc; j++) printf("  %s\n", found.gl_pathv[j]);
+    globfree(&found);
+    TELL(chdir("/"));
+}
+
+static void streams(void) {
+    char line[256], *grown = NULL;
+    size_t room = 0;
+    FILE *stream = fopen(at("list"), "r");
+    puts(fgets(line, sizeof line, stream));
+    TELL(getline(&grown, &room, stream));
+    TELL(fseeko(stream, 100, SEEK_SET));
+    TELL(ftello(stream));
+    TELL(fgetc(stream));
+    TELL(ungetc('x', stream));
+    TELL(fgetc(stream));
+    TELL(fread(line, 1, sizeof line, stream));
+    TELL(fileno(stream) > 2);
+    struct stat s;
+    TELL(fstat(fileno(stream), &s));
+    TELL(fseek(stream, 0, SEEK_END));
+    TELL(ftell(stream));
+    TELL(feof(stream));
+    TELL(fgetc(stream));
+    TELL(feof(stream));
+    rewind(stream);
+    TELL(fgetc(stream));
+    int number = fileno(stream);
+    TELL(fclose(stream));
+    TELL(fcntl(number, F_GETFD));
+    TELL(fopen(at("missing"), "r") != NULL);
+    TELL(fopen(at("sub/missing/x"), "r") != NULL);
+    stream = fdopen(open(at("sub/f1"), O_RDONLY), "r");
+    TELL(fread(line, 1, 100, stream));
+    TELL(fclose(stream));
+    int in = dup(0);
+    TELL(freopen(at("list"), "r", stdin) == stdin);
+    TELL(fileno(stdin));
+    puts(fgets(line, sizeof line, stdin));
+    int value = 0;
+    TELL(fscanf(stdin, "%d", &value));
+    printf("%d\n", value);
+    dup2(in, 0);
+    close(in);
+    free(grown);
+}
+
+static void maps(void) {
+    const char *names[] = {"big", "list"};
+    for (int i = 0; i < 2; i++) {
+        int descriptor = open(at(names[i]), O_RDONLY);
+        struct stat s;
+        fstat(descriptor, &s);
+        char *map = mmap(NULL, s.st_size, PROT_READ, MAP_SHARED, descriptor, 0);
+        printf("%s %u\n", names[i], sum(map, s.st_size));
+        long rest = (4096 - s.st_size % 4096) % 4096;
+        printf("zeros after the end: %u\n", sum(map + s.st_size, rest));
+        munmap(map, s.st_size);
+        map = mmap(NULL, s.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+        map[0] ^= 1;
+        printf("private %u\n", sum(map, s.st_size));
+        munmap(map, s.st_size);
+        TELL(mmap(NULL, 100, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0) == MAP_FAILED);
+        TELL(mmap(NULL, 0, PROT_READ, MAP_SHARED, descriptor, 0) == MAP_FAILED);
+        TELL(mmap(NULL, 100, PROT_READ, MAP_SHARED, descriptor, 1) == MAP_FAILED);
+        if (s.st_size > 8192) {
+            map = mmap(NULL, s.st_size - 4096, PROT_READ, MAP_PRIVATE, descriptor, 4096);
+            close(descriptor);
+            printf("from 4096 %u\n", sum(map, s.st_size - 4096));
+        } else {
+            close(descriptor);
+        }
+    }
+    int directory = open(at("sub"), O_RDONLY);
+    TELL(mmap(NULL, 100, PROT_READ, MAP_PRIVATE, directory, 0) == MAP_FAILED);
+    close(directory);
+}
+
+static void transfers(void) {
+    char buffer[1 << 20];
+    int pipes[2], from = open(at("big"), O_RDONLY);
+    FILE *target = tmpfile();
+    int to = fileno(target);
+    off_t offset = 100, other = 50;
+    TELL(sendfile(to, from, NULL, 1000));
+    TELL(sendfile(to, from, &offset, 500));
+    TELL(offset);
+    TELL(lseek(from, 0, SEEK_CUR));
+    TELL(copy_file_range(from, NULL, to, NULL, 777, 0));
+    TELL(copy_file_range(from, &offset, to, &other, 20, 0));
+    TELL(other);
+    TELL(sendfile(to, from, NULL, 1 << 30));
+    TELL(sendfile(to, from, NULL, 10));
+    long len = pread(to, buffer, sizeof buffer, 0);
+    printf("%ld %u\n", len, sum(buffer, len));
+    TELL(pipe(pipes));
+    lseek(from, 0, SEEK_SET);
+    TELL(splice(from, NULL, pipes[1], NULL, 4096, 0));
+    TELL(read(pipes[0], buffer, 5000));
+    TELL(ioctl(to, _IOW(0x94, 9, int), from) < 0);
+    int pair[2];
+    TELL(socketpair(AF_UNIX, SOCK_STREAM, 0, pair));
+    char control[CMSG_SPACE(sizeof(int))] = {0}, byte = 'x';
+    struct iovec part = {&byte, 1};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET, header->cmsg_type = SCM_RIGHTS, header->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(header), &from, sizeof from);
+    lseek(from, 10, SEEK_SET);
+    TELL(sendmsg(pair[0], &message, 0));
+    TELL(recvmsg(pair[1], &message, 0));
+    int received;
+    memcpy(&received, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof received);
+    TELL(read(received, buffer, 100));
+    printf("%u\n", sum(buffer, 100));
+    fclose(target);
+    closefrom(3);
+}
+
+static void waits(void) {
+    int file = open(at("list"), O_RDONLY), pipes[2];
+    TELL(pipe(pipes));
+    struct pollfd polls[3] = {{file, POLLIN, 0}, {pipes[0], POLLIN, 0}, {-1, POLLIN, 0}};
+    TELL(poll(polls, 3, -1));
+    printf("%d %d %d\n", polls[0].revents, polls[1].revents, polls[0].fd == file);
+    polls[0].events = 0;
+    TELL(poll(polls, 2, 10));
+    fd_set reading, writing;
+    FD_ZERO(&reading);
+    FD_ZERO(&writing);
+    FD_SET(file, &reading);
+    FD_SET(pipes[0], &reading);
+    FD_SET(pipes[1], &writing);
+    TELL(select(pipes[1] + 1, &reading, &writing, NULL, NULL));
+    printf("%d %d %d\n", !!FD_ISSET(file, &reading), !!FD_ISSET(pipes[0], &reading), !!FD_ISSET(pipes[1], &writing));
+    int epoll = epoll_create1(0);
+    struct epoll_event event = {.events = EPOLLIN};
+    TELL(epoll_ctl(epoll, EPOLL_CTL_ADD, file, &event));
+    closefrom(3);
+}
+
+static void children(void) {
+    char buffer[64];
+    int file = open(at("list"), O_RDONLY);
+    TELL(read(file, buffer, 10));
+    fflush(stdout);
+    if (fork() == 0) {
+        TELL(read(file, buffer, 10));
+        fflush(stdout);
+        _exit(0);
+    }
+    wait(NULL);
+    TELL(lseek(file, 0, SEEK_CUR));
+    fflush(stdout);
+    /* Another program has the same offset. */
+    if (fork() == 0) {
+        dup2(file, 0);
+        execl("/bin/sh", "sh", "-c", "read line; echo \"$line\"", NULL);
+    }
+    wait(NULL);
+    TELL(lseek(file, 0, SEEK_CUR));
+    fflush(stdout);
+    pid_t pid = vfork();
+    if (pid == 0) {
+        dup2(file, 5);
+        dup2(5, 0);
+        close(file);
+        close_range(3, 100, 0);
+        execlp("head", "head", "-c", "12", NULL);
+        _exit(1);
+    }
+    waitpid(pid, NULL, 0);
+    TELL(read(file, buffer, 5));
+    TELL(fcntl(5, F_GETFD));
+    fflush(stdout);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    int hidden = open(at("sub/f1"), O_RDONLY | O_CLOEXEC);
+    TELL(posix_spawn_file_actions_adddup2(&actions, hidden, 0));
+    TELL(posix_spawn_file_actions_addopen(&actions, 7, at("list"), O_RDONLY, 0));
+    fflush(stdout);
+    char *arguments[] = {"sh", "-c", "cksum; cksum <&7", NULL};
+    told("posix_spawnp", posix_spawnp(&pid, "sh", &actions, NULL, arguments, environ));
+    waitpid(pid, NULL, 0);
+    TELL(posix_spawn_file_actions_destroy(&actions));
+    TELL(lseek(hidden, 0, SEEK_CUR) >= 0);
+    fflush(stdout);
+    lseek(file, 0, SEEK_SET);
+    dup2(file, 9);
+    TELL(system("head -n 1 <&9"));
+    FILE *stream = popen("wc -c <&9; pwd", "r");
+    while (fgets(buffer, sizeof buffer, stream)) fputs(buffer, stdout);
+    TELL(pclose(stream));
+    TELL(chdir(at("sub")));
+    fflush(stdout);
+    TELL(system("pwd; cat f1 | cksum"));
+    char *environment[] = {"PATH=/usr/bin:/bin", NULL, NULL, NULL, NULL, NULL, NULL};
+    int n = 1;
+    for (char **one = environ; *one; one++)
+        if (!strncmp(*one, "DAYFLY_", 7) || !strncmp(*one, "LD_PRELOAD", 10)) if (n < 6) environment[n++] = *one;
+    fflush(stdout);
+    if (fork() == 0) execle("/bin/ls", "ls", NULL, environment);
+    wait(NULL);
+    TELL(chdir("/"));
+    fflush(stdout);
+    TELL(execv(at("list"), arguments));
+    TELL(execv(at("missing"), arguments));
+    if (fork() == 0) {
+        char *script[] = {"script", "argument", NULL};
+        execv(at("script"), script);
+        _exit(1);
+    }
+    wait(NULL);
+    closefrom(3);
+}
+
+
+/* What fails in a read-only file system and would not in a plain directory: printed under a mark, for the namespace only. */
+static void refusals(void) {
+    TELL(open(at("new"), O_CREAT | O_WRONLY, 0600));
+    TELL(open(at("missing/new"), O_CREAT | O_WRONLY, 0600));
+    TELL(open(at("list"), O_RDWR));
+    TELL(open(at("list"), O_RDONLY | O_TRUNC));
+    TELL(open(at("list"), O_CREAT | O_EXCL, 0600));
+    TELL(open(at("sub"), O_WRONLY));
+    TELL(open(at("sub"), O_TMPFILE | O_RDWR, 0600));
+    TELL(open(at("list"), O_CREAT | O_RDONLY, 0600) >= 0 ? 0 : -1);
+    TELL(creat(at("new"), 0600));
+    TELL(fopen(at("list"), "r+") ? 0 : -1);
+    TELL(fopen(at("new"), "w") ? 0 : -1);
+    TELL(mkdir(at("new"), 0700));
+    TELL(mkdir(at("sub"), 0700));
+    TELL(rmdir(at("sub")));
+    TELL(unlink(at("list")));
+    TELL(unlink(at("missing")));
+    TELL(rename(at("list"), at("new")));
+    TELL(rename(at("list"), "/tmp/new"));
+    TELL(link(at("list"), "/tmp/new"));
+    TELL(symlink("x", at("new")));
+    TELL(mkfifo(at("new"), 0600));
+    TELL(truncate(at("list"), 0));
+    TELL(chmod(at("list"), 0600));
+    TELL(chown(at("list"), 0, 0));
+    TELL(utime(at("list"), NULL));
+    TELL(setxattr(at("list"), "user.x", "y", 1, 0));
+    TELL(access(at("list"), W_OK));
+    struct statvfs s;
+    TELL(statvfs(at("list"), &s));
+    TELL(s.f_flag & ST_RDONLY);
+    int descriptor = open(at("list"), O_RDONLY);
+    TELL(fchmod(descriptor, 0600));
+    TELL(futimens(descriptor, NULL));
+}
+
+int main(int count, char **arguments) {
+    root = arguments[1];
+    setvbuf(stdout, NULL, _IOFBF, 1 << 16);
+    if (count > 2) {
+        refusals();
+        return 0;
+    }
+    puts("== stats"), stats();
+    puts("== reads"), reads();
+    puts("== numbers"), numbers();
+    puts("== directories"), directories();
+    puts("== walks"), walks();
+    puts("== streams"), streams();
+    puts("== maps"), maps();
+    puts("== transfers"), transfers();
+    puts("== waits"), waits();
+    puts("== children"), children();
+
+    return 0;
+}

@@ -1,0 +1,50 @@
+/* Holds a file open and mapped while its session goes down, and prints what reading it gives then. Usage: gone FILE */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static sigjmp_buf back;
+
+static void on_fault(int number) {
+    siglongjmp(back, number);
+}
+
+static void told(const char *what, long result) {
+    printf("%s: %s\n", what, result < 0 ? strerrorname_np(errno) : "read");
+}
+
+int main(int count, char **arguments) {
+    char buffer[4096];
+    int file = open(arguments[count - 1], O_RDONLY);
+    /* Once by the kernel, again out of the library's own mapping. */
+    for (int i = 0; i < 2; i++)
+        if (pread(file, buffer, sizeof buffer, 0) != sizeof buffer) return 1;
+    volatile char *map = mmap(NULL, 1 << 20, PROT_READ, MAP_SHARED, file, 0);
+    signal(SIGBUS, on_fault);
+    if (map == MAP_FAILED || map[4096] == map[4097]) return 2;
+    char byte, other;
+    pread(file, &byte, 1, 500000);
+    pread(file, &other, 1, 600000);
+    puts("ready");
+    fflush(stdout);
+    read(0, buffer, 1);
+    told("read", read(file, buffer, sizeof buffer));
+    told("pread", pread(file, buffer, sizeof buffer, 0));
+    told("open", open(arguments[count - 1], O_RDONLY));
+    int number = sigsetjmp(back, 1);
+    if (number == 0) {
+        /* Where the block was not on this node, the mapping is a copy. */
+        puts(map[500000] == byte && map[600000] == other ? "mapped: its bytes" : "mapped: wrong bytes");
+    } else {
+        printf("mapped: %s\n", number == SIGBUS ? "SIGBUS" : "something else");
+    }
+    puts(signal(SIGBUS, SIG_DFL) == on_fault ? "handler: kept" : "handler: lost");
+    return 0;
+}
