@@ -133,21 +133,21 @@ impl Location {
     pub fn of_environment() -> Result<Self, ClientError> {
         let name = env::var(SESSION_VARIABLE).unwrap_or_default();
         let session: SessionId = name.parse().map_err(|_| ClientError::NoSession)?;
+        // Its own folder is what must be private: in a container the one above may have been made for the occasion.
         let mine = runtime_dir();
         let folder = mine.join(&name);
         if folder.is_dir() {
-            check_private(&mine)?;
+            check_private(&folder)?;
             return Ok(Self { session, folder });
         }
         // In a user namespace we may go by another number than the one that is in the folder's name.
         let others = mine.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
-        let is_ours = |folder: &PathBuf| folder.join(&name).is_dir() && check_private(folder).is_ok();
         let found = others
             .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"))
-            .map(|entry| entry.path())
-            .find(is_ours);
+            .map(|entry| entry.path().join(&name))
+            .find(|folder| check_private(folder).is_ok());
         match found {
-            Some(all) => Ok(Self { session, folder: all.join(&name) }),
+            Some(folder) => Ok(Self { session, folder }),
             None => Err(ClientError::Unknown { name, running: Vec::new() }),
         }
     }

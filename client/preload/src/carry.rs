@@ -174,6 +174,20 @@ pub(crate) fn carry_over() -> Result<(), Fault> {
     Ok(())
 }
 
+/// Where a number of ours is that of standard input, libc's own stream will read it, and does not come back to us: it
+/// gets a file of the kernel's now. One that is too large for memory stays as it is, and is an error there.
+pub(crate) fn serve_standard_input(number: RawFd) {
+    let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
+    let Some(view) = process::known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
+    if is_small() {
+        let before = memory::errno();
+        let close_on_exec = next::fcntl(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
+        // What cannot be read is told by whoever reads it.
+        let _ = carry_one(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 });
+        memory::set_errno(before);
+    }
+}
+
 /// Puts a file of the kernel's behind one number of ours; `flags` are those of `dup3`.
 pub(crate) fn carry_one(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
     let description = match child {

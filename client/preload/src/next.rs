@@ -78,6 +78,8 @@ next! {
     fn fdopen(descriptor: c_int, mode: *const c_char) -> *mut FILE;
     fn freopen(path: *const c_char, mode: *const c_char, stream: *mut FILE) -> *mut FILE;
     fn fileno(stream: *mut FILE) -> c_int;
+    fn fclose(stream: *mut FILE) -> c_int;
+    fn daemon(stay: c_int, keep_open: c_int) -> c_int;
     fn access(path: *const c_char, mode: c_int) -> c_int;
     fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int;
     fn euidaccess(path: *const c_char, mode: c_int) -> c_int;

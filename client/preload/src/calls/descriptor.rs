@@ -10,7 +10,7 @@ use super::hook;
 use crate::memory::{self, fail, get, put};
 use crate::process::{Fault, answer};
 use crate::table::{self, Reference};
-use crate::{next, vfork};
+use crate::{carry, next, vfork};
 
 /// Flags that `F_SETFL` can change.
 const CHANGEABLE: c_int = libc::O_APPEND | libc::O_ASYNC | libc::O_DIRECT | libc::O_NOATIME | libc::O_NONBLOCK;
@@ -185,6 +185,7 @@ fn noted(from: RawFd, copy: RawFd) -> RawFd {
                 next::close(copy);
                 return fail(libc::EMFILE);
             }
+            carry::serve_standard_input(copy);
         }
     }
     copy

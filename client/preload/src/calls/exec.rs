@@ -2,13 +2,14 @@
 //! directory goes along in the environment.
 
 use std::ffi::{CString, c_char, c_int};
-use std::os::fd::{AsRawFd, IntoRawFd};
+use std::fs::File;
+use std::os::fd::AsRawFd;
 
 use dayfly_client::View;
 use dayfly_client::locate::CWD_VARIABLE;
 
 use super::hook;
-use crate::memory::{fail, string, strings};
+use crate::memory::{self, fail, string, strings};
 use crate::process::{Fault, answer, setup};
 use crate::{carry, cwd, next, path, table};
 
@@ -123,6 +124,12 @@ pub(super) fn is_active() -> bool {
 
 /// Runs a program that lies in the namespace: from a copy, for the kernel can run nothing else.
 fn run(view: &View, path: &[u8], arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+    let copy = executable_copy(view, path)?;
+    if next::fexecve(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
+}
+
+/// A copy of a program that may be executed.
+pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
     let file = view.open(path)?;
     if file.stat().permissions & 0o111 == 0 {
         return Err(Fault::Errno(libc::EACCES));
@@ -130,12 +137,11 @@ fn run(view: &View, path: &[u8], arguments: Strings, environment: Strings) -> Re
     let mut start = [0; 2];
     view.read_at(&file, 0, &mut start)?;
     let copy = carry::copy_of(view, &file)?;
-    let number = copy.as_raw_fd();
     // A script's interpreter opens it again, by its number.
     if &start == b"#!" {
-        next::fcntl(copy.into_raw_fd(), libc::F_SETFD, 0);
+        next::fcntl(copy.as_raw_fd(), libc::F_SETFD, 0);
     }
-    Ok(next::fexecve(number, arguments, environment))
+    Ok(copy)
 }
 
 /// An environment with the working directory in it, if that is ours, and without if it is not.

@@ -23,9 +23,16 @@ hook! {
     }
 
     fn openat | openat64 (directory: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-        let kernel = |directory, path| match directory {
-            libc::AT_FDCWD => next::open(path, flags, mode),
-            _ => next::openat(directory, path, flags, mode),
+        let kernel = |directory, path| {
+            let number = match directory {
+                libc::AT_FDCWD => next::open(path, flags, mode),
+                _ => next::openat(directory, path, flags, mode),
+            };
+            if table::is_ours(number) {
+                // It was closed in a way that we have not seen.
+                table::forget(number);
+            }
+            number
         };
         path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
@@ -63,6 +70,7 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
 pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Result<RawFd, Errno> {
     let number = process::new_number(close_on_exec)?;
     if table::name(number, description) {
+        carry::serve_standard_input(number);
         return Ok(number);
     }
     next::close(number);

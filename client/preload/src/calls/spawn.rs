@@ -9,9 +9,9 @@ use dayfly_client::kept::Kept;
 use dayfly_client::locate::CWD_VARIABLE;
 use libc::{FILE, mode_t, pid_t};
 
-use super::exec::{Environment, is_active};
+use super::exec::{Environment, executable_copy, is_active};
 use super::hook;
-use crate::memory::Errno;
+use crate::memory::{Errno, string};
 use crate::path::{Whose, whose};
 use crate::process::{Fault, answer, view};
 use crate::{carry, cwd, memory, next, table};
@@ -44,11 +44,18 @@ fn lists() -> MutexGuard<'static, Vec<(usize, Need)>> {
 
 hook! {
     fn posix_spawn(pid: *mut pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: Strings, environment: Strings) -> c_int {
+        if let Whose::Ours(ours) = whose(libc::AT_FDCWD, path) {
+            return spawn_ours(pid, &ours, actions, attributes, arguments, environment);
+        }
         let spawn = |environment| next::posix_spawn(pid, path, actions, attributes, arguments, environment);
         prepared(actions, environment, spawn)
     }
 
     fn posix_spawnp(pid: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: Strings, environment: Strings) -> c_int {
+        let is_path = string(file).is_some_and(|file| file.to_bytes().contains(&b'/'));
+        if is_path {
+            return posix_spawn(pid, file, actions, attributes, arguments, environment);
+        }
         let spawn = |environment| next::posix_spawnp(pid, file, actions, attributes, arguments, environment);
         prepared(actions, environment, spawn)
     }
@@ -140,6 +147,25 @@ fn errno_of(fault: &Fault) -> Errno {
     match fault {
         Fault::Errno(errno) => *errno,
         Fault::Leaves(_) => libc::ENOENT,
+    }
+}
+
+/// Spawns a program that lies in the namespace: from a copy, which the child finds by its number.
+fn spawn_ours(
+    pid: *mut pid_t,
+    path: &[u8],
+    actions: *const c_void,
+    attributes: *const c_void,
+    arguments: Strings,
+    environment: Strings,
+) -> c_int {
+    match view().and_then(|view| executable_copy(&view, path)) {
+        Ok(copy) => {
+            let path = CString::new(format!("/proc/self/fd/{}", copy.as_raw_fd())).unwrap_or_default();
+            let spawn = |environment| next::posix_spawn(pid, path.as_ptr(), actions, attributes, arguments, environment);
+            prepared(actions, environment, spawn)
+        }
+        Err(fault) => errno_of(&fault),
     }
 }
 

@@ -12,7 +12,7 @@ use super::open::open_in;
 use super::{descriptor, read};
 use crate::memory::{self, fail, get, put, string};
 use crate::process::{Fault, answer};
-use crate::{carry, next, path, table};
+use crate::{carry, next, path, table, vfork};
 
 type Read = extern "C" fn(*mut c_void, *mut c_char, size_t) -> isize;
 type Write = extern "C" fn(*mut c_void, *const c_char, size_t) -> isize;
@@ -68,13 +68,29 @@ hook! {
                 return Err(Fault::Errno(libc::EROFS));
             }
             let copy = carry::copy_of(view, &view.open(path)?)?;
+            closes(stream);
             let stream = next::freopen(c"/dev/null".as_ptr(), mode, stream);
             if stream.is_null() || next::dup2(copy.as_raw_fd(), next::fileno(stream)) < 0 {
                 return Err(Fault::Errno(memory::errno()));
             }
             Ok(stream)
         };
-        path::at(libc::AT_FDCWD, path, ours, |_, path| next::freopen(path, mode, stream))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| {
+            closes(stream);
+            next::freopen(path, mode, stream)
+        })
+    }
+
+    fn fclose(stream: *mut FILE) -> c_int {
+        closes(stream);
+        next::fclose(stream)
+    }
+
+    fn daemon(stay: c_int, keep_open: c_int) -> c_int {
+        if keep_open == 0 {
+            (0..=2).for_each(table::forget);
+        }
+        next::daemon(stay, keep_open)
     }
 
     fn fileno | fileno_unlocked (stream: *mut FILE) -> c_int {
@@ -100,6 +116,13 @@ fn open_flags(mode: *const c_char) -> Result<c_int, Fault> {
         _ => return Err(Fault::Errno(libc::EINVAL)),
     };
     Ok(flags | if has(b'x') { libc::O_EXCL } else { 0 } | if has(b'e') { libc::O_CLOEXEC } else { 0 })
+}
+
+/// libc closes a stream's number without a call that we see.
+fn closes(stream: *mut FILE) {
+    if let Some(number) = number_of(stream).filter(|_| vfork::child().is_none()) {
+        table::forget(number);
+    }
 }
 
 /// A stream over a number of ours.
