@@ -26,6 +26,9 @@ pub(crate) struct Posix {
     /// How often the list is gone through; the time is that of the last.
     #[arg(long, default_value_t = 2)]
     passes: usize,
+    /// The time of the fastest pass instead: for what costs little beside the machine's noise.
+    #[arg(long)]
+    best: bool,
     /// Readers side by side, which share the list.
     #[arg(long, default_value_t = 1)]
     threads: usize,
@@ -58,7 +61,7 @@ pub(crate) fn run(arguments: &Posix) -> Result<(), Failure> {
         return Ok(());
     }
     let before = private_bytes()?;
-    let mut nanoseconds = 0.0;
+    let mut nanoseconds = f64::INFINITY;
     for _ in 0..arguments.passes {
         let next = AtomicUsize::new(0);
         let one = || -> nix::Result<()> {
@@ -74,7 +77,8 @@ pub(crate) fn run(arguments: &Posix) -> Result<(), Failure> {
             one()?;
             threads.into_iter().try_for_each(|thread| thread.join().unwrap_or(Err(nix::Error::EIO)))
         })?;
-        nanoseconds = start.elapsed().as_nanos() as f64 / paths.len() as f64;
+        let this_pass = start.elapsed().as_nanos() as f64 / paths.len() as f64;
+        nanoseconds = if arguments.best { this_pass.min(nanoseconds) } else { this_pass };
     }
     match arguments.what {
         Work::Memory => println!("{}", private_bytes()?.saturating_sub(before)),
