@@ -11,9 +11,10 @@ static IS_HELD: AtomicBool = AtomicBool::new(false);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Until this is dropped no thread forks.
-pub(crate) struct Held;
+pub struct Held;
 
-pub(crate) fn hold() -> Held {
+/// Keeps threads from forking.
+pub fn hold() -> Held {
     acquire();
     Held
 }

@@ -280,6 +280,13 @@ static void walks(void) {
     seen = 0;
     TELL(ftw(at("sub"), visit_old, 10));
     printf("ftw %d\n", seen);
+    TELL(chdir(at("sub")));
+    TELL(chdir("/"));
+    fflush(stdout);
+    TELL(system("pwd"));
+    char *inside = getcwd(NULL, PATH_MAX);
+    TELL(strlen(inside));
+    free(inside);
     char *roots[] = {strdup(at("sub")), strdup(at("list")), strdup(at("missing")), NULL};
     for (int options = FTS_PHYSICAL; options; options = options == FTS_PHYSICAL ? FTS_LOGICAL | FTS_NOCHDIR : 0) {
         FTS *walk = fts_open(roots, options, by_name);
@@ -373,6 +380,10 @@ static void maps(void) {
         long rest = (4096 - s.st_size % 4096) % 4096;
         printf("zeros after the end: %u\n", sum(map + s.st_size, rest));
         munmap(map, s.st_size);
+        map = mmap(NULL, s.st_size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        TELL(madvise(map, s.st_size, MADV_DONTNEED));
+        printf("again %u\n", sum(map, s.st_size));
+        munmap(map, s.st_size);
         map = mmap(NULL, s.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
         map[0] ^= 1;
         printf("private %u\n", sum(map, s.st_size));
@@ -448,6 +459,9 @@ static void waits(void) {
     FD_SET(file, &reading);
     FD_SET(pipes[0], &reading);
     FD_SET(pipes[1], &writing);
+    uint64_t small[1] = {1UL << file};
+    TELL(select(file + 1, (fd_set *)small, NULL, NULL, NULL));
+    TELL(small[0] == 1UL << file);
     TELL(select(pipes[1] + 1, &reading, &writing, NULL, NULL));
     printf("%d %d %d\n", !!FD_ISSET(file, &reading), !!FD_ISSET(pipes[0], &reading), !!FD_ISSET(pipes[1], &writing));
     int epoll = epoll_create1(0);
@@ -502,6 +516,16 @@ static void children(void) {
     TELL(posix_spawn_file_actions_destroy(&actions));
     TELL(lseek(hidden, 0, SEEK_CUR) >= 0);
     fflush(stdout);
+    /* What lies in a folder of the namespace that PATH names. */
+    char path[2 * PATH_MAX];
+    snprintf(path, sizeof path, "%s:/usr/bin:/bin", root);
+    setenv("PATH", path, 1);
+    if (fork() == 0) {
+        execlp("script", "script", "by name", NULL);
+        _exit(1);
+    }
+    wait(NULL);
+    setenv("PATH", "/usr/bin:/bin", 1);
     lseek(file, 0, SEEK_SET);
     dup2(file, 9);
     TELL(system("head -n 1 <&9"));

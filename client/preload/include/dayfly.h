@@ -48,8 +48,8 @@ struct dayfly_request {
     int64_t result;   /* out: size of the file in bytes, of which at most `len` were written; or minus an errno */
 };
 
-/* Reads many whole files: those that this node does not hold cost one message together. Returns how many failed, or -1 if
- * nothing was tried. */
+/* Reads many whole files: those that this node does not hold cost one message together. Returns how many failed; -1 only where
+ * the session is gone. */
 ssize_t dayfly_read_batch(dayfly *session, struct dayfly_request *requests, size_t count);
 
 /* As stat(2). */

@@ -4,7 +4,7 @@
 
 mod mail;
 
-pub(crate) use mail::{open as open_mail, take as take_mail};
+pub(crate) use mail::{end as end_mail, open as open_mail, take as take_mail};
 
 use std::ffi::CString;
 use std::fs::File;
@@ -42,8 +42,13 @@ fn errno_of(error: &std::io::Error) -> Errno {
 
 /// An empty file that can take a copy.
 fn empty(view: &View, file: &OpenFile) -> Result<File, Fault> {
-    if file.stat().size > MEMORY_COPY_LEN_MAX {
-        return Ok(view.session().spill(file.stat().size)?);
+    empty_of(view, file, file.stat().size)
+}
+
+/// An empty file for `len` bytes of a file.
+pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, Fault> {
+    if len > MEMORY_COPY_LEN_MAX {
+        return Ok(view.session().spill(len)?);
     }
     let path = file.path(view)?;
     let name = path.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
@@ -120,23 +125,27 @@ fn carrier<'a>(view: &View, description: &'a Reference) -> Result<&'a Kept, Faul
             }
         }
     }
-    let result = fill(view, file, carrier).and_then(|()| {
-        let offset = description.offset.load();
-        (&**carrier).seek(SeekFrom::Start(offset)).map_err(|error| errno_of(&error))?;
-        Ok(())
-    });
-    filled.store(if result.is_ok() { FILLED } else { EMPTY }, Ordering::Release);
+    let result = fill(view, file, carrier);
+    // Asked for again: a fork may have moved it meanwhile.
+    match result {
+        Ok(()) => description.offset.hand_over(carrier.as_raw_fd()),
+        Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
+    }
     result.map(|()| carrier)
 }
+
+/// Carriers made at one fork at most, and for files that fit memory: more would be a burden to those who never need it.
+const CARRIERS_MAX: usize = 64;
 
 /// Makes the carrier of whatever a child may take to another program, so that both have the same offset then too.
 pub(crate) fn before_fork() {
     let Some(view) = process::known_view() else { return };
-    for number in table::numbers(0, RawFd::MAX) {
+    for number in table::numbers(0, RawFd::MAX).take(CARRIERS_MAX) {
         let is_inherited = next::fcntl(number, libc::F_GETFD, 0) == 0;
         let Some(description) = table::find(number).filter(|_| is_inherited) else { continue };
         if let Ok(file) = description.file()
             && description.offset.carrier().is_none()
+            && file.stat().size <= MEMORY_COPY_LEN_MAX
             && let Ok(empty) = empty(view, file)
         {
             description.offset.set_carrier(Kept::new(empty));

@@ -91,6 +91,14 @@ pub(crate) fn strings<'a>(mut array: *const *const c_char) -> impl Iterator<Item
     })
 }
 
+/// Takes a variable out of the environment. Only before the program's `main`, while there is one thread.
+pub(crate) fn unset_variable(name: &str) {
+    if let Ok(name) = std::ffi::CString::new(name) {
+        // SAFETY: a string, and nobody else looks at the environment yet.
+        unsafe { libc::unsetenv(name.as_ptr()) };
+    }
+}
+
 /// A value of the program's.
 pub(crate) fn get<T: Copy>(pointer: *const T) -> Option<T> {
     // SAFETY: not null, and so readable by the program's promise.
@@ -107,10 +115,10 @@ pub(crate) fn put<T>(pointer: *mut T, value: T) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Gives the program bytes with a NUL after them, in memory from `malloc` that it shall free.
-pub(crate) fn allocate_string(bytes: &[u8]) -> Result<*mut c_char, Errno> {
+/// Gives the program bytes with a NUL after them, in memory from `malloc` that it shall free, of at least `room` bytes.
+pub(crate) fn allocate_string(bytes: &[u8], room: usize) -> Result<*mut c_char, Errno> {
     // SAFETY: plain allocation; null is looked for below.
-    let memory = unsafe { libc::malloc(bytes.len() + 1) };
+    let memory = unsafe { libc::malloc(room.max(bytes.len() + 1)) };
     if memory.is_null() {
         return Err(libc::ENOMEM);
     }
@@ -154,3 +162,5 @@ unsafe impl Plain for libc::dirent {}
 unsafe impl Plain for libc::fd_set {}
 // SAFETY: numbers, and a function pointer that may be null.
 unsafe impl Plain for libc::sigaction {}
+// SAFETY: numbers.
+unsafe impl Plain for libc::sigset_t {}

@@ -88,6 +88,7 @@ next! {
     fn realpath(path: *const c_char, resolved: *mut c_char) -> *mut c_char;
     fn chdir(path: *const c_char) -> c_int;
     fn fchdir(descriptor: c_int) -> c_int;
+    fn get_current_dir_name() -> *mut c_char;
     fn getcwd(buffer: *mut c_char, len: size_t) -> *mut c_char;
     fn opendir(path: *const c_char) -> *mut DIR;
     fn fdopendir(descriptor: c_int) -> *mut DIR;
@@ -114,6 +115,8 @@ next! {
     fn pwrite(descriptor: c_int, buffer: *const c_void, len: size_t, offset: off_t) -> ssize_t;
     fn lseek(descriptor: c_int, offset: off_t, whence: c_int) -> off_t;
     fn mmap(address: *mut c_void, len: size_t, protection: c_int, flags: c_int, descriptor: c_int, offset: off_t) -> *mut c_void;
+    fn mremap(address: *mut c_void, old_len: size_t, new_len: size_t, flags: c_int, target: *mut c_void) -> *mut c_void;
+    fn munmap(address: *mut c_void, len: size_t) -> c_int;
     fn dup(descriptor: c_int) -> c_int;
     fn dup2(from: c_int, to: c_int) -> c_int;
     fn dup3(from: c_int, to: c_int, flags: c_int) -> c_int;
@@ -145,9 +148,13 @@ next! {
     fn posix_spawn_file_actions_addopen(actions: *mut c_void, to: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int;
     fn posix_spawn_file_actions_addchdir_np(actions: *mut c_void, path: *const c_char) -> c_int;
     fn posix_spawn_file_actions_addfchdir_np(actions: *mut c_void, descriptor: c_int) -> c_int;
+    fn posix_spawn_file_actions_init(actions: *mut c_void) -> c_int;
     fn posix_spawn_file_actions_destroy(actions: *mut c_void) -> c_int;
     fn system(command: *const c_char) -> c_int;
     fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE;
+    fn signal(number: c_int, handler: size_t) -> isize;
+    fn sigprocmask(how: c_int, new: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int;
+    fn pthread_sigmask(how: c_int, new: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int;
     fn sigaction(number: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
 
     fn glob(pattern: *const c_char, flags: c_int, on_error: *const c_void, out: *mut c_void) -> c_int;
@@ -174,6 +181,11 @@ next! {
     fn mkfifoat(directory: c_int, path: *const c_char, mode: mode_t) -> c_int;
     fn mknod(path: *const c_char, mode: mode_t, device: libc::dev_t) -> c_int;
     fn mknodat(directory: c_int, path: *const c_char, mode: mode_t, device: libc::dev_t) -> c_int;
+    fn mkstemp(template: *mut c_char) -> c_int;
+    fn mkostemp(template: *mut c_char, flags: c_int) -> c_int;
+    fn mkstemps(template: *mut c_char, suffix_len: c_int) -> c_int;
+    fn mkostemps(template: *mut c_char, suffix_len: c_int, flags: c_int) -> c_int;
+    fn mkdtemp(template: *mut c_char) -> *mut c_char;
     fn unlink(path: *const c_char) -> c_int;
     fn unlinkat(directory: c_int, path: *const c_char, flags: c_int) -> c_int;
     fn rmdir(path: *const c_char) -> c_int;

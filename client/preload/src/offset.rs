@@ -5,14 +5,20 @@
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use dayfly_client::kept::Kept;
+use dayfly_meta::limits::SERVER_TIMEOUT;
 
 use crate::next;
 use crate::table::Description;
 
 /// Stands in `own` once the offset has moved.
 const MOVED: u64 = u64::MAX;
+/// Stands in the cell while, and after, the offset goes over to the kernel.
+const HANDED_OVER: u64 = u64::MAX - 1;
+/// What is read where another process died while it handed over: the end of every file, not some other place.
+const LOST: u64 = u64::MAX >> 1;
 
 /// Nobody has filled the carrier; somebody has; else the process that is at it.
 pub(crate) const EMPTY: u32 = 0;
@@ -89,20 +95,24 @@ impl Offset {
         (!carrier.is_null()).then(|| unsafe { &*carrier })
     }
 
-    /// Sets the carrier, unless there is one.
-    pub(crate) fn set_carrier(&self, carrier: Kept) {
+    /// Sets the carrier, unless there is one; whether it did.
+    pub(crate) fn set_carrier(&self, carrier: Kept) -> bool {
         let carrier = Box::into_raw(Box::new(carrier));
-        if self.carrier.compare_exchange(null_mut(), carrier, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        let is_set = self.carrier.compare_exchange(null_mut(), carrier, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        if !is_set {
             // SAFETY: made just above, and not published.
             drop(unsafe { Box::from_raw(carrier) });
         }
+        is_set
     }
 
     /// Takes over a carrier that a `vfork` child has filled.
     pub(crate) fn adopt(&self, carrier: Kept) {
-        if self.carrier().is_none() {
-            self.set_carrier(carrier);
-            self.filled.store(FILLED, Ordering::Release);
+        if self.set_carrier(carrier) {
+            if self.is_cell_ours() {
+                self.cell().store(HANDED_OVER, Ordering::Release);
+            }
+            self.filled().store(FILLED, Ordering::Release);
         }
     }
 
@@ -112,16 +122,62 @@ impl Offset {
         (self.filled().load(Ordering::Acquire) == FILLED).then(|| carrier.as_raw_fd())
     }
 
-    pub(crate) fn load(&self) -> u64 {
-        match self.kernel() {
-            Some(descriptor) => u64::try_from(next::lseek(descriptor, 0, libc::SEEK_CUR)).unwrap_or(0),
-            None => loop {
-                let offset = self.cell().load(Ordering::Acquire);
-                if offset != MOVED {
-                    return offset;
-                }
-            },
+    /// Whether whoever uses the cell has the same carrier.
+    fn is_cell_ours(&self) -> bool {
+        self.shared().is_none() || self.is_carrier_shared.load(Ordering::Acquire)
+    }
+
+    /// The value of the cell, once it is one; `None` where the kernel has it.
+    #[inline]
+    fn value(&self) -> Option<(&AtomicU64, u64)> {
+        let cell = self.cell();
+        match cell.load(Ordering::Acquire) {
+            MOVED | HANDED_OVER => self.value_later(),
+            value => Some((cell, value)),
         }
+    }
+
+    #[cold]
+    fn value_later(&self) -> Option<(&AtomicU64, u64)> {
+        let deadline = Instant::now() + SERVER_TIMEOUT;
+        loop {
+            let cell = self.cell();
+            match cell.load(Ordering::Acquire) {
+                MOVED => {}
+                HANDED_OVER if self.kernel().is_some() => return None,
+                HANDED_OVER if Instant::now() > deadline => return Some((cell, LOST)),
+                HANDED_OVER => std::thread::yield_now(),
+                value => return Some((cell, value)),
+            }
+        }
+    }
+
+    /// Gives the offset to the kernel's file, which is filled: from here on that counts.
+    pub(crate) fn hand_over(&self, carrier: RawFd) {
+        if !self.is_cell_ours() {
+            // Those who share the cell do not have this carrier: they go on from the cell.
+            next::lseek(carrier, self.load() as i64, libc::SEEK_SET);
+            self.filled().store(FILLED, Ordering::Release);
+            return;
+        }
+        let offset = loop {
+            let cell = self.cell();
+            let now = cell.load(Ordering::Acquire);
+            if now != MOVED && cell.compare_exchange(now, HANDED_OVER, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                break now;
+            }
+        };
+        if offset != HANDED_OVER {
+            next::lseek(carrier, offset as i64, libc::SEEK_SET);
+        }
+        self.filled().store(FILLED, Ordering::Release);
+    }
+
+    pub(crate) fn load(&self) -> u64 {
+        if let Some(descriptor) = self.kernel() {
+            return u64::try_from(next::lseek(descriptor, 0, libc::SEEK_CUR)).unwrap_or(0);
+        }
+        self.value().map_or_else(|| self.load(), |(_, value)| value)
     }
 
     pub(crate) fn store(&self, offset: u64) {
@@ -129,33 +185,25 @@ impl Offset {
             next::lseek(descriptor, offset as i64, libc::SEEK_SET);
             return;
         }
-        loop {
-            let cell = self.cell();
-            let now = cell.load(Ordering::Acquire);
-            if now != MOVED && cell.compare_exchange(now, offset, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+        while let Some((cell, now)) = self.value() {
+            if now == LOST || cell.compare_exchange(now, offset, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 return;
             }
         }
+        self.store(offset);
     }
 
     /// Takes the next bytes, at most `len` and not beyond `size`: returns where they start and how many they are. Two who
-    /// read from one description never get the same ones.
-    pub(crate) fn claim(&self, len: u64, size: u64) -> (u64, u64) {
+    /// read from one description never get the same ones. `None` where the kernel has the offset: read there.
+    pub(crate) fn claim(&self, len: u64, size: u64) -> Option<(u64, u64)> {
         if self.kernel().is_some() {
-            let start = self.load();
-            let count = len.min(size.saturating_sub(start));
-            self.store(start + count);
-            return (start, count);
+            return None;
         }
         loop {
-            let cell = self.cell();
-            let start = cell.load(Ordering::Acquire);
-            if start == MOVED {
-                continue;
-            }
+            let (cell, start) = self.value()?;
             let count = len.min(size.saturating_sub(start));
-            if cell.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                return (start, count);
+            if count == 0 || cell.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return Some((start, count));
             }
         }
     }
@@ -234,12 +282,12 @@ mod tests {
     #[test]
     fn bytes_are_claimed_once_and_not_beyond_the_end() {
         let offset = Offset::new();
-        assert_eq!(offset.claim(4, 10), (0, 4));
-        assert_eq!(offset.claim(100, 10), (4, 6));
-        assert_eq!(offset.claim(1, 10), (10, 0));
+        assert_eq!(offset.claim(4, 10), Some((0, 4)));
+        assert_eq!(offset.claim(100, 10), Some((4, 6)));
+        assert_eq!(offset.claim(1, 10), Some((10, 0)));
         offset.unclaim(4, 6);
         assert_eq!(offset.load(), 4);
         offset.store(20);
-        assert_eq!(offset.claim(1, 10), (20, 0));
+        assert_eq!(offset.claim(1, 10), Some((20, 0)));
     }
 }

@@ -2,7 +2,7 @@
 //! last name; no lookup, no allocation, no lock.
 
 use std::borrow::Cow;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::os::fd::RawFd;
 
 use dayfly_client::View;
@@ -166,6 +166,21 @@ pub(crate) fn at<R: Failed>(
 
 /// A call on the namespace, with an absolute path.
 type Ours<'a, R> = &'a dyn Fn(&View, &[u8]) -> Result<R, Fault>;
+
+/// As [`at`], where an empty path with `AT_EMPTY_PATH` means the directory's descriptor itself.
+pub(crate) fn at_or_itself<R: Failed>(
+    directory: RawFd,
+    path: *const c_char,
+    flags: c_int,
+    ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
+    kernel: impl Fn(RawFd, *const c_char) -> R,
+) -> R {
+    let is_itself = flags & libc::AT_EMPTY_PATH != 0 && memory::string(path).is_some_and(CStr::is_empty);
+    match table::find(directory).filter(|_| is_itself).and_then(|open| path_of(&open)) {
+        Some(path) => in_namespace(&path, &ours, &kernel),
+        None => at(directory, path, ours, kernel),
+    }
+}
 
 /// What a call on the namespace leads to.
 enum Led<R> {

@@ -30,6 +30,7 @@ static SETUP: OnceLock<Setup> = OnceLock::new();
 static VIEW: AtomicPtr<View> = AtomicPtr::new(null_mut());
 /// A descriptor by which nothing can be read, of which all of ours are copies; and what tells them from others.
 static PLACEHOLDER: AtomicI32 = AtomicI32::new(-1);
+static PLACEHOLDER_DEVICE: AtomicU64 = AtomicU64::new(0);
 static PLACEHOLDER_INODE: AtomicU64 = AtomicU64::new(0);
 static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
 
@@ -79,6 +80,8 @@ pub(crate) fn set_up() {
         vfork::set_home();
         if let Some(directory) = variable(CWD_VARIABLE) {
             cwd::inherit(directory.into_vec());
+            // From here on it is ours to tell: what starts other programs adds it.
+            memory::unset_variable(CWD_VARIABLE);
         }
         // SAFETY: all three are functions that live as long as the library, which is never unloaded.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) };
@@ -164,6 +167,7 @@ fn hold_placeholder(socket: &std::path::Path) -> Result<(), Fault> {
     let file = carry::owned(descriptor)?;
     let kept = Kept::new(file);
     let stat = kernel_stat(kept.as_raw_fd()).ok_or(libc::EIO)?;
+    PLACEHOLDER_DEVICE.store(stat.st_dev, Ordering::Release);
     PLACEHOLDER_INODE.store(stat.st_ino, Ordering::Release);
     if PLACEHOLDER.compare_exchange(-1, kept.as_raw_fd(), Ordering::AcqRel, Ordering::Acquire).is_ok() {
         // It is needed for as long as the process lives.
@@ -184,8 +188,8 @@ pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
 
 /// Whether the kernel has a copy of our placeholder at a number.
 pub(crate) fn is_placeholder(number: RawFd) -> bool {
-    let wanted = (libc::S_IFSOCK, PLACEHOLDER_INODE.load(Ordering::Acquire));
-    kernel_stat(number).is_some_and(|stat| (stat.st_mode & libc::S_IFMT, stat.st_ino) == wanted)
+    let wanted = (PLACEHOLDER_DEVICE.load(Ordering::Acquire), PLACEHOLDER_INODE.load(Ordering::Acquire));
+    kernel_stat(number).is_some_and(|stat| (stat.st_dev, stat.st_ino) == wanted)
 }
 
 pub(crate) fn kernel_stat(number: RawFd) -> Option<libc::stat> {
@@ -209,6 +213,7 @@ extern "C" fn after_fork_in_parent() {
 extern "C" fn after_fork_in_child() {
     fork::release();
     vfork::set_home();
+    carry::end_mail();
     if let Some(view) = known_view() {
         view.session().after_fork();
         // What another thread opened or closed meanwhile may be in our memory and not in our descriptor table, or the reverse.

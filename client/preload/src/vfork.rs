@@ -86,6 +86,9 @@ pub(crate) fn forget_copies() {
     COPIES.set([(0, 0, 0); COPIES_MAX]);
 }
 
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("vfork is still to be written for this processor");
+
 /// `vfork` of the C library, with a count around it. By hand, for the child returns from it on its parent's stack, and what
 /// it does there must not meet a frame of ours.
 #[cfg(target_arch = "x86_64")]

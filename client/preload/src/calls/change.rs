@@ -8,7 +8,7 @@ use libc::{dev_t, gid_t, mode_t, off_t, size_t, timespec, timeval, uid_t, utimbu
 use super::hook;
 use super::open::cannot_create;
 use crate::memory::fail;
-use crate::path::{at, is_ours};
+use crate::path::{at, at_or_itself, is_ours};
 use crate::process::Fault;
 use crate::{next, table};
 
@@ -34,6 +34,11 @@ fn new(view: &View, path: &[u8]) -> Result<c_int, Fault> {
         Err(dayfly_client::ViewError::NotFound) => Err(cannot_create(view, path)),
         Err(error) => Err(error.into()),
     }
+}
+
+/// To make something of a name that is still to be chosen.
+fn temporary(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    Err(cannot_create(view, path))
 }
 
 /// Between two paths: nothing goes from one file system to another, and within ours nothing changes.
@@ -68,6 +73,9 @@ hook! {
     }
 
     fn linkat(from_directory: c_int, from: *const c_char, to_directory: c_int, to: *const c_char, flags: c_int) -> c_int {
+        if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(from_directory) {
+            return fail(libc::EXDEV);
+        }
         between((from_directory, from), (to_directory, to), || next::linkat(from_directory, from, to_directory, to, flags))
     }
 
@@ -85,6 +93,26 @@ hook! {
 
     fn mkdirat(directory: c_int, path: *const c_char, mode: mode_t) -> c_int {
         at(directory, path, new, |directory, path| next::mkdirat(directory, path, mode))
+    }
+
+    fn mkstemp | mkstemp64 (template: *mut c_char) -> c_int {
+        at(HERE, template, temporary, |_, _| next::mkstemp(template))
+    }
+
+    fn mkostemp | mkostemp64 (template: *mut c_char, flags: c_int) -> c_int {
+        at(HERE, template, temporary, |_, _| next::mkostemp(template, flags))
+    }
+
+    fn mkstemps | mkstemps64 (template: *mut c_char, suffix_len: c_int) -> c_int {
+        at(HERE, template, temporary, |_, _| next::mkstemps(template, suffix_len))
+    }
+
+    fn mkostemps | mkostemps64 (template: *mut c_char, suffix_len: c_int, flags: c_int) -> c_int {
+        at(HERE, template, temporary, |_, _| next::mkostemps(template, suffix_len, flags))
+    }
+
+    fn mkdtemp(template: *mut c_char) -> *mut c_char {
+        at(HERE, template, |view, path| temporary(view, path).map(|_| template), |_, _| next::mkdtemp(template))
     }
 
     fn mkfifo(path: *const c_char, mode: mode_t) -> c_int {
@@ -136,7 +164,7 @@ hook! {
     }
 
     fn fchmodat(directory: c_int, path: *const c_char, mode: mode_t, flags: c_int) -> c_int {
-        at(directory, path, existing(true), |directory, path| next::fchmodat(directory, path, mode, flags))
+        at_or_itself(directory, path, flags, existing(true), |directory, path| next::fchmodat(directory, path, mode, flags))
     }
 
     fn fchmod(descriptor: c_int, mode: mode_t) -> c_int {
@@ -152,7 +180,7 @@ hook! {
     }
 
     fn fchownat(directory: c_int, path: *const c_char, user: uid_t, group: gid_t, flags: c_int) -> c_int {
-        at(directory, path, existing(true), |directory, path| next::fchownat(directory, path, user, group, flags))
+        at_or_itself(directory, path, flags, existing(true), |directory, path| next::fchownat(directory, path, user, group, flags))
     }
 
     fn fchown(descriptor: c_int, user: uid_t, group: gid_t) -> c_int {
@@ -180,7 +208,7 @@ hook! {
             return fail(libc::EROFS);
         }
         let follow = flags & libc::AT_SYMLINK_NOFOLLOW == 0;
-        at(directory, path, existing(follow), |directory, path| next::utimensat(directory, path, times, flags))
+        at_or_itself(directory, path, flags, existing(follow), |directory, path| next::utimensat(directory, path, times, flags))
     }
 
     fn futimens(descriptor: c_int, times: *const timespec) -> c_int {

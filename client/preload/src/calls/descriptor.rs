@@ -38,6 +38,10 @@ hook! {
             return close_kernel_range(first, last, flags);
         }
         let clamp = |number: c_uint| number.min(RawFd::MAX as c_uint) as RawFd;
+        // Nothing is there, and so nothing is closed; an old kernel says that it cannot.
+        if close_kernel_range(c_uint::MAX, c_uint::MAX, 0) != 0 {
+            return -1;
+        }
         if vfork::child().is_none() {
             table::numbers(clamp(first), clamp(last)).for_each(table::forget);
         }
@@ -55,7 +59,10 @@ hook! {
     fn closefrom(first: c_int) -> () {
         let first = first.max(0) as c_uint;
         if close_range(first, c_uint::MAX, 0) != 0 {
-            (first as c_int..limit()).for_each(|number| { close(number); });
+            let listed = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+            let numbers = listed.filter_map(|entry| entry.file_name().to_str()?.parse::<c_int>().ok());
+            let numbers: Vec<c_int> = numbers.filter(|&number| number >= first as c_int).collect();
+            numbers.into_iter().for_each(|number| { close(number); });
         }
     }
 
@@ -84,7 +91,11 @@ hook! {
     }
 
     fn fcntl | fcntl64 | __fcntl (descriptor: c_int, command: c_int, argument: c_ulong) -> c_int {
-        let Some(open) = table::find(descriptor) else { return next::fcntl(descriptor, command, argument) };
+        let Some(open) = table::find(descriptor) else {
+            let result = next::fcntl(descriptor, command, argument);
+            let is_copy = command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC;
+            return if is_copy { noted(descriptor, result) } else { result };
+        };
         match command {
             libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => {
                 let copy = next::fcntl(descriptor, command, argument);
@@ -157,11 +168,6 @@ hook! {
 
 /// Above this no number is watched over.
 const KEPT_MAX: c_uint = 4096;
-
-fn limit() -> c_int {
-    // SAFETY: asks only.
-    (unsafe { libc::sysconf(libc::_SC_OPEN_MAX) }).clamp(0, c_int::MAX.into()) as c_int
-}
 
 fn close_kernel_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     // Not by the C library, whose older versions do not know it.

@@ -4,11 +4,13 @@
 use std::ffi::{CString, c_char, c_int};
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 
 use dayfly_client::View;
 use dayfly_client::locate::CWD_VARIABLE;
 
 use super::hook;
+use super::names::access;
 use crate::memory::{self, fail, string, strings};
 use crate::process::{Fault, answer, setup};
 use crate::{carry, cwd, next, path, table};
@@ -49,9 +51,8 @@ hook! {
         if !is_active() {
             return next::execvpe(path, arguments, environment);
         }
-        // With a slash it is a path, else a name that libc looks for.
-        if string(path).is_some_and(|path| path.to_bytes().contains(&b'/')) {
-            return execve(path, arguments, environment);
+        if let Some(path) = found_in_path(path) {
+            return execve(path.as_ptr(), arguments, environment);
         }
         let environment = Environment::new(environment);
         if answer(|| carry::carry_over().map(|()| 0)) != 0 {
@@ -115,6 +116,28 @@ extern "C" fn dayfly_execve(path: *const c_char, arguments: Strings, environment
 #[unsafe(no_mangle)]
 extern "C" fn dayfly_execvp(path: *const c_char, arguments: Strings) -> c_int {
     execvpe(path, arguments, current_environment())
+}
+
+/// The path of a program that is named by one, or that a folder of ours in PATH has before all others; else libc finds it.
+pub(super) fn found_in_path(name: *const c_char) -> Option<CString> {
+    let name = string(name)?;
+    if name.to_bytes().contains(&b'/') || name.is_empty() {
+        return Some(name.to_owned());
+    }
+    let variable = std::env::var_os("PATH")?;
+    let before = memory::errno();
+    let candidates = variable.as_bytes().split(|&byte| byte == b':').map(|folder| {
+        CString::new([if folder.is_empty() { b"." } else { folder }, b"/", name.to_bytes()].concat()).unwrap_or_default()
+    });
+    let candidates: Vec<CString> = candidates.collect();
+    // Where none of ours is in it, libc looks as ever.
+    let is_ours = |candidate: &CString| path::is_ours(libc::AT_FDCWD, candidate.as_ptr());
+    if !candidates.iter().any(is_ours) {
+        return None;
+    }
+    let found = candidates.into_iter().find(|candidate| access(candidate.as_ptr(), libc::X_OK) == 0);
+    memory::set_errno(before);
+    found
 }
 
 /// Whether there is anything to be done.

@@ -1,7 +1,7 @@
 //! `fts` below the prefix: a walk over our own directory calls. It never changes the working directory, as programs may ask of
 //! every `fts`.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_long, c_short, c_ushort, c_void};
+use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ushort, c_void};
 use std::mem::{offset_of, transmute};
 use std::ptr::{NonNull, null_mut};
 
@@ -313,9 +313,9 @@ impl Walk {
 impl Entry {
     /// An entry in memory of its own, with its name behind it.
     fn new(path: &[u8], name: &[u8], level: c_short, parent: *mut Entry) -> NonNull<Self> {
-        let path = CString::new(path).unwrap_or_default();
-        let (path_len, name_len) = (path.as_bytes().len(), name.len());
-        let path = path.into_raw();
+        let (path_len, name_len) = (path.len(), name.len());
+        // From `malloc`, for a program may shorten it.
+        let path = memory::allocate_string(path, 0).unwrap_or(null_mut());
         let entry = Self {
             cycle: null_mut(),
             parent,
@@ -352,7 +352,7 @@ impl Entry {
         unsafe {
             let this = entry.as_ref();
             let words = (size_of::<Self>() + usize::from(this.name_len)).div_ceil(align_of::<Self>());
-            drop(CString::from_raw(this.path));
+            libc::free(this.path.cast());
             drop(Box::from_raw(this.stat));
             drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(entry.as_ptr().cast::<u64>(), words)));
         }

@@ -1,13 +1,15 @@
 //! Mapping files. Blocks of at least 64 KiB that the node holds are mapped where they lie in the segment; all else is copied, up
 //! to 64 MiB into memory and beyond that onto the data dir.
 
+mod in_place;
+
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
 
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::id::BlockId;
-use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
-use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, off_t, size_t};
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
+use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_WRITE, off_t, size_t};
 
 use super::hook;
 use crate::memory::{self, Failed};
@@ -32,6 +34,23 @@ hook! {
                 map(&*view()?, file, &request).map(Mapped)
             }).0,
         }
+    }
+
+    fn mremap(address: *mut c_void, old_len: size_t, new_len: size_t, flags: c_int, target: *mut c_void) -> *mut c_void {
+        if new_len > old_len && in_place::has(address as usize) {
+            // Behind a block in its segment lies another.
+            memory::set_errno(libc::ENOMEM);
+            return MAP_FAILED;
+        }
+        next::mremap(address, old_len, new_len, flags, target)
+    }
+
+    fn munmap(address: *mut c_void, len: size_t) -> c_int {
+        let result = next::munmap(address, len);
+        if result == 0 {
+            in_place::forget(address as usize, len);
+        }
+        result
     }
 }
 
@@ -68,8 +87,8 @@ fn map(view: &View, file: &OpenFile, request: &Request) -> Result<*mut c_void, F
     }
     let filled = fill(view, file, request, base);
     if filled.is_err() {
-        // SAFETY: the mapping was made above, and the program has not seen it.
-        unsafe { libc::munmap(base, len) };
+        // The program has not seen it.
+        munmap(base, len);
     }
     filled.map(|()| base)
 }
@@ -79,39 +98,24 @@ fn fill(view: &View, file: &OpenFile, request: &Request, base: *mut c_void) -> R
     for part in parts(file, request)? {
         let place = file.dataset().place(part.block).filter(|_| may_lie_in_place(view, file, &part));
         match place {
-            Some((segment, place)) => {
+            Some((segment, place)) if in_place::note(base as usize + part.start as usize, part.len as usize) => {
                 put(request, base, part.start, part.len, segment.as_raw_fd(), place + part.within)?;
             }
-            None => copied.push(part),
+            _ => copied.push(part),
         }
     }
-    let total: u64 = copied.iter().map(|part| part.len.next_multiple_of(PAGE_SIZE)).sum();
-    if total > MEMORY_COPY_LEN_MAX {
-        let spill = view.session().spill(total)?;
-        let mut at = 0;
-        for part in &copied {
-            carry::copy_range(view, file, request.offset + part.start, part.len, &spill, at)?;
-            let room = part.len.next_multiple_of(PAGE_SIZE);
-            spill.set_len(at + room).map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
-            put(request, base, part.start, part.len, spill.as_raw_fd(), at)?;
-            at += room;
-        }
+    if copied.is_empty() {
         return Ok(());
     }
+    // A file, though nobody else has it: pages that the program gives up (`MADV_DONTNEED`) come back from it.
+    let total: u64 = copied.iter().map(|part| part.len.next_multiple_of(PAGE_SIZE)).sum();
+    let copy = carry::empty_of(view, file, total)?;
+    copy.set_len(total).map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    let mut at = 0;
     for part in &copied {
-        let room = part.len.next_multiple_of(PAGE_SIZE) as usize;
-        let target = base.wrapping_byte_add(part.start as usize);
-        let flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-        if next::mmap(target, room, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED {
-            return Err(Fault::Errno(memory::errno()));
-        }
-        let buffer = memory::buffer(target, part.len as usize)?;
-        let count = view.read_at(file, request.offset + part.start, buffer)?;
-        if count < buffer.len() {
-            return Err(Fault::Errno(libc::EIO));
-        }
-        // SAFETY: the mapping was made just above.
-        unsafe { libc::mprotect(target, room, request.protection) };
+        carry::copy_range(view, file, request.offset + part.start, part.len, &copy, at)?;
+        put(request, base, part.start, part.len, copy.as_raw_fd(), at)?;
+        at += part.len.next_multiple_of(PAGE_SIZE);
     }
     Ok(())
 }

@@ -24,7 +24,7 @@ hook! {
             let stat = if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) };
             may(&stat?, mode)
         };
-        path::at(directory, path, ours, |directory, path| next::faccessat(directory, path, mode, flags))
+        path::at_or_itself(directory, path, flags, ours, |directory, path| next::faccessat(directory, path, mode, flags))
     }
 
     fn readlink(path: *const c_char, out: *mut c_char, len: size_t) -> isize {
@@ -95,12 +95,16 @@ hook! {
             None => next::getcwd(out, len),
             Some(_) if len == 0 && !out.is_null() => fail(libc::EINVAL),
             Some(directory) if directory.len() >= len && len != 0 => fail(libc::ERANGE),
+            Some(directory) if out.is_null() => answer(|| Ok(memory::allocate_string(&directory, len)?)),
             Some(directory) => answer(|| give_path(&directory, out)),
         }
     }
 
     fn get_current_dir_name() -> *mut c_char {
-        getcwd(std::ptr::null_mut(), 0)
+        match cwd::current() {
+            None => next::get_current_dir_name(),
+            Some(directory) => answer(|| Ok(memory::allocate_string(&directory, 0)?)),
+        }
     }
 
     fn getwd(out: *mut c_char) -> *mut c_char {
@@ -156,7 +160,7 @@ fn give_path(path: &[u8], out: *mut c_char) -> Result<*mut c_char, Fault> {
         return Err(Fault::Errno(libc::ENAMETOOLONG));
     }
     if out.is_null() {
-        return Ok(memory::allocate_string(path)?);
+        return Ok(memory::allocate_string(path, 0)?);
     }
     memory::write_string(out, path);
     Ok(out)

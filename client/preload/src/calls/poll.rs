@@ -6,14 +6,14 @@ use std::os::fd::RawFd;
 use libc::{fd_set, nfds_t, pollfd, sigset_t, timespec, timeval};
 
 use super::hook;
-use crate::memory::{array_mut, fail, get, put};
+use crate::memory::{array_mut, fail};
 use crate::{next, table};
 
 const READY: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDNORM | libc::POLLWRNORM;
 static NOW: timespec = timespec { tv_sec: 0, tv_nsec: 0 };
 
 hook! {
-    fn poll(descriptors: *mut pollfd, count: nfds_t, timeout_ms: c_int) -> c_int {
+    fn poll | __poll (descriptors: *mut pollfd, count: nfds_t, timeout_ms: c_int) -> c_int {
         poll_with(descriptors, count, |is_ready| next::poll(descriptors, count, if is_ready { 0 } else { timeout_ms }))
     }
 
@@ -29,7 +29,7 @@ hook! {
         ppoll(descriptors, count, timeout, mask)
     }
 
-    fn select(count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval) -> c_int {
+    fn select | __select (count: c_int, read: *mut fd_set, write: *mut fd_set, except: *mut fd_set, timeout: *mut timeval) -> c_int {
         select_with(count, [read, write, except], |is_ready| {
             let mut now = timeval { tv_sec: 0, tv_usec: 0 };
             next::select(count, read, write, except, if is_ready { &raw mut now } else { timeout })
@@ -70,33 +70,31 @@ fn poll_with(descriptors: *mut pollfd, count: nfds_t, kernel: impl FnOnce(bool) 
     if found < 0 { found } else { found + ready }
 }
 
+/// A set's words, of which only those for `count` numbers need be there.
+fn words<'a>(set: *mut fd_set, count: c_int) -> &'a mut [u64] {
+    array_mut(set.cast::<u64>(), (count.max(0) as usize).div_ceil(64))
+}
+
 fn select_with(count: c_int, sets: [*mut fd_set; 3], kernel: impl FnOnce(bool) -> c_int) -> c_int {
-    let count = count.clamp(0, libc::FD_SETSIZE as c_int);
-    if table::numbers(0, count - 1).next().is_none() {
+    if count <= 0 || table::numbers(0, count - 1).next().is_none() {
         return kernel(false);
     }
-    // Ours, of each set; a file is never exceptional.
-    let mut ours: [Vec<RawFd>; 3] = Default::default();
-    for (set, ours) in sets.into_iter().zip(&mut ours) {
-        let Some(mut members) = get(set.cast_const()) else { continue };
-        // SAFETY: numbers below FD_SETSIZE, of a set of ours.
-        ours.extend(table::numbers(0, count - 1).filter(|&number| unsafe { libc::FD_ISSET(number, &raw const members) }));
-        // SAFETY: as above.
-        ours.iter().for_each(|&number| unsafe { libc::FD_CLR(number, &raw mut members) });
-        // It was read, so it can be written.
-        let _ = put(set, members);
-    }
+    // Ours, of each set; the kernel is asked about the others.
+    let take = |set: *mut fd_set| -> Vec<RawFd> {
+        let members = words(set, count);
+        let is_member = |number: RawFd| members.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1);
+        let ours: Vec<RawFd> = table::numbers(0, count - 1).filter(|&number| is_member(number)).collect();
+        ours.iter().for_each(|&number| members[number as usize / 64] &= !(1 << (number % 64)));
+        ours
+    };
+    let ours = sets.map(take);
     let ready = ours[0].len() + ours[1].len();
     let found = kernel(ready > 0);
-    if found < 0 {
-        return found;
+    // A file is never exceptional. Where the kernel fails, all three sets are as they were.
+    let told = if found < 0 { 3 } else { 2 };
+    for (&set, ours) in sets.iter().zip(&ours).take(told) {
+        let members = words(set, count);
+        ours.iter().for_each(|&number| members[number as usize / 64] |= 1 << (number % 64));
     }
-    for (set, ours) in sets.into_iter().zip(&ours).take(2) {
-        let Some(mut members) = get(set.cast_const()) else { continue };
-        // SAFETY: as above.
-        ours.iter().for_each(|&number| unsafe { libc::FD_SET(number, &raw mut members) });
-        // As above.
-        let _ = put(set, members);
-    }
-    found + ready as c_int
+    if found < 0 { found } else { found + ready as c_int }
 }

@@ -6,13 +6,13 @@ use dayfly_client::View;
 use libc::{iovec, off_t, size_t};
 
 use super::hook;
-use crate::memory::{array, buffer, fail};
+use crate::memory::{self, array, buffer, fail};
 use crate::next;
 use crate::process::{Fault, answer, view};
 use crate::table::{self, Description};
 
 hook! {
-    fn read(descriptor: c_int, out: *mut c_void, len: size_t) -> isize {
+    fn read | __read (descriptor: c_int, out: *mut c_void, len: size_t) -> isize {
         match table::find(descriptor) {
             None => next::read(descriptor, out, len),
             Some(open) => answer(|| read_next(&*view()?, &open, out, len)),
@@ -23,7 +23,7 @@ hook! {
         read(descriptor, out, len.min(room))
     }
 
-    fn pread | pread64 (descriptor: c_int, out: *mut c_void, len: size_t, offset: off_t) -> isize {
+    fn pread | pread64 | __pread64 (descriptor: c_int, out: *mut c_void, len: size_t, offset: off_t) -> isize {
         match table::find(descriptor) {
             None => next::pread(descriptor, out, len, offset),
             Some(open) => answer(|| read_from(&*view()?, &open, out, len, offset)),
@@ -56,7 +56,7 @@ hook! {
         }
     }
 
-    fn lseek | lseek64 (descriptor: c_int, offset: off_t, whence: c_int) -> off_t {
+    fn lseek | lseek64 | __lseek (descriptor: c_int, offset: off_t, whence: c_int) -> off_t {
         match table::find(descriptor) {
             None => next::lseek(descriptor, offset, whence),
             Some(open) => answer(|| seek(&open, offset, whence)),
@@ -67,7 +67,12 @@ hook! {
 /// Reads on from the description's offset.
 pub(crate) fn read_next(view: &View, open: &Description, out: *mut c_void, len: size_t) -> Result<isize, Fault> {
     let file = open.file()?;
-    let (start, count) = open.offset.claim(len as u64, file.stat().size);
+    let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
+        // Another program shares the offset: the kernel has a file with the same bytes.
+        let kernel = open.offset.kernel().ok_or(libc::EIO)?;
+        let count = next::read(kernel, out, len);
+        return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
+    };
     let result = buffer(out, count as usize).map_err(Fault::Errno).and_then(|out| Ok(view.read_at(file, start, out)?));
     match result {
         Ok(count) => Ok(count as isize),

@@ -7,9 +7,9 @@ use libc::{DIR, dirent, size_t, stat as KernelStat};
 
 use super::directory::{closedir, open_at, opendir, readdir};
 use super::{hook, stat};
-use crate::memory::{self, get, put, set_errno, string};
+use crate::memory::{self, get, put, set_errno};
 use crate::path::is_ours;
-use crate::{cwd, next, process};
+use crate::{next, process};
 
 type Entry = *mut dirent;
 type Filter = extern "C" fn(*const dirent) -> c_int;
@@ -32,10 +32,10 @@ hook! {
 
     fn glob | glob64 (pattern: *const c_char, flags: c_int, on_error: *const c_void, out: *mut c_void) -> c_int {
         let out = out.cast::<Glob>();
-        let Some(mut found) = get(out.cast_const()).filter(|_| flags & ALT_DIR_FUNC == 0 && may_lead_in(pattern)) else {
+        let Some(mut found) = get(out.cast_const()).filter(|_| flags & ALT_DIR_FUNC == 0 && process::setup().is_some()) else {
             return next::glob(pattern, flags, on_error, out.cast());
         };
-        // libc's own, with our functions below it.
+        // libc's own, with our functions below it: a pattern may lead in anywhere.
         found.closedir = Some(glob_closedir);
         found.readdir = Some(glob_readdir);
         found.opendir = Some(glob_opendir);
@@ -131,13 +131,6 @@ struct Glob {
     opendir: Option<extern "C" fn(*const c_char) -> *mut c_void>,
     lstat: Option<extern "C" fn(*const c_char, *mut c_void) -> c_int>,
     stat: Option<extern "C" fn(*const c_char, *mut c_void) -> c_int>,
-}
-
-/// Whether a pattern can match something of ours.
-fn may_lead_in(pattern: *const c_char) -> bool {
-    let (Some(setup), Some(pattern)) = (process::setup(), string(pattern)) else { return false };
-    let last = setup.last.to_bytes();
-    cwd::current().is_some() || pattern.to_bytes().windows(last.len()).any(|window| window == last)
 }
 
 extern "C" fn glob_closedir(stream: *mut c_void) {

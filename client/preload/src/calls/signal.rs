@@ -4,7 +4,7 @@
 use std::ffi::c_int;
 
 use dayfly_client::fault::{self, Disposition};
-use libc::{SIGBUS, sigaction as Action};
+use libc::{SIGBUS, sigaction as Action, sigset_t};
 
 use super::hook;
 use crate::memory::{get, put, zeroed};
@@ -26,13 +26,36 @@ hook! {
         0
     }
 
-    fn signal | bsd_signal (number: c_int, handler: usize) -> usize {
+    fn signal | bsd_signal (number: c_int, handler: usize) -> isize {
+        if number != SIGBUS || !fault::is_available() {
+            return next::signal(number, handler);
+        }
         let mut new: Action = zeroed();
         (new.sa_sigaction, new.sa_flags) = (handler, libc::SA_RESTART);
         let mut old: Action = zeroed();
         match sigaction(number, &raw const new, &raw mut old) {
-            0 => old.sa_sigaction,
-            _ => libc::SIG_ERR,
+            0 => old.sa_sigaction as isize,
+            _ => libc::SIG_ERR as isize,
         }
+    }
+
+    fn sigprocmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
+        with_bus_errors(how, new, |new| next::sigprocmask(how, new, old))
+    }
+
+    fn pthread_sigmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
+        with_bus_errors(how, new, |new| next::pthread_sigmask(how, new, old))
+    }
+}
+
+/// A thread that blocks SIGBUS would be ended by one of its own making, also in a copy of ours: that stays open.
+fn with_bus_errors(how: c_int, new: *const sigset_t, set: impl FnOnce(*const sigset_t) -> c_int) -> c_int {
+    match get(new) {
+        Some(mut changed) if how != libc::SIG_UNBLOCK && fault::is_available() => {
+            // SAFETY: a set of ours.
+            unsafe { libc::sigdelset(&raw mut changed, SIGBUS) };
+            set(&raw const changed)
+        }
+        _ => set(new),
     }
 }

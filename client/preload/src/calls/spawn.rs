@@ -3,15 +3,16 @@
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Mutex, PoisonError};
 
+use dayfly_client::fork;
 use dayfly_client::kept::Kept;
 use dayfly_client::locate::CWD_VARIABLE;
 use libc::{FILE, mode_t, pid_t};
 
-use super::exec::{Environment, executable_copy, is_active};
+use super::exec::{Environment, executable_copy, found_in_path, is_active};
 use super::hook;
-use crate::memory::{Errno, string};
+use crate::memory::Errno;
 use crate::path::{Whose, whose};
 use crate::process::{Fault, answer, view};
 use crate::{carry, cwd, memory, next, table};
@@ -26,20 +27,14 @@ enum Need {
     Carry(RawFd),
     /// This copy will be.
     Copy(#[allow(dead_code, reason = "kept until the list ends")] Kept),
-    /// The child's working directory.
-    Directory(Vec<u8>),
+    /// The child's working directory, if it is one of ours.
+    Directory(Option<Vec<u8>>),
 }
 
-fn lists() -> MutexGuard<'static, Vec<(usize, Need)>> {
-    // Not `lock`: in a child of a thread that forked while another was in here, it would never come.
-    for _ in 0..1_000 {
-        match LISTS.try_lock() {
-            Ok(lists) => return lists,
-            Err(TryLockError::Poisoned(lists)) => return lists.into_inner(),
-            Err(TryLockError::WouldBlock) => std::thread::sleep(std::time::Duration::from_millis(1)),
-        }
-    }
-    LISTS.lock().unwrap_or_else(PoisonError::into_inner)
+/// Looks at the lists. Not across a fork, lest the child have a lock that nobody opens.
+fn with_lists<R>(look: impl FnOnce(&mut Vec<(usize, Need)>) -> R) -> R {
+    let _no_fork = fork::hold();
+    look(&mut LISTS.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 hook! {
@@ -52,9 +47,8 @@ hook! {
     }
 
     fn posix_spawnp(pid: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: Strings, environment: Strings) -> c_int {
-        let is_path = string(file).is_some_and(|file| file.to_bytes().contains(&b'/'));
-        if is_path {
-            return posix_spawn(pid, file, actions, attributes, arguments, environment);
+        if let Some(path) = found_in_path(file) {
+            return posix_spawn(pid, path.as_ptr(), actions, attributes, arguments, environment);
         }
         let spawn = |environment| next::posix_spawnp(pid, file, actions, attributes, arguments, environment);
         prepared(actions, environment, spawn)
@@ -63,7 +57,7 @@ hook! {
     fn posix_spawn_file_actions_adddup2(actions: *mut c_void, from: c_int, to: c_int) -> c_int {
         let result = next::posix_spawn_file_actions_adddup2(actions, from, to);
         if result == 0 && table::is_ours(from) {
-            lists().push((actions as usize, Need::Carry(from)));
+            with_lists(|lists| lists.push((actions as usize, Need::Carry(from))));
         }
         result
     }
@@ -83,7 +77,7 @@ hook! {
         match opened {
             Ok(copy) => {
                 let result = next::posix_spawn_file_actions_adddup2(actions, copy.as_raw_fd(), to);
-                lists().push((actions as usize, Need::Copy(copy)));
+                with_lists(|lists| lists.push((actions as usize, Need::Copy(copy))));
                 result
             }
             Err(fault) => errno_of(&fault),
@@ -92,12 +86,16 @@ hook! {
 
     fn posix_spawn_file_actions_addchdir_np | posix_spawn_file_actions_addchdir (actions: *mut c_void, path: *const c_char) -> c_int {
         let Whose::Ours(ours) = whose(libc::AT_FDCWD, path) else {
-            return next::posix_spawn_file_actions_addchdir_np(actions, path);
+            let result = next::posix_spawn_file_actions_addchdir_np(actions, path);
+            if result == 0 && is_active() {
+                with_lists(|lists| lists.push((actions as usize, Need::Directory(None))));
+            }
+            return result;
         };
         let entered = view().and_then(|view| Ok(view.open_directory(&ours)?.path().to_vec()));
         match entered {
             Ok(directory) => {
-                lists().push((actions as usize, Need::Directory(directory)));
+                with_lists(|lists| lists.push((actions as usize, Need::Directory(Some(directory)))));
                 0
             }
             Err(fault) => errno_of(&fault),
@@ -105,19 +103,33 @@ hook! {
     }
 
     fn posix_spawn_file_actions_addfchdir_np | posix_spawn_file_actions_addfchdir (actions: *mut c_void, descriptor: c_int) -> c_int {
-        let Some(open) = table::find(descriptor) else { return next::posix_spawn_file_actions_addfchdir_np(actions, descriptor) };
+        let Some(open) = table::find(descriptor) else {
+            let result = next::posix_spawn_file_actions_addfchdir_np(actions, descriptor);
+            if result == 0 && is_active() {
+                with_lists(|lists| lists.push((actions as usize, Need::Directory(None))));
+            }
+            return result;
+        };
         match open.directory() {
             Ok(directory) => {
-                lists().push((actions as usize, Need::Directory(directory.path().to_vec())));
+                with_lists(|lists| lists.push((actions as usize, Need::Directory(Some(directory.path().to_vec())))));
                 0
             }
             Err(errno) => errno,
         }
     }
 
+    fn posix_spawn_file_actions_init(actions: *mut c_void) -> c_int {
+        if is_active() {
+            // A list that was not destroyed may have been at the same address.
+            forget(actions);
+        }
+        next::posix_spawn_file_actions_init(actions)
+    }
+
     fn posix_spawn_file_actions_destroy(actions: *mut c_void) -> c_int {
         if is_active() {
-            lists().retain(|(list, _)| *list != actions as usize);
+            forget(actions);
         }
         next::posix_spawn_file_actions_destroy(actions)
     }
@@ -141,6 +153,10 @@ hook! {
             _ => std::ptr::null_mut(),
         }
     }
+}
+
+fn forget(actions: *mut c_void) {
+    with_lists(|lists| lists.retain(|(list, _)| *list != actions as usize));
 }
 
 fn errno_of(fault: &Fault) -> Errno {
@@ -174,21 +190,25 @@ fn prepared(actions: *const c_void, environment: Strings, spawn: impl FnOnce(Str
     if !is_active() {
         return spawn(environment);
     }
-    let mut directory = None;
+    let mut directory = cwd::current();
     let result = carry::carry_over().and_then(|()| {
-        for (_, need) in lists().iter().filter(|(list, _)| !actions.is_null() && *list == actions as usize) {
-            match need {
-                Need::Carry(number) if crate::process::is_placeholder(*number) => {
-                    carry::carry_one(&*view()?, None, *number, libc::O_CLOEXEC)?;
+        let mut numbers = Vec::new();
+        with_lists(|lists| {
+            for (_, need) in lists.iter().filter(|(list, _)| !actions.is_null() && *list == actions as usize) {
+                match need {
+                    Need::Carry(number) => numbers.push(*number),
+                    Need::Directory(path) => directory.clone_from(path),
+                    Need::Copy(_) => {}
                 }
-                Need::Directory(path) => directory = Some(path.clone()),
-                Need::Carry(_) | Need::Copy(_) => {}
             }
-        }
-        Ok(())
+        });
+        numbers
+            .into_iter()
+            .filter(|&number| crate::process::is_placeholder(number))
+            .try_for_each(|number| carry::carry_one(&*view()?, None, number, libc::O_CLOEXEC))
     });
     match result {
-        Ok(()) => spawn(Environment::in_directory(environment, directory.or_else(cwd::current)).strings()),
+        Ok(()) => spawn(Environment::in_directory(environment, directory).strings()),
         Err(fault) => errno_of(&fault),
     }
 }

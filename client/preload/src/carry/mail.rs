@@ -50,6 +50,15 @@ pub(crate) fn open() {
     }
 }
 
+/// In a forked child: its mail is its own.
+pub(crate) fn end() {
+    let ends = ENDS.swap(null_mut(), Ordering::AcqRel);
+    if !ends.is_null() {
+        // SAFETY: made by `open`; of this memory's threads only this one is left.
+        drop(unsafe { Box::from_raw(ends) });
+    }
+}
+
 /// Sends what stands for a description now. Should that fail, each side goes on from an offset of its own.
 pub(super) fn send(description: &Reference, file: RawFd) {
     let Some((_, sender)) = ends() else { return };
