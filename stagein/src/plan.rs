@@ -1,8 +1,9 @@
 //! The lead's part before anything is read: sources are found, told apart and cut into units. The units go to a nameless
 //! file, so a plan of many million files costs no memory.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -73,7 +74,7 @@ pub fn plan(
         if metadata.is_dir() {
             planner.tree(path, prefix, selection.strip_components)?;
         } else if metadata.is_file() {
-            planner.file(path, &metadata)?;
+            planner.file(path, &metadata, selection.no_unpack)?;
         } else {
             return Err(StageInError::Special { path });
         }
@@ -86,9 +87,13 @@ pub fn plan(
 fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
     let mut paths = Vec::new();
     for pattern in patterns {
-        let path = Path::new(std::ffi::OsStr::from_bytes(pattern));
+        let path = Path::new(OsStr::from_bytes(pattern));
         if fs::symlink_metadata(path).is_ok() {
             paths.push(path.to_owned());
+            continue;
+        }
+        if let Some(list) = pattern.strip_prefix(b"@") {
+            paths.append(&mut listed(Path::new(OsStr::from_bytes(list)))?);
             continue;
         }
         let no_match = || StageInError::NoMatch(display(pattern));
@@ -111,6 +116,21 @@ fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
     Ok(paths)
 }
 
+/// The sources that a list names, one a line.
+fn listed(list: &Path) -> Result<Vec<PathBuf>, StageInError> {
+    let failed = |error| StageInError::Read { path: list.to_owned(), error };
+    let folder = list.parent().unwrap_or(Path::new("/"));
+    let mut paths = Vec::new();
+    for line in BufReader::new(File::open(list).map_err(failed)?).split(b'\n') {
+        let line = line.map_err(failed)?;
+        if !line.is_empty() {
+            // With its folder before it, a line is never a list again.
+            paths.append(&mut expand(&[folder.join(OsStr::from_bytes(&line)).into_os_string().into_vec()])?);
+        }
+    }
+    Ok(paths)
+}
+
 fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = path.file_name().unwrap_or_default();
     normalize(name.as_bytes()).map_err(|_| StageInError::NoMatch(path.display().to_string()))
@@ -128,8 +148,8 @@ impl Planner<'_> {
         (self.plan.sources.len() - 1) as u32
     }
 
-    fn file(&mut self, path: PathBuf, metadata: &fs::Metadata) -> Result<(), StageInError> {
-        let (kind, compression) = classify(&path)?;
+    fn file(&mut self, path: PathBuf, metadata: &fs::Metadata, no_unpack: bool) -> Result<(), StageInError> {
+        let (kind, compression) = if no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
         self.plan.source_bytes += metadata.len();
         if kind == SourceKind::Tar {
             self.plan.files_are_all_known = false;
@@ -326,6 +346,14 @@ mod tests {
         check(&[at("d")], 1, &["", "x"]);
         let (plan, _) = units(&[&at("d"), &at("single")], &Selection::default()).unwrap();
         assert_eq!((plan.known_files, plan.source_bytes, plan.files_are_all_known), (3, 7 + 3 + 6, true));
+        fs::write(at("list"), "d\nsingle\n\n[e]\n").unwrap();
+        let list = PathBuf::from(format!("@{}", at("list").display()));
+        check(&[list], 0, &["d", "d/sub", "d/sub/x", "d/y", "single", "e", "e/z"]);
+        fs::write(at("list"), "d\nmissing\n").unwrap();
+        let list = PathBuf::from(format!("@{}", at("list").display()));
+        assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::NoMatch(_))));
+        let list = PathBuf::from(format!("@{}", at("no-list").display()));
+        assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::Read { .. })));
         assert!(matches!(units(&[&at("missing")], &Selection::default()), Err(StageInError::NoMatch(_))));
         assert!(matches!(units(&[&at("missing*")], &Selection::default()), Err(StageInError::NoMatch(_))));
     }
@@ -356,5 +384,9 @@ mod tests {
         assert_eq!(kinds("empty.tar").unwrap(), SourceKind::Tar);
         assert!(matches!(kinds("false.tar"), Err(StageInError::NotAnArchive { .. })));
         assert!(matches!(kinds("broken.gz"), Err(StageInError::Damaged { .. })));
+        let whole = Selection { no_unpack: true, ..Selection::default() };
+        for name in ["strange.jpg", "data.gz", "broken.gz"] {
+            assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "kept whole");
+        }
     }
 }

@@ -85,7 +85,7 @@ pub(crate) struct SessionOptions {
 
 /// Stage sources into the namespace, as one dataset at TARGET.
 ///
-/// A source is a file, a glob or a directory, taken as cp would: one directory becomes TARGET, several lie in it under
+/// A source is a file, a glob, a directory, or @LIST: a file with such sources, one a line, relative to its own folder. They are taken as cp would: one directory becomes TARGET, several lie in it under
 /// their names; a file lies in TARGET under its name. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) is unpacked into TARGET.
 /// Where sources overlap, it comes out as if they had been unpacked one after another in the order given. The dataset
 /// appears on all nodes at once, or not at all.
@@ -112,6 +112,9 @@ pub(crate) struct StageInOptions {
     /// Leave out what matches GLOB, and what lies below it.
     #[arg(long, value_name = "GLOB")]
     pub(crate) exclude: Vec<String>,
+    /// Keep archives as they are, each one file: for loaders that read archives themselves.
+    #[arg(long)]
+    pub(crate) no_unpack: bool,
     /// Seed of the placement: the same seed parts the same data set in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,

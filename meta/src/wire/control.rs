@@ -40,6 +40,8 @@ pub struct Selection {
     pub include: Vec<String>,
     /// Globs that a name, or a directory it lies in, must not match.
     pub exclude: Vec<String>,
+    /// Archives stay files.
+    pub no_unpack: bool,
 }
 
 /// What a command's server tells.

@@ -41,6 +41,7 @@ pub(super) fn stage(
             strip_components: options.strip_components,
             include: options.include.clone(),
             exclude: options.exclude.clone(),
+            no_unpack: options.no_unpack,
         },
         seed: options.seed,
         replace: options.replace,
@@ -67,6 +68,10 @@ fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     }
     let folder = env::current_dir()?;
     let path = folder.join(source);
+    if let Some(list) = source.as_bytes().strip_prefix(b"@").filter(|_| path.symlink_metadata().is_err()) {
+        // The lead reads it: there may be more names in it than fit a message.
+        return Ok([b"@", folder.join(OsStr::from_bytes(list)).as_os_str().as_bytes()].concat());
+    }
     if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
         return Err(Failure::usage(format!(
             "'{}' is neither a file nor a directory; a pipe cannot be staged in",
