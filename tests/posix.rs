@@ -45,7 +45,7 @@ fn sources_and_data(root: &Path) {
     let bytes: Vec<u8> = (0..3_000_001_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     fs::write(data.join("big.bin"), bytes).unwrap();
     fs::write(data.join("answer.h"), "#define ANSWER 42\n").unwrap();
-    fs::write(data.join("hello.sh"), "#!/bin/sh\necho hello $1 from $(basename $(pwd))\n").unwrap();
+    fs::write(data.join("hello.sh"), "#!/bin/sh\necho hello $1 from $(basename $(pwd)) by $0\n").unwrap();
     fs::set_permissions(data.join("hello.sh"), fs::Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(data.join("words.txt"), fs::Permissions::from_mode(0o640)).unwrap();
     symlink("data/numbers.txt", root.join("link")).unwrap();
@@ -545,5 +545,20 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
     let version = output_of(Command::new("chroot").args([foreign.as_os_str(), "ldd".as_ref(), "--version".as_ref()]));
     println!("read by {}", text(&version.stdout).lines().next().unwrap_or_default());
+    twin.cluster.down();
+}
+
+#[test]
+fn a_static_program_is_warned_of_and_one_in_the_namespace_is_run() {
+    let (twin, ()) = twin(tree_for_calls, |_, _| ());
+    let script = twin.root.join("script");
+    let found = twin.exec(&[script.as_os_str(), "here".as_ref()]);
+    assert_eq!(text(&found.stdout), "script here\n", "{}", text(&found.stderr));
+    let source = twin.cluster.at("static.c");
+    fs::write(&source, "int main(void) { return 0; }\n").unwrap();
+    let program = twin.cluster.at("static");
+    tool("gcc", &["-static".as_ref(), "-o".as_ref(), program.as_os_str(), source.as_os_str()]);
+    let found = twin.exec(&[program.as_os_str()]);
+    assert!(found.status.success() && text(&found.stderr).contains("is a static program"), "{}", text(&found.stderr));
     twin.cluster.down();
 }

@@ -316,3 +316,23 @@ fn a_cancelled_stage_in_leaves_nothing() {
     assert_eq!(cluster.ok(&["ls", "/dayfly/d"]).lines().count(), 20_000);
     cluster.down();
 }
+
+#[test]
+fn run_passes_messages_on_and_refuses_a_target_twice() {
+    let ground = Ground::new();
+    let script = "trap 'echo told; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut command = ground.dayfly();
+    command.args(["run", "--", "sh", "-c", script]).stdout(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut output = std::io::BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut output, &mut line).unwrap();
+    assert_eq!(line, "ready\n");
+    harness::signal(child.id() as i32, nix::sys::signal::Signal::SIGUSR1);
+    std::io::BufRead::read_line(&mut output, &mut line).unwrap();
+    assert_eq!(line, "ready\ntold\n");
+    assert_eq!(harness::wait_for(&mut child, harness::COMMAND_TIMEOUT).unwrap().code(), Some(3));
+    let message = ground.fails(2, &["run", "--stage-in", "a.tar:/dayfly/x", "--stage-in", "b.tar:/dayfly/x", "--", "true"]);
+    assert!(message.contains("'/dayfly/x' is staged in to twice"), "{message}");
+    ground.assert_clean();
+}

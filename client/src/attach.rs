@@ -1,6 +1,7 @@
 //! Being part of a session: the connection to the node's server, and what came through it.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -210,9 +211,12 @@ impl Session {
 fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
     let mut socket = Socket::connect(path)?;
     socket.send(&FromClient::Hello { version: VERSION })?;
-    match socket.receive()? {
-        (FromServer::Refused { reason }, _) => Err(ClientError::Refused(reason)),
-        (welcome, files) => Ok((socket, welcome, files)),
+    match socket.receive() {
+        Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
+        Ok((welcome, files)) => Ok((socket, welcome, files)),
+        // It hangs up on what it does not understand.
+        Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => Err(ClientError::OtherBuild),
+        Err(error) => Err(error),
     }
 }
 

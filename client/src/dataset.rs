@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Catalog;
-use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_meta::id::{BlockId, DatasetId, SampleId};
 use dayfly_meta::locations::Locations;
 
 use crate::ClientError;
@@ -67,6 +67,17 @@ impl Dataset {
         let place = self.locations.find(block)?;
         let (segment, _) = self.segments.get(usize::from(place.drive))?;
         Some((segment, place.offset))
+    }
+
+    /// Says that a sample is about to be read.
+    pub(crate) fn prefetch(&self, sample: SampleId) {
+        let Some((size, blocks)) = self.catalog.sample(sample) else { return };
+        let place = if size > 0 { self.locations.find(BlockId(blocks.start)) } else { None };
+        if let Some(place) = place
+            && let Some((_, map)) = self.segments.get(usize::from(place.drive))
+        {
+            map.prefetch(place.offset, size);
+        }
     }
 
     /// Reads from a block that this node holds, at most one system call; `false` where it does not hold it.

@@ -39,6 +39,13 @@ pub enum ClientError {
     /// The server will not.
     #[error("{0}")]
     Refused(String),
+    /// The server ends the conversation at the first word.
+    #[error(
+        "the session's server does not understand this dayfly (version {}), perhaps because it was built since; \
+         use the dayfly that started the session, or end it by 'dayfly down' and start again",
+        env!("CARGO_PKG_VERSION")
+    )]
+    OtherBuild,
     /// What the server sent cannot be understood.
     #[error("the server sent what this client does not understand: {0}")]
     Protocol(&'static str),

@@ -73,6 +73,15 @@ pub(crate) fn copy(from: *const u8, to: &mut [u8]) -> bool {
     unsafe { copy_until_fault(to.as_mut_ptr(), from, to.len()) == 0 }
 }
 
+/// Has the processor fetch bytes; pages that are not there, and addresses that mean nothing, are passed over.
+pub(crate) fn prefetch(start: *const u8, len: u64) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..len as usize).step_by(64) {
+        // SAFETY: a hint, which never faults.
+        unsafe { core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(start.wrapping_add(line).cast()) };
+    }
+}
+
 /// Copies; returns how many bytes were left when it had to stop.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]

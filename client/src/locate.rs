@@ -132,7 +132,8 @@ impl Location {
     /// The session of the environment, without looking whether it lives: for processes that were started as part of one.
     pub fn of_environment() -> Result<Self, ClientError> {
         let name = env::var(SESSION_VARIABLE).unwrap_or_default();
-        let session: SessionId = name.parse().map_err(|_| ClientError::NoSession)?;
+        let unknown = |name: &str| ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
+        let session: SessionId = name.parse().map_err(|_| unknown(&name))?;
         // Its own folder is what must be private: in a container the one above may have been made for the occasion.
         let mine = runtime_dir();
         let folder = mine.join(&name);
@@ -148,7 +149,7 @@ impl Location {
             .find(|folder| check_private(folder).is_ok());
         match found {
             Some(folder) => Ok(Self { session, folder }),
-            None => Err(ClientError::Unknown { name, running: Vec::new() }),
+            None => Err(unknown(&name)),
         }
     }
 

@@ -14,6 +14,8 @@ use crate::fault;
 /// A range of this length, aligned to it, is read with `pread` first. So cold bytes come by the kernel's read-ahead for reads
 /// and not by page faults, each of which would wait on its own.
 const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
+/// More at once than a processor has lines to wait for is of no use; what follows it fetches by itself.
+const PREFETCH_LEN: u64 = 1024;
 const GRANULES: usize = (SEGMENT_WINDOW_LEN / GRANULE_LEN) as usize;
 
 /// Bytes of all segments that this process has mapped.
@@ -60,6 +62,18 @@ impl SegmentMap {
         }
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
         if copied { Copied::Yes } else { Copied::Fault }
+    }
+
+    /// Has the processor fetch the start of what will be copied, if it is mapped: memory answers while other things are done.
+    pub(crate) fn prefetch(&self, offset: u64, len: u64) {
+        let place = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize);
+        let known = place.map_or(null_mut(), |place| place.load(Ordering::Acquire));
+        if known.is_null() {
+            return;
+        }
+        // SAFETY: as in `window`.
+        let start = unsafe { (*known).map.as_ptr() }.wrapping_add((offset % SEGMENT_WINDOW_LEN) as usize);
+        fault::prefetch(start, len.min(PREFETCH_LEN));
     }
 
     fn window(&self, segment: &File, offset: u64) -> Option<&Window> {

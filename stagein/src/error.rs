@@ -35,7 +35,8 @@ pub enum StageInError {
         path: PathBuf,
     },
     /// Named as an archive, but not one.
-    #[error("'{}' is named like an archive, but its content is none (known: tar, plain or in gzip, zstd, xz, bzip2 or lz4)", path.display())]
+    #[error("'{}' is named like an archive, but is none that can be unpacked (known: tar, plain or in gzip, zstd, xz, bzip2 or lz4); \
+             --no-unpack keeps archives as they are", path.display())]
     NotAnArchive {
         /// Which.
         path: PathBuf,

@@ -125,7 +125,8 @@ pub(crate) struct StageInOptions {
 
 /// Run CMD in a session of its own: up, stage in, CMD, down.
 ///
-/// The session ends whatever CMD does, also on SIGINT, SIGTERM and SIGHUP. Exits with CMD's status.
+/// The session ends when CMD does, whatever else it has started. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD, which has
+/// 30 seconds to end; SIGUSR1 and SIGUSR2 are passed on. Exits with CMD's status.
 #[derive(Args)]
 pub(crate) struct Run {
     #[command(flatten)]
@@ -154,7 +155,8 @@ pub(crate) struct Exec {
 
 /// Print the variables that make a process part of the session.
 ///
-/// Use it as: eval "$(dayfly env)". It reaches what the shell then starts, not the shell itself.
+/// Use it as: eval "$(dayfly env)". It reaches what the shell then starts, not the shell itself: its own cd, globs and < see no
+/// namespace; those of `dayfly exec -- bash` do.
 #[derive(Args)]
 pub(crate) struct Env {
     /// As a process of node K. [default: the lowest of this machine]

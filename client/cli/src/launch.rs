@@ -3,6 +3,7 @@
 mod data_dir;
 
 use std::env;
+use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -80,6 +81,14 @@ impl Started {
 /// Starts all servers and waits until they are ready. Tethered ones end with this process.
 pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Started, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
+    let path = Path::new(OsStr::from_bytes(&prefix));
+    if let Some(real) = fs::canonicalize(path).ok().filter(|real| real != path) {
+        complain(format_args!(
+            "the prefix '{}' is, by symbolic links, '{}': a program that comes by that path reads what lies there, not the session",
+            path.display(),
+            real.display()
+        ));
+    }
     let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
     if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(

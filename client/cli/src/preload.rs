@@ -4,6 +4,7 @@
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -72,4 +73,55 @@ pub(crate) fn value(library: &Path) -> OsString {
         value.push(OsStr::from_bytes(other));
     }
     value
+}
+
+/// Whether a program is an ELF that asks for no loader: then nothing is loaded before it. `false` where that cannot be told.
+pub(crate) fn is_static(program: &OsStr) -> bool {
+    let path = Path::new(program);
+    let in_path =
+        env::var_os("PATH").map(|folders| env::split_paths(&folders).map(|folder| folder.join(path)).collect::<Vec<_>>());
+    let candidates = if program.as_bytes().contains(&b'/') { vec![path.to_owned()] } else { in_path.unwrap_or_default() };
+    let found = candidates.into_iter().find(|candidate| candidate.is_file());
+    found.and_then(|path| asks_for_no_loader(&path)).unwrap_or(false)
+}
+
+/// Looks through a 64-bit ELF's program headers, which come within its first page or so.
+fn asks_for_no_loader(path: &Path) -> Option<bool> {
+    const INTERPRETER: u32 = 3;
+    let mut start = Vec::new();
+    fs::File::open(path).ok()?.take(8192).read_to_end(&mut start).ok()?;
+    let half = |at: usize| Some(u16::from_le_bytes(start.get(at..at + 2)?.try_into().ok()?));
+    if !start.starts_with(b"\x7fELF\x02\x01") {
+        return None;
+    }
+    let table = usize::try_from(u64::from_le_bytes(start.get(32..40)?.try_into().ok()?)).ok()?;
+    let (len, count) = (usize::from(half(54)?), usize::from(half(56)?));
+    let mut kinds = (0..count).map(|number| {
+        let at = table.checked_add(number * len)?;
+        Some(u32::from_le_bytes(start.get(at..at.checked_add(4)?)?.try_into().ok()?))
+    });
+    // A shared object is run by a loader, too.
+    Some(!kinds.any(|kind| kind.is_none_or(|kind| kind == INTERPRETER)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_that_ask_for_a_loader_are_told_from_others() {
+        let folder = std::env::temp_dir().join(format!("dayfly-static-{}", std::process::id()));
+        let fake = |kind: u8| {
+            let mut elf = vec![0; 128];
+            elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
+            (elf[32], elf[54], elf[56], elf[64]) = (64, 56, 1, kind);
+            fs::write(&folder, elf).unwrap();
+            is_static(folder.as_os_str())
+        };
+        assert!(fake(1) && !fake(3));
+        fs::write(&folder, "#!/bin/sh\n").unwrap();
+        assert!(!is_static(folder.as_os_str()) && !is_static(OsStr::new("no-such-program")));
+        assert!(!is_static(OsStr::new("sh")));
+        fs::remove_file(&folder).unwrap();
+    }
 }

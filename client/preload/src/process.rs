@@ -137,6 +137,11 @@ pub(crate) fn known_view() -> Option<&'static View> {
 fn attach() -> Result<Attached, Fault> {
     let location = Location::of_environment()?;
     let node = location.node_of_environment()?;
+    if !location.socket(node).exists() {
+        let (session, socket) = (location.session, location.socket(node));
+        complain(&format!("node {node} of session {session} has no server on this machine any more ('{}')", socket.display()));
+        return Err(Fault::Errno(libc::EIO));
+    }
     if vfork::child().is_some() {
         return Ok(Attached::Passing(Box::new(View::new(Session::attach_to(&location, node)?))));
     }
@@ -236,11 +241,15 @@ pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
     }
 }
 
-/// One line about a server that does not answer, once; all else only if `DAYFLY_LOG` asks.
+/// One line about a server that does not answer or a session that has ended, once; all else only if `DAYFLY_LOG` asks.
 fn report(error: &ClientError) {
+    complain(&error.to_string());
+}
+
+fn complain(message: &str) {
     let is_new = !HAS_COMPLAINED.swap(true, Ordering::Relaxed);
-    if is_new && !matches!(error, ClientError::Gone) || is_logging() {
-        write_line(&error.to_string());
+    if is_new || is_logging() {
+        write_line(message);
     }
 }
 

@@ -34,6 +34,11 @@ impl OpenFile {
         Self { dataset, entry, sample, stat, verified: AtomicU64::new(0) }
     }
 
+    /// Says that it is about to be read: its bytes begin to come while the caller does something else.
+    pub fn prefetch(&self) {
+        self.dataset.prefetch(self.sample);
+    }
+
     /// What `fstat` tells.
     pub fn stat(&self) -> Stat {
         self.stat

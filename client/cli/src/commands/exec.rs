@@ -13,17 +13,17 @@ use dayfly_client::locate::{Location, NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DI
 use dayfly_meta::id::NodeId;
 
 use crate::args::{Env, Exec};
-use crate::failure::say;
 use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED};
+use crate::failure::{complain, say};
 use crate::{namespace, preload};
 
 pub(super) fn run(arguments: Exec) -> Result<ExitCode, Failure> {
     let outside = |failure: Failure| failure.with_status(NOT_STARTED);
     let location = namespace::location().map_err(outside)?;
     let variables = variables(&location, arguments.node).map_err(outside)?;
-    let (program, rest) = split(&arguments.command)?;
-    let error = Command::new(program).args(rest).envs(variables).exec();
-    Err(not_started(program, &error))
+    let (program, rest) = split(&arguments.command, &variables)?;
+    let error = Command::new(&program).args(rest).envs(variables).exec();
+    Err(not_started(&program, &error))
 }
 
 pub(super) fn print(arguments: Env) -> Result<ExitCode, Failure> {
@@ -34,10 +34,18 @@ pub(super) fn print(arguments: Env) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The program and its arguments.
-pub(super) fn split(command: &[OsString]) -> Result<(&OsStr, &[OsString]), Failure> {
+/// The program and its arguments. One that lies in the namespace is started by one that does not, which can see it.
+pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
-    Ok((program, rest))
+    let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
+    if prefix.is_some_and(|prefix| Path::new(program).starts_with(prefix)) {
+        return Ok(("env".into(), command.to_vec()));
+    }
+    if preload::is_static(program) {
+        let program = Path::new(program).display();
+        complain(format_args!("'{program}' is a static program, which the library cannot reach: it will not see the namespace"));
+    }
+    Ok((program.clone(), rest.to_vec()))
 }
 
 /// Why CMD could not be started, with the exit status that shells give.

@@ -8,22 +8,30 @@ use std::time::Duration;
 
 use dayfly_client::locate::Location;
 use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
 use tokio::time::timeout;
 
 use super::{down, exec, stage_in};
 use crate::args::Run;
-use crate::failure::{Failure, NOT_STARTED};
+use crate::failure::{Failure, NOT_STARTED, complain};
 use crate::{launch, size};
 
 /// How long CMD may take to end after it was told to.
-const GRACE: Duration = Duration::from_secs(10);
+const GRACE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let itself = |failure: Failure| failure.with_status(NOT_STARTED);
     let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
+    for (number, (_, target)) in stage_ins.iter().enumerate() {
+        if stage_ins[..number].iter().any(|(_, earlier)| earlier == target) {
+            let target = target.display();
+            return Err(Failure::usage(format!(
+                "'{target}' is staged in to twice; several sources into one target are a glob or a @LIST"
+            )));
+        }
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
@@ -65,23 +73,36 @@ fn part(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
 /// Runs CMD and tells it of the signals that we get.
 async fn command(location: &Location, command: &[OsString], interruptions: &mut Interruptions) -> Result<u8, Failure> {
     let variables = exec::variables(location, None).map_err(|failure| failure.with_status(NOT_STARTED))?;
-    let (program, rest) = exec::split(command)?;
+    let (program, rest) = exec::split(command, &variables)?;
     let mut child =
-        Command::new(program).args(rest).envs(variables).spawn().map_err(|error| exec::not_started(program, &error))?;
-    let status = tokio::select! {
-        status = child.wait() => status,
-        number = interruptions.next() => {
-            pass_on(&child, number);
-            match timeout(GRACE, child.wait()).await {
-                Ok(status) => status,
-                Err(_) => {
-                    pass_on(&child, Signal::SIGKILL as i32);
-                    child.wait().await
-                }
-            }
+        Command::new(&program).args(rest).envs(variables).spawn().map_err(|error| exec::not_started(&program, &error))?;
+    let number = loop {
+        tokio::select! {
+            status = child.wait() => return Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
+            signalled = interruptions.next_of_all() => match signalled {
+                // What a scheduler or a user tells CMD by these is between them.
+                number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => pass_on(&child, number),
+                number => break number,
+            },
+        }
+    };
+    // A terminal has told all of its foreground group already.
+    if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
+        pass_on(&child, number);
+    }
+    let status = match timeout(GRACE, child.wait()).await {
+        Ok(status) => status,
+        Err(_) => {
+            complain(format_args!("CMD has not ended within {} s of the signal; it is killed", GRACE.as_secs()));
+            pass_on(&child, Signal::SIGKILL as i32);
+            child.wait().await
         }
     };
     Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?))
+}
+
+fn is_in_foreground() -> bool {
+    tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == getpgrp())
 }
 
 fn pass_on(child: &Child, number: i32) {
@@ -102,20 +123,41 @@ struct Interruptions {
     terminate: Signals,
     hangup: Signals,
     quit: Signals,
+    user_1: Signals,
+    user_2: Signals,
 }
 
 impl Interruptions {
     fn new() -> Result<Self, Failure> {
         let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Self { interrupt, terminate, hangup: signal(SignalKind::hangup())?, quit: signal(SignalKind::quit())? })
+        Ok(Self {
+            interrupt,
+            terminate,
+            hangup: signal(SignalKind::hangup())?,
+            quit: signal(SignalKind::quit())?,
+            user_1: signal(SignalKind::user_defined1())?,
+            user_2: signal(SignalKind::user_defined2())?,
+        })
     }
 
-    async fn next(&mut self) -> i32 {
+    async fn next_of_all(&mut self) -> i32 {
         tokio::select! {
             _ = self.interrupt.recv() => Signal::SIGINT as i32,
             _ = self.terminate.recv() => Signal::SIGTERM as i32,
             _ = self.hangup.recv() => Signal::SIGHUP as i32,
             _ = self.quit.recv() => Signal::SIGQUIT as i32,
+            _ = self.user_1.recv() => Signal::SIGUSR1 as i32,
+            _ = self.user_2.recv() => Signal::SIGUSR2 as i32,
+        }
+    }
+
+    /// One that ends the job.
+    async fn next(&mut self) -> i32 {
+        loop {
+            let number = self.next_of_all().await;
+            if number != Signal::SIGUSR1 as i32 && number != Signal::SIGUSR2 as i32 {
+                return number;
+            }
         }
     }
 }

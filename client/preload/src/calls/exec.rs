@@ -1,13 +1,13 @@
 //! Becoming another program. Before that, what the program inherits becomes the kernel's (see `carry`), and the working
 //! directory goes along in the environment.
 
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 
-use dayfly_client::View;
 use dayfly_client::locate::CWD_VARIABLE;
+use dayfly_client::{OpenFile, View};
 
 use super::hook;
 use super::names::access;
@@ -36,7 +36,8 @@ hook! {
             return -1;
         }
         let kernel = |_, path| next::execve(path, arguments, environment.strings());
-        path::at(libc::AT_FDCWD, path, |view, path| run(view, path, arguments, environment.strings()), kernel)
+        let ours = |view: &View, full: &[u8]| run(view, full, string(path), arguments, environment.strings());
+        path::at(libc::AT_FDCWD, path, ours, kernel)
     }
 
     fn execv(path: *const c_char, arguments: Strings) -> c_int {
@@ -79,10 +80,10 @@ hook! {
         }
         if let Some(open) = table::find(directory).filter(|_| string(path).is_some_and(|path| path.is_empty())) {
             let Some(path) = path::path_of(&open) else { return fail(libc::ENOENT) };
-            return answer(|| run(&*crate::process::view()?, &path, arguments, environment.strings()));
+            return answer(|| run(&*crate::process::view()?, &path, None, arguments, environment.strings()));
         }
         let kernel = |directory, path| call(directory, path, environment.strings());
-        path::at(directory, path, |view, path| run(view, path, arguments, environment.strings()), kernel)
+        path::at(directory, path, |view, path| run(view, path, None, arguments, environment.strings()), kernel)
     }
 }
 
@@ -146,25 +147,63 @@ pub(super) fn is_active() -> bool {
 }
 
 /// Runs a program that lies in the namespace: from a copy, for the kernel can run nothing else.
-fn run(view: &View, path: &[u8], arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+fn run(view: &View, path: &[u8], given: Option<&CStr>, arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+    if let Some(script) = Script::at(view, path, given)? {
+        let arguments = script.arguments(arguments);
+        // The interpreter may lie in the namespace, too.
+        let result = execve(script.interpreter.as_ptr(), arguments.as_ptr(), environment);
+        return if result < 0 { Err(memory::errno().into()) } else { Ok(0) };
+    }
     let copy = executable_copy(view, path)?;
     if next::fexecve(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
 }
 
 /// A copy of a program that may be executed.
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
+    carry::copy_of(view, &executable(view, path)?)
+}
+
+fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {
     let file = view.open(path)?;
-    if file.stat().permissions & 0o111 == 0 {
-        return Err(Fault::Errno(libc::EACCES));
+    if file.stat().permissions & 0o111 == 0 { Err(Fault::Errno(libc::EACCES)) } else { Ok(file) }
+}
+
+/// A script of the namespace: its interpreter is run, as the kernel would, with the script's own path, by which it finds what
+/// lies beside it.
+pub(super) struct Script {
+    pub(super) interpreter: CString,
+    argument: Option<CString>,
+    path: CString,
+}
+
+/// The kernel looks at as many bytes of a script's first line.
+const FIRST_LINE_MAX: usize = 256;
+
+impl Script {
+    /// `given` is how the program has named it, if that was a path.
+    pub(super) fn at(view: &View, path: &[u8], given: Option<&CStr>) -> Result<Option<Self>, Fault> {
+        let mut start = [0; FIRST_LINE_MAX];
+        let count = view.read_at(&executable(view, path)?, 0, &mut start)?;
+        let Some(line) = start[..count].strip_prefix(b"#!") else { return Ok(None) };
+        let line = line.split(|&byte| byte == b'\n').next().unwrap_or_default().trim_ascii();
+        let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());
+        let text = |bytes: &[u8]| CString::new(bytes).map_err(|_| libc::ENOEXEC);
+        // All that follows is one argument.
+        let argument = line[end..].trim_ascii();
+        let argument = if argument.is_empty() { None } else { Some(text(argument)?) };
+        Ok(Some(Self {
+            interpreter: text(&line[..end])?,
+            argument,
+            path: given.map_or_else(|| text(path), |given| Ok(given.to_owned()))?,
+        }))
     }
-    let mut start = [0; 2];
-    view.read_at(&file, 0, &mut start)?;
-    let copy = carry::copy_of(view, &file)?;
-    // A script's interpreter opens it again, by its number.
-    if &start == b"#!" {
-        next::fcntl(copy.as_raw_fd(), libc::F_SETFD, 0);
+
+    /// What the interpreter is called with; it lives as long as this and the program's own arguments.
+    pub(super) fn arguments(&self, given: Strings) -> Vec<*const c_char> {
+        let own = [Some(&self.interpreter), self.argument.as_ref(), Some(&self.path)].into_iter().flatten();
+        let rest = strings(given).skip(1).map(CStr::as_ptr);
+        own.map(|text| text.as_ptr()).chain(rest).chain([std::ptr::null()]).collect()
     }
-    Ok(copy)
 }
 
 /// An environment with the working directory in it, if that is ours, and without if it is not.

@@ -61,6 +61,9 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
         next::fcntl(copy, libc::F_SETFD, u64::from(close_on_exec));
         return Ok(copy);
     }
+    if let Object::File(file) = &object {
+        file.prefetch();
+    }
     let kept_flags = flags & !(libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC) | LARGE_FILE;
     let description = table::describe(Description { object, flags: AtomicI32::new(kept_flags), offset: Offset::new() })?;
     Ok(give_number(&description, close_on_exec)?)

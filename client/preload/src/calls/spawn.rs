@@ -10,7 +10,7 @@ use dayfly_client::kept::Kept;
 use dayfly_client::locate::CWD_VARIABLE;
 use libc::{FILE, mode_t, pid_t};
 
-use super::exec::{Environment, executable_copy, found_in_path, is_active};
+use super::exec::{Environment, Script, executable_copy, found_in_path, is_active};
 use super::hook;
 use crate::memory::Errno;
 use crate::path::{Whose, whose};
@@ -175,6 +175,14 @@ fn spawn_ours(
     arguments: Strings,
     environment: Strings,
 ) -> c_int {
+    match view().and_then(|view| Script::at(&view, path, None)) {
+        Ok(Some(script)) => {
+            let arguments = script.arguments(arguments);
+            return posix_spawn(pid, script.interpreter.as_ptr(), actions, attributes, arguments.as_ptr(), environment);
+        }
+        Ok(None) => {}
+        Err(fault) => return errno_of(&fault),
+    }
     match view().and_then(|view| executable_copy(&view, path)) {
         Ok(copy) => {
             let path = CString::new(format!("/proc/self/fd/{}", copy.as_raw_fd())).unwrap_or_default();
