@@ -33,11 +33,15 @@ mod tests {
 
     fn member(path: &[u8], number: u64, kind: MemberKind) -> Member {
         let key = MemberKey { source: 0, offset: number };
-        Member { path: path.to_vec(), key, mode: 0o640, mtime_s: 1_000 + number as i64, mtime_ns: 7, kind }
+        Member { path: path.to_vec(), key, ticket: 0, mode: 0o640, mtime_s: 1_000 + number as i64, mtime_ns: 7, kind }
     }
 
     fn file(path: &[u8], number: u64, size: u64) -> Member {
-        let block = |part| StoredBlock { owner: NodeId((part % 4) as u16), checksum: (number * 10 + part) as u32 };
+        let block = |part| StoredBlock {
+            owner: NodeId((part % 4) as u16),
+            checksum: (number * 10 + part) as u32,
+            arrival: part as u32 + 7,
+        };
         let blocks = (0..size.div_ceil(BLOCK_SIZE_MAX)).map(block).collect();
         member(path, number, MemberKind::File { size, blocks })
     }
@@ -90,6 +94,7 @@ mod tests {
         assert!(blocks.clone().all(|block| catalog.block(BlockId(block)).unwrap().0 == large.sample().unwrap()));
         assert_eq!(catalog.checksum(BlockId(blocks.start + 1)), Some(21));
         assert_eq!(catalog.owner(BlockId(blocks.start + 1)), Some(NodeId(1)));
+        assert_eq!(catalog.arrival(BlockId(blocks.start + 1)), Some(8));
         assert_eq!(catalog.block(BlockId(catalog.header().blocks)), None);
         let (first, last) = (catalog.find(b"a.first").unwrap(), catalog.find(b"z").unwrap());
         assert_eq!((first.sample(), catalog.attributes(&last).unwrap().links), (last.sample(), 2));

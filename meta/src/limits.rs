@@ -33,8 +33,9 @@ pub const HARD_LINKS_MAX: usize = 4_000_000;
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
 /// Names of skipped, refused or renamed members that a summary shows; all are counted.
 pub const NOTES_SHOWN_MAX: usize = 20;
-
-/// Characters of each.
+/// Members that `--keep-going` left out and that a summary names; all are counted.
+pub const SKIPPED_SHOWN_MAX: usize = 500;
+/// Characters of each note.
 pub const NOTE_LEN_MAX: usize = 400;
 
 /// Nodes of a session; catalogs name an owner in 16 bits.
@@ -58,16 +59,48 @@ pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 /// Bytes that one shipped batch, or one piece of a large block, carries.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
-/// Batches of one stage-in worker, open or in flight: with all taken, the worker waits for a slow owner.
-pub const BATCHES_PER_WORKER: usize = 32;
+/// Stage-ins that run at once in a session; more wait.
+pub const STAGE_INS_MAX: usize = 4;
+/// Memory of a server for all its stage-ins, when `--stage-in-memory` is not given.
+pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
+/// The least of it: one worker of each stage-in that may run at once.
+pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
+/// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
+pub const BATCHES_PER_WORKER_MAX: usize = 32;
+/// And at least, however little memory there is.
+pub const BATCHES_PER_WORKER_MIN: usize = 3;
 /// Of those, in flight: the rest is being filled.
 pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
-/// Batches that a server lands at once from all its peers.
-pub const BATCHES_LANDING_MAX: usize = 32;
+/// Batches that a server lands at once from all its peers, beside those that wait to be written.
+pub const BATCHES_LANDING_MAX: usize = 16;
+/// Blocks that wait in an owner's memory to be written in shuffled order, in bytes.
+pub const SHUFFLE_LEN_MAX: usize = 64 << 20;
+/// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
+pub const ROOM_STEP: u64 = 16 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
+/// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
+pub const DECODERS_MAX: usize = 4;
 /// Bytes of member records that a worker sorts in memory before it writes them out as a run.
 pub const RUN_LEN_MAX: usize = 32 << 20;
+/// Memory for the heads of all runs while they are merged; each has at most and at least this much.
+pub const MERGE_MEMORY: u64 = 64 << 20;
+/// See [`MERGE_MEMORY`].
+pub const RUN_READ_AHEAD_MAX: u64 = 256 << 10;
+/// See [`MERGE_MEMORY`].
+pub const RUN_READ_AHEAD_MIN: u64 = 16 << 10;
+/// A plain tar is cut into ranges of at least this: where one begins, up to a member is read twice.
+pub const RANGE_LEN_MIN: u64 = 8 << 20;
+/// And at most this, so that no one is left with much when the others are done.
+pub const RANGE_LEN_MAX: u64 = 64 << 20;
+/// So far before its range a worker begins to look for headers, for one that belongs to the next lies there.
+pub const TAR_LOOK_BACK: u64 = 4 << 10;
+/// Pieces of a sparse file in a tar, 16 bytes each in memory.
+pub const SPARSE_PIECES_MAX: usize = 1 << 20;
+/// Archives within archives within archives: deeper ones stay files.
+pub const NESTED_DEPTH_MAX: usize = 4;
+/// Bytes that decoders may be ahead of the worker that takes their output, all of one source together.
+pub const DECODED_AHEAD_MAX: usize = 32 << 20;
 /// Entries and bytes of a directory tree that make one unit.
 pub const UNIT_FILES_MAX: usize = 1024;
 /// See [`UNIT_FILES_MAX`].
@@ -133,7 +166,11 @@ const _: () = {
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
-    assert!(BATCHES_IN_FLIGHT_MAX < BATCHES_PER_WORKER);
+    assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
+    assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
+    assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
+    assert!(ROOM_STEP.is_multiple_of(PAGE_SIZE));
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");

@@ -36,6 +36,16 @@ pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     if path.len() > PATH_LEN_MAX { Err(InvalidPath::LongPath) } else { Ok(path) }
 }
 
+/// The path without what follows the last dot of its name: equal for `k.jpg`, `k.txt` and `k.json` of one directory. A name that
+/// begins with its only dot is whole.
+pub fn group(path: &[u8]) -> &[u8] {
+    let name_at = path.iter().rposition(|&byte| byte == b'/').map_or(0, |at| at + 1);
+    match path[name_at..].iter().rposition(|&byte| byte == b'.') {
+        None | Some(0) => path,
+        Some(dot) => &path[..name_at + dot],
+    }
+}
+
 /// Whether `path` is as [`normalize`] would leave it.
 pub fn is_normal(path: &[u8]) -> bool {
     normalize(path).is_ok_and(|normal| normal == path)

@@ -1,21 +1,51 @@
-//! Taking what stage-in ships to this node: blocks are packed into the segments, and found again by their keys until the
-//! catalog gives them numbers.
+//! Taking what stage-in ships to this node. Blocks wait in memory until there are many, and are then written in shuffled order, in
+//! one go: whoever reads a segment front to back reads samples in random order at the speed of the drive.
+//!
+//! Each block gets a number as it arrives; the catalog tells it back, and a table in a file tells where the block lies.
+
+mod arrivals;
+mod window;
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use dayfly_meta::catalog::MemberKey;
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::Place;
+use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::ShippedBlock;
+use dayfly_stagein::pipeline::Gauge;
+use dayfly_transport::Slot;
 
-use crate::store::Segments;
+use crate::store::{Segments, room_for};
+use arrivals::Arrivals;
+use window::Window;
 
 /// What was shipped here in one stage-in.
 pub(crate) struct Ingest {
     segments: Arc<Segments>,
-    places: Mutex<HashMap<(MemberKey, u32), Place>>,
+    arrivals: Arrivals,
+    state: Mutex<State>,
+    /// Bytes of memory that may wait to be written.
+    window_len: u64,
+    gauge: Arc<Gauge>,
+}
+
+#[derive(Default)]
+struct State {
+    window: Option<Window>,
+    next_arrival: u32,
+    /// Blocks that come in pieces: where, and how long.
+    in_pieces: HashMap<u32, (Place, u64)>,
+}
+
+/// What became of a batch.
+pub(crate) enum Stored {
+    /// It is taken: the number of its first block, which the others' follow.
+    At(u32),
+    /// Nothing of it is, for there is no room: it comes back.
+    Full(Slot),
 }
 
 /// Why a batch cannot be taken.
@@ -25,87 +55,125 @@ pub(crate) enum IngestError {
     Malformed,
     #[error("a piece came of a block for which no room was asked")]
     NotReserved,
+    #[error("more blocks than one node can number in a stage-in; stage the sources into several datasets")]
+    Numbers,
     #[error("cannot write a segment: {0}")]
     Write(#[from] io::Error),
 }
 
 impl Ingest {
-    pub(crate) fn new(segments: Arc<Segments>) -> Self {
-        Self { segments, places: Mutex::default() }
+    pub(crate) fn new(segments: Arc<Segments>, arrivals: std::fs::File, window_len: u64, gauge: Arc<Gauge>) -> Self {
+        Self { segments, arrivals: Arrivals::new(arrivals), state: Mutex::default(), window_len, gauge }
     }
 
     pub(crate) fn segments(&self) -> &Arc<Segments> {
         &self.segments
     }
 
-    /// Where a block lies.
-    pub(crate) fn find(&self, key: MemberKey, part: u32) -> Option<Place> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner).get(&(key, part)).copied()
+    /// Where a block lies, by its number; known once [`Self::finish`] was called.
+    pub(crate) fn find(&self, arrival: u32) -> Option<Place> {
+        self.arrivals.find(arrival)
     }
 
-    /// Takes room for a block that comes in pieces; `false` if there is none.
-    pub(crate) fn reserve(&self, key: MemberKey, part: u32, block_len: u64) -> Result<bool, IngestError> {
+    /// Takes room for a block that comes in pieces; its number, or `None` if there is no room.
+    pub(crate) fn reserve(&self, block_len: u64) -> Result<Option<u32>, IngestError> {
         if block_len > BLOCK_SIZE_MAX {
             return Err(IngestError::Malformed);
         }
-        let Some(places) = self.segments.allocate(&[block_len]) else { return Ok(false) };
-        // Now, while the whole block can still go elsewhere; its pieces cannot.
-        for place in &places {
-            if !self.segments.fill_room(*place, block_len)? {
-                return Ok(false);
+        let promised = room_for(block_len);
+        let mut state = self.state();
+        for drive in self.segments.by_room() {
+            if !self.segments.promise(drive, promised)? {
+                continue;
             }
+            let places = self.segments.place(drive, [block_len].into_iter(), promised)?;
+            let arrival = state.number(1)?;
+            self.arrivals.write(arrival, &places)?;
+            state.in_pieces.extend(places.into_iter().map(|place| (arrival, (place, block_len))));
+            return Ok(Some(arrival));
         }
-        let mut table = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        table.extend(places.into_iter().map(|place| ((key, part), place)));
-        Ok(true)
+        Ok(None)
     }
 
-    /// Stores a batch, or nothing of it: `false` if there is no room. Blocks; call it where that does no harm.
-    pub(crate) fn store(&self, blocks: &[ShippedBlock], bytes: &[u8]) -> Result<bool, IngestError> {
-        let total = blocks.iter().try_fold(0_usize, |total, block| total.checked_add(block.len as usize));
-        let is_sound = |block: &ShippedBlock| {
-            let end = block.offset.checked_add(u64::from(block.len));
-            block.block_len <= BLOCK_SIZE_MAX && end.is_some_and(|end| end <= block.block_len)
-        };
-        if total != Some(bytes.len()) || blocks.len() > BATCH_BLOCKS_MAX || !blocks.iter().all(is_sound) {
+    /// Stores a piece of such a block. Blocks; call it where that does no harm.
+    pub(crate) fn store_piece(&self, arrival: u32, offset: u64, bytes: &[u8]) -> Result<(), IngestError> {
+        let (place, block_len) = self.state().in_pieces.get(&arrival).copied().ok_or(IngestError::NotReserved)?;
+        let end = offset.checked_add(bytes.len() as u64);
+        if end.is_none_or(|end| end > block_len) {
             return Err(IngestError::Malformed);
         }
-        match blocks {
-            [piece] if u64::from(piece.len) < piece.block_len => self.store_piece(piece, bytes),
-            _ if blocks.iter().any(|block| u64::from(block.len) != block.block_len) => Err(IngestError::Malformed),
-            _ => self.store_whole(blocks, bytes),
-        }
+        let start = Instant::now();
+        self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
+        self.gauge.busy(Step::Writing, start.elapsed());
+        Ok(())
     }
 
-    fn store_piece(&self, piece: &ShippedBlock, bytes: &[u8]) -> Result<bool, IngestError> {
-        let place = self.find(piece.key, piece.part).ok_or(IngestError::NotReserved)?;
-        match self.segments.write(Place { offset: place.offset + piece.offset, ..place }, bytes)? {
-            true => Ok(true),
-            // The rest of the block is here, so this piece cannot be anywhere else.
-            false => Err(io::Error::from(io::ErrorKind::StorageFull).into()),
+    /// Takes a batch, whose first `len` bytes in the slot are the blocks'. Blocks; call it where that does no harm.
+    pub(crate) fn store(&self, blocks: &[ShippedBlock], slot: Slot, len: usize) -> Result<Stored, IngestError> {
+        let total = blocks.iter().try_fold(0_usize, |total, block| total.checked_add(block.len as usize));
+        if total != Some(len) || len > slot.len() || len > BATCH_LEN_MAX || blocks.len() > BATCH_BLOCKS_MAX {
+            return Err(IngestError::Malformed);
         }
+        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let mut state = self.state();
+        let Some(drive) = self.drive_for(&state, room)? else { return Ok(Stored::Full(slot)) };
+        let arrival = state.number(blocks.len())?;
+        // Blocks that are written together lie on one drive.
+        let other = state.window.take_if(|window| window.drive() != drive);
+        let window = state.window.get_or_insert_with(|| Window::new(drive));
+        window.push(blocks, slot, arrival, room);
+        let full = if window.slots_len() >= self.window_len { state.window.take() } else { None };
+        drop(state);
+        // By whoever brought the last batch: so a slow drive slows those who ship to it.
+        for window in [other, full].into_iter().flatten() {
+            self.write(window)?;
+        }
+        Ok(Stored::At(arrival))
     }
 
-    fn store_whole(&self, blocks: &[ShippedBlock], bytes: &[u8]) -> Result<bool, IngestError> {
-        let lens: Vec<u64> = blocks.iter().map(|block| block.block_len).collect();
-        let Some(places) = self.segments.allocate(&lens) else { return Ok(false) };
-        // Blocks that are packed tight go out in one write.
-        let mut start = 0;
-        while start < blocks.len() {
-            let (mut end, mut len) = (start, 0);
-            while end < blocks.len() && places[end].offset == places[start].offset + len {
-                len += lens[end];
-                end += 1;
+    /// Writes what waits, so that its memory is free again.
+    pub(crate) fn write_out(&self) -> Result<(), IngestError> {
+        let window = self.state().window.take();
+        window.map_or(Ok(()), |window| self.write(window))
+    }
+
+    /// All that was shipped is written, and found by its number.
+    pub(crate) fn finish(&self) -> Result<(), IngestError> {
+        self.write_out()?;
+        self.segments.trim()?;
+        let count = self.state().next_arrival;
+        Ok(self.arrivals.finish(count)?)
+    }
+
+    /// A drive on which there is room, which is taken: the present one, or the one with the most.
+    fn drive_for(&self, state: &State, room: u64) -> Result<Option<u8>, IngestError> {
+        let present = state.window.as_ref().map(Window::drive);
+        for drive in present.into_iter().chain(self.segments.by_room()) {
+            if self.segments.promise(drive, room)? {
+                return Ok(Some(drive));
             }
-            let skip: u64 = lens[..start].iter().sum();
-            if !self.segments.write(places[start], &bytes[skip as usize..(skip + len) as usize])? {
-                return Ok(false);
-            }
-            start = end;
         }
-        let mut table = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        table.extend(blocks.iter().map(|block| (block.key, block.part)).zip(places));
-        Ok(true)
+        Ok(None)
+    }
+
+    fn write(&self, window: Window) -> Result<(), IngestError> {
+        let start = Instant::now();
+        window.write(&self.segments, &self.arrivals)?;
+        self.gauge.busy(Step::Writing, start.elapsed());
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Numbers for so many blocks; the first of them.
+    fn number(&mut self, blocks: usize) -> Result<u32, IngestError> {
+        let first = self.next_arrival;
+        self.next_arrival = u32::try_from(blocks).ok().and_then(|count| first.checked_add(count)).ok_or(IngestError::Numbers)?;
+        Ok(first)
     }
 }
 
@@ -114,49 +182,84 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use dayfly_meta::id::DatasetId;
+    use dayfly_transport::Region;
 
     use super::*;
     use crate::store::Drive;
 
-    fn ingest(capacity: u64) -> (Ingest, tempfile::TempDir) {
+    fn ingest(capacity: u64) -> (Ingest, Region, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], capacity).unwrap();
-        (Ingest::new(Arc::new(Segments::create(&drives, DatasetId(1)).unwrap())), folder)
+        let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
+        let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), 4 << 20, Arc::default());
+        (ingest, Region::new(16 << 20).unwrap(), folder)
     }
 
-    fn block(number: u64, block_len: u64, offset: u64, len: u32) -> ShippedBlock {
-        ShippedBlock { key: MemberKey { source: 0, offset: number }, part: 0, block_len, offset, len }
+    fn slot(region: &Region, bytes: &[u8]) -> Slot {
+        let mut slot = region.slot(bytes.len() as u64).unwrap();
+        slot[..bytes.len()].copy_from_slice(bytes);
+        slot
     }
 
-    fn read(ingest: &Ingest, number: u64, len: usize) -> Vec<u8> {
-        let place = ingest.find(MemberKey { source: 0, offset: number }, 0).unwrap();
+    fn block(len: u32, shuffle: u64) -> ShippedBlock {
+        ShippedBlock { len, shuffle }
+    }
+
+    fn read(ingest: &Ingest, arrival: u32, len: usize) -> Vec<u8> {
+        let place = ingest.find(arrival).unwrap();
         let mut bytes = vec![0; len];
         ingest.segments.file(place.drive).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
         bytes
     }
 
     #[test]
-    fn batches_are_stored_whole_and_found() {
-        let (ingest, _folder) = ingest(1 << 20);
-        let bytes: Vec<u8> = (0..200_030_u32).map(|at| at as u8).collect();
-        let blocks = [block(1, 10, 0, 10), block(2, 20, 0, 20), block(3, 200_000, 0, 200_000)];
-        assert!(ingest.store(&blocks, &bytes).unwrap());
-        assert!(read(&ingest, 2, 20) == bytes[10..30] && read(&ingest, 3, 200_000) == bytes[30..]);
-        assert!(ingest.reserve(blocks[0].key, 7, 100).unwrap());
-        let piece = ShippedBlock { part: 7, ..block(1, 100, 60, 40) };
-        assert!(ingest.store(&[piece], &[9; 40]).unwrap());
+    fn batches_are_stored_whole_and_found_and_lie_in_shuffled_order() {
+        let (ingest, region, _folder) = ingest(1 << 24);
+        let mut sizes = Vec::new();
+        for batch in 0..40_u32 {
+            let lens: Vec<u32> = (0..50).map(|number| (batch * 50 + number) * 7 % 9000).chain([70_000]).collect();
+            let bytes: Vec<u8> = lens.iter().flat_map(|&len| vec![len as u8; len as usize]).collect();
+            let blocks: Vec<ShippedBlock> = lens
+                .iter()
+                .map(|&len| {
+                    block(
+                        len,
+                        u64::from(len).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9),
+                    )
+                })
+                .collect();
+            let stored = ingest.store(&blocks, slot(&region, &bytes), bytes.len()).unwrap();
+            assert!(matches!(stored, Stored::At(first) if first == sizes.len() as u32));
+            sizes.extend(lens);
+        }
+        let large = ingest.reserve(3 << 20).unwrap().unwrap();
+        for piece in [2_u64, 0, 1] {
+            ingest.store_piece(large, piece << 20, &vec![piece as u8; 1 << 20]).unwrap();
+        }
+        ingest.finish().unwrap();
+        for (arrival, &len) in (0..).zip(&sizes) {
+            assert!(read(&ingest, arrival, len as usize) == vec![len as u8; len as usize], "block {arrival}");
+        }
+        assert!(read(&ingest, large, 3 << 20)[2 << 20..] == vec![2; 1 << 20]);
+        let offsets: Vec<u64> = (0..sizes.len() as u32).map(|arrival| ingest.find(arrival).unwrap().offset).collect();
+        let ascents = offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
+        assert!((800..1300).contains(&ascents), "{ascents} of {} follow the one before", sizes.len());
+        assert_eq!(ingest.find(large + 1), None);
     }
 
     #[test]
     fn malformed_batches_and_full_drives() {
-        let (ingest, _folder) = ingest(20_000);
-        assert!(matches!(ingest.store(&[block(1, 10, 0, 10)], &[0; 11]), Err(IngestError::Malformed)));
-        assert!(matches!(ingest.store(&[block(1, 10, u64::MAX, 10)], &[0; 10]), Err(IngestError::Malformed)));
-        assert!(matches!(ingest.store(&[block(1, 20, 0, 10), block(2, 1, 0, 1)], &[0; 11]), Err(IngestError::Malformed)));
-        assert!(matches!(ingest.store(&[block(1, 20, 0, 10)], &[0; 10]), Err(IngestError::NotReserved)));
-        assert!(matches!(ingest.reserve(block(1, 1, 0, 1).key, 0, BLOCK_SIZE_MAX + 1), Err(IngestError::Malformed)));
-        assert!(!ingest.store(&[block(1, 30_000, 0, 30_000)], &[0; 30_000]).unwrap());
-        assert!(ingest.store(&[block(1, 10_000, 0, 10_000)], &[0; 10_000]).unwrap());
-        assert!(!ingest.reserve(block(2, 1, 0, 1).key, 0, 10_000).unwrap());
+        let (ingest, region, _folder) = ingest(40_000);
+        let store = |blocks: &[ShippedBlock], bytes: &[u8]| ingest.store(blocks, slot(&region, bytes), bytes.len());
+        assert!(matches!(store(&[block(10, 0)], &[0; 11]), Err(IngestError::Malformed)));
+        assert!(matches!(store(&[block(u32::MAX, 0), block(u32::MAX, 0)], &[0; 10]), Err(IngestError::Malformed)));
+        assert!(matches!(ingest.store_piece(0, 0, &[0; 10]), Err(IngestError::NotReserved)));
+        assert!(matches!(ingest.reserve(BLOCK_SIZE_MAX + 1), Err(IngestError::Malformed)));
+        assert!(matches!(store(&[block(60_000, 0)], &[0; 60_000]).unwrap(), Stored::Full(_)));
+        assert!(matches!(store(&[block(20_000, 0)], &[0; 20_000]).unwrap(), Stored::At(0)));
+        assert_eq!(ingest.reserve(30_000).unwrap(), None);
+        let piece = ingest.reserve(1000).unwrap().unwrap();
+        assert!(matches!(ingest.store_piece(piece, 990, &[0; 11]), Err(IngestError::Malformed)));
+        assert!(matches!(ingest.store_piece(piece, u64::MAX, &[0; 11]), Err(IngestError::Malformed)));
     }
 }

@@ -1,47 +1,92 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
 mod merge;
+mod rates;
+mod spread;
 mod stage;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::Source;
-use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
-use dayfly_meta::path::{display, is_normal};
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::{DATASETS_MAX, OFFER_TIMEOUT, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT, STAGE_INS_MAX};
+use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
-use dayfly_stagein::plan::{self};
+use dayfly_stagein::handing::Handing;
+use dayfly_stagein::plan::{self, Wanted};
 use futures_util::future::join_all;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
-use crate::store::{Dataset, nameless_file};
+use crate::store::nameless_file;
 use merge::Merged;
+use spread::Spread;
 pub(crate) use stage::LeadStage;
 use stage::NODE_SILENT_TIMEOUT;
 
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 84;
 
-/// The lead's stage-in, if one runs.
-#[derive(Default)]
+/// The lead's stage-ins.
 pub(crate) struct Lead {
-    running: tokio::sync::Mutex<()>,
-    current: Mutex<Option<Arc<LeadStage>>>,
+    permits: Semaphore,
+    running: Mutex<HashMap<u64, Arc<LeadStage>>>,
+    /// Where the datasets of those that run will be.
+    targets: Mutex<Vec<Vec<u8>>>,
     last: AtomicU64,
+}
+
+impl Default for Lead {
+    fn default() -> Self {
+        let permits = Semaphore::new(STAGE_INS_MAX);
+        Self { permits, running: Mutex::default(), targets: Mutex::default(), last: AtomicU64::new(0) }
+    }
 }
 
 impl Lead {
     /// The stage-in of this number, if it runs.
     pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
-        self.current().clone().filter(|stage| stage.number == number)
+        self.running().get(&number).cloned()
     }
 
-    fn current(&self) -> MutexGuard<'_, Option<Arc<LeadStage>>> {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    fn running(&self) -> MutexGuard<'_, HashMap<u64, Arc<LeadStage>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn targets(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        self.targets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A target, kept from other stage-ins until this is dropped.
+struct Claim<'a> {
+    lead: &'a Lead,
+    target: Vec<u8>,
+}
+
+impl<'a> Claim<'a> {
+    /// The other target, if it is taken.
+    fn take(lead: &'a Lead, target: &[u8]) -> Result<Self, Vec<u8>> {
+        let mut targets = lead.targets();
+        let overlaps = |other: &&Vec<u8>| other == &target || is_below(other, target) || is_below(target, other);
+        if let Some(other) = targets.iter().find(overlaps) {
+            return Err(other.clone());
+        }
+        targets.push(target.to_vec());
+        Ok(Self { lead, target: target.to_vec() })
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut targets = self.lead.targets();
+        if let Some(at) = targets.iter().position(|target| *target == self.target) {
+            targets.swap_remove(at);
+        }
     }
 }
 
@@ -57,10 +102,7 @@ impl Drop for CancelOnDrop {
 
 /// Runs a stage-in from its request to its end; the requester going away cancels it. Tells `events` how it goes.
 pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    let result = match server.lead().running.try_lock() {
-        Ok(_running) => Box::pin(run(&server, request, &events)).await,
-        Err(_) => Err("another stage-in is running in this session; wait for its end".to_owned()),
-    };
+    let result = Box::pin(run(&server, request, &events)).await;
     let event = match result {
         Ok(summary) => Event::StagedIn(summary),
         Err(reason) => Event::Failed { reason },
@@ -77,6 +119,15 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     if !is_normal(&request.target) {
         return Err("the target is no path of the namespace".to_owned());
     }
+    let claim = Claim::take(server.lead(), &request.target);
+    let _claim = claim.map_err(|other| {
+        format!("another stage-in to '{}' is running; wait for its end", display(&join(&server.config().prefix, &other)))
+    })?;
+    let _permit = tokio::select! {
+        permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
+        () = events.closed() => return Err("cancelled".to_owned()),
+        never = tell_phase(events, Phase::Waiting) => never,
+    };
     let replaces =
         server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
     if server.store().datasets().len() >= DATASETS_MAX {
@@ -85,7 +136,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     let plan = tokio::select! {
         plan = make_plan(server, &request) => plan?,
         () = events.closed() => return Err("cancelled".to_owned()),
-        never = tell_planning(events) => never,
+        never = tell_phase(events, Phase::Planning) => never,
     };
     let free = free_room(server).await?;
     let announced = announce(&plan, free.iter().sum());
@@ -97,8 +148,9 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         ));
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
-    let stage = Arc::new(LeadStage::new(number, plan.units, plan.counts, server.peers().count()));
-    *server.lead().current() = Some(stage.clone());
+    let handing = Handing::new(plan.units, plan.ranges);
+    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count()));
+    server.lead().running().insert(number, stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
     let prepared = tokio::select! {
         biased;
@@ -125,26 +177,28 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
             Err(reason)
         }
     };
-    *server.lead().current() = None;
+    server.lead().running().remove(&number);
     result
 }
 
-/// Shows that the planning goes on, until dropped.
-async fn tell_planning<T>(events: &mpsc::Sender<Event>) -> T {
+/// Shows that what comes before the reading goes on, until dropped.
+async fn tell_phase<T>(events: &mpsc::Sender<Event>, phase: Phase) -> T {
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
-        let _ = events.try_send(Event::Progress(Progress::default()));
+        let _ = events.try_send(Event::Progress(Progress { phase, ..Progress::default() }));
     }
 }
 
 async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan, String> {
     let cancel = CancelOnDrop::default();
     let is_cancelled = cancel.0.clone();
-    let (sources, selection) = (request.sources.clone(), request.selection.clone());
+    let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
+    let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
     let planned = tokio::task::spawn_blocking(move || {
         let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
-        plan::plan(&sources, &selection, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
+        let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
+        plan::plan(&wanted, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
     });
     planned.await.map_err(|error| error.to_string())?
 }
@@ -207,7 +261,9 @@ impl Job<'_> {
     async fn prepare(&self) -> Result<Merged, String> {
         let stage = self.stage.number;
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
-        self.ask_all(&Request::Begin { stage, selection, seed, capacities: self.free.clone() }, REQUEST_TIMEOUT).await?;
+        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
+        let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
+        self.ask_all(&begin, REQUEST_TIMEOUT).await?;
         self.stage.all_begun.send_replace(true);
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
@@ -232,10 +288,11 @@ impl Job<'_> {
     /// The runs of all nodes: node, number, length.
     async fn finish(&self) -> Result<Vec<(NodeId, u32, u64)>, String> {
         let request = Request::Finish { stage: self.stage.number };
-        let replies = self.ask_all(&request, REQUEST_TIMEOUT * 2).await?;
+        let replies = self.ask_all(&request, OFFER_TIMEOUT).await?;
         let mut runs = Vec::new();
         for (node, reply) in self.server.peers().nodes().zip(replies) {
-            let Reply::Runs { lens } = reply else { return Err(format!("node {node} answers what was not asked")) };
+            let Reply::Runs { lens, counted } = reply else { return Err(format!("node {node} answers what was not asked")) };
+            self.stage.count(node, counted);
             runs.extend((0..).zip(lens).map(|(run, len)| (node, run, len)));
         }
         Ok(runs)
@@ -288,7 +345,13 @@ impl Job<'_> {
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
         let nodes = self.server.peers().count();
-        let imbalance = tokio::task::spawn_blocking(move || imbalance(&dataset, nodes)).await;
+        let Spread { mut nodes, sizes, classes } =
+            tokio::task::spawn_blocking(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
+        let imbalance_permille = spread::imbalance_permille(&nodes);
+        let (rates, rate_interval_ms) = self.stage.rates();
+        for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage.progress().nodes).zip(rates) {
+            (node.counted, node.rates) = (*counted, rates);
+        }
         Ok(Summary {
             samples: merged.samples,
             bytes: merged.bytes,
@@ -297,24 +360,12 @@ impl Job<'_> {
             source_bytes: self.stage.progress().source_bytes,
             counts,
             elapsed_ms: start.elapsed().as_millis() as u64,
-            imbalance_permille: imbalance.unwrap_or(0),
+            imbalance_permille,
+            redone_bytes: self.stage.redone_bytes(),
+            nodes,
+            sizes,
+            classes,
+            rate_interval_ms,
         })
     }
-}
-
-/// How much the fullest node holds over the mean.
-fn imbalance(dataset: &Dataset, nodes: usize) -> u64 {
-    let catalog = dataset.catalog();
-    let mut held = vec![0_u64; nodes];
-    let mut all = 0;
-    for block in (0..catalog.header().blocks).map(BlockId) {
-        if let (Some(owner), Some((_, len))) = (catalog.owner(block), catalog.block(block))
-            && let Some(held) = held.get_mut(owner.index())
-        {
-            *held += len;
-            all += len;
-        }
-    }
-    let fullest = u128::from(held.into_iter().max().unwrap_or(0)) * nodes as u128 * 1000;
-    fullest.checked_div(u128::from(all)).map_or(0, |share| (share as u64).saturating_sub(1000))
 }

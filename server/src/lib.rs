@@ -47,4 +47,8 @@ pub struct Config {
     pub verify_reads: bool,
     /// Stage-in workers.
     pub workers: usize,
+    /// Threads that decode one compressed source.
+    pub decoders: usize,
+    /// Bytes of memory for all stage-ins.
+    pub stage_memory: u64,
 }

@@ -219,13 +219,13 @@ impl Server {
         let done = (Reply::Done, Vec::new());
         match request {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
-            Request::Ship { .. } => Err("batches come as offers".to_owned()),
-            Request::Reserve { stage, key, part, block_len } => {
-                let stored = self.stages.get(stage)?.ingest().reserve(key, part, block_len).map_err(|error| error.to_string())?;
-                Ok((Reply::Shipped { stored }, Vec::new()))
+            Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
+            Request::Reserve { stage, block_len } => {
+                let arrival = self.stages.get(stage)?.ingest().reserve(block_len).map_err(|error| error.to_string())?;
+                Ok((Reply::Shipped { arrival }, Vec::new()))
             }
-            Request::Begin { stage, selection, seed, capacities } => {
-                let beginning = Beginning { number: stage, lead: from, selection, seed, capacities };
+            Request::Begin { stage, selection, seed, max_rate, capacities } => {
+                let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 Stage::begin(self, beginning).map(|()| done)
             }
             Request::NextUnit { stage, finished } => {
@@ -247,7 +247,8 @@ impl Server {
             }
             Request::Finish { stage } => {
                 let stage = self.stages.get(stage)?;
-                Ok((Reply::Runs { lens: stage.finish().await? }, Vec::new()))
+                let (lens, counted) = stage.finish().await?;
+                Ok((Reply::Runs { lens, counted }, Vec::new()))
             }
             Request::ReadRun { stage, run, offset } => {
                 let bytes = self.stages.get(stage)?.read_run(run, offset, room)?;
@@ -319,7 +320,7 @@ impl Server {
         let preparing = tokio::task::spawn_blocking(move || {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
-            let find = |key, part| ingest.find(key, part);
+            let find = |arrival| ingest.find(arrival);
             let dataset = Dataset::prepare(id, target, &file, checksum, room, (me, nodes), &drive, segments, &find);
             stage.set_prepared(dataset.map_err(|error| error.to_string())?);
             Ok(())
@@ -351,8 +352,16 @@ impl Service for PeerService {
 
     async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
-        let Request::Ship { stage, blocks } = request else { return Err("only batches are offered".to_owned()) };
-        let stored = self.0.stages.get(stage)?.land(blocks, incoming).await?;
-        Ok(encode(&Reply::Shipped { stored }))
+        let reply = match request {
+            Request::Ship { stage, blocks } => {
+                Reply::Shipped { arrival: self.0.stages.get(stage)?.land(blocks, incoming).await? }
+            }
+            Request::ShipPiece { stage, arrival, offset } => {
+                self.0.stages.get(stage)?.land_piece(arrival, offset, incoming).await?;
+                Reply::Done
+            }
+            _ => return Err("only batches are offered".to_owned()),
+        };
+        Ok(encode(&reply))
     }
 }

@@ -1,30 +1,36 @@
 //! This node's part of a stage-in: its workers, what was shipped to it, its runs, and the dataset it has prepared.
 
+mod memory;
 mod sink;
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_LANDING_MAX, LANDING_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
 use dayfly_meta::placement::{self, Placement};
-use dayfly_meta::wire::control::Selection;
+use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::pipeline::{Gauge, Worker};
+use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
 use dayfly_stagein::runs::RunWriter;
-use dayfly_transport::{Incoming, Region};
+use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::ingest::Ingest;
+use crate::ingest::{Ingest, Stored};
 use crate::server::Server;
 use crate::store::{Dataset, Segments, nameless_file};
+use memory::Memory;
 use sink::ServerSink;
 
-/// All stage-ins that this node takes part in; there is one at a time, but an old one may still be ending.
+/// A batch that finds no room to land in waits for so long before what lies there is written out early.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// All stage-ins that this node takes part in.
 #[derive(Default)]
 pub(crate) struct Stages {
     stages: Mutex<HashMap<u64, Arc<Stage>>>,
@@ -54,6 +60,7 @@ pub(crate) struct Beginning {
     pub(crate) lead: NodeId,
     pub(crate) selection: Selection,
     pub(crate) seed: u64,
+    pub(crate) max_rate: Option<u64>,
     pub(crate) capacities: Vec<u64>,
 }
 
@@ -61,6 +68,9 @@ pub(crate) struct Beginning {
 pub(crate) struct Stage {
     number: u64,
     lead: NodeId,
+    seed: u64,
+    selection: Selection,
+    memory: Memory,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
@@ -85,19 +95,25 @@ struct Outcome {
 impl Stage {
     /// Makes room for what will come, and starts the workers.
     pub(crate) fn begin(server: &Arc<Server>, beginning: Beginning) -> Result<(), String> {
-        let Beginning { number, lead, selection, seed, capacities } = beginning;
+        let Beginning { number, lead, selection, seed, max_rate, capacities } = beginning;
         if capacities.len() != server.peers().count() {
             return Err("the lead knows another roster".to_owned());
         }
         let cannot = |error: std::io::Error| format!("cannot begin a stage-in: {error}");
         let segments = Segments::create(server.store().drives(), DatasetId(number as u32)).map_err(cannot)?;
-        let landing = server.transport().region((BATCH_LEN_MAX * BATCHES_LANDING_MAX) as u64).map_err(cannot)?;
+        let memory = Memory::part(server.config().stage_memory, server.config().workers);
+        let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
+        let arrivals = nameless_file(server.store().roomiest_drive().path()).map_err(cannot)?;
+        let gauge = Arc::new(Gauge::new(max_rate));
         let stage = Arc::new(Self {
             number,
             lead,
-            ingest: Arc::new(Ingest::new(Arc::new(segments))),
+            seed,
+            selection,
+            memory,
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
             landing,
-            gauge: Arc::default(),
+            gauge,
             runs: watch::Sender::new(None),
             outcome: Mutex::default(),
             tasks: Mutex::default(),
@@ -105,7 +121,7 @@ impl Stage {
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
         let placement = Arc::new(Placement::new(seed, &members.collect::<Vec<_>>()));
         let mut tasks = stage.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.spawn(work(server.clone(), stage.clone(), placement, selection));
+        tasks.spawn(work(server.clone(), stage.clone(), placement));
         tasks.spawn(report(server.clone(), stage.clone()));
         drop(tasks);
         server.stages().insert(stage);
@@ -120,24 +136,61 @@ impl Stage {
         &self.ingest
     }
 
-    /// Takes a peer's batch.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<bool, String> {
+    pub(crate) fn gauge(&self) -> &Gauge {
+        &self.gauge
+    }
+
+    /// Room for a batch to land in.
+    async fn landing_slot(&self, len: u64) -> Result<Slot, String> {
+        if let Some(slot) = self.landing.slot_within(len, PATIENCE).await {
+            return Ok(slot);
+        }
+        // What lies there may be too little to be written, and in too many pieces to let anything land between them.
+        let ingest = self.ingest.clone();
+        let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
+        written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await;
+        slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
+    }
+
+    /// Takes a peer's batch; its first block's number, or `None` if there is no room for it.
+    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Option<u32>, String> {
+        let (slot, len) = self.landed(incoming).await?;
+        let ingest = self.ingest.clone();
+        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
+        match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
+            Stored::At(first) => Ok(Some(first)),
+            Stored::Full(_) => Ok(None),
+        }
+    }
+
+    /// Takes a piece of a block for which a peer has asked for room.
+    pub(crate) async fn land_piece(&self, arrival: u32, offset: u64, incoming: Incoming) -> Result<(), String> {
+        let (slot, len) = self.landed(incoming).await?;
+        let ingest = self.ingest.clone();
+        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, &slot[..len])).await;
+        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+    }
+
+    async fn landed(&self, incoming: Incoming) -> Result<(Slot, usize), String> {
         let len = incoming.len();
         if len > BATCH_LEN_MAX as u64 {
             return Err("a batch is too long".to_owned());
         }
-        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await.ok_or("this node is too busy to take a batch")?;
+        let slot = self.landing_slot(len).await?;
         let slot = incoming.land(slot).await.map_err(|error| format!("a batch did not arrive: {error}"))?;
-        let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, &slot[..len as usize])).await;
-        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+        Ok((slot, len as usize))
     }
 
-    /// Waits for the workers to end; the lengths of their runs.
-    pub(crate) async fn finish(&self) -> Result<Vec<u64>, String> {
+    /// Waits for the workers to end, and writes what waits to be written; the lengths of their runs, and what was counted last.
+    pub(crate) async fn finish(&self) -> Result<(Vec<u64>, Counted), String> {
         let mut runs = self.runs.subscribe();
         let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
-        runs.unwrap_or_else(|| Err("no runs".to_owned())).map(|runs| runs.iter().map(|(_, len)| *len).collect())
+        let runs = runs.unwrap_or_else(|| Err("no runs".to_owned()))?;
+        let ingest = self.ingest.clone();
+        let finished = tokio::task::spawn_blocking(move || ingest.finish()).await;
+        finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+        Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
     }
 
     /// Bytes of a run, at most `room`.
@@ -226,11 +279,11 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
 }
 
 /// Runs the workers, then keeps their runs; a failure is told to the lead.
-async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>, selection: Selection) {
+async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
-        let (server, stage, placement, selection) = (server.clone(), stage.clone(), placement.clone(), selection.clone());
-        workers.spawn_blocking(move || run_worker(&server, &stage, placement, &selection));
+        let (server, stage, placement) = (server.clone(), stage.clone(), placement.clone());
+        workers.spawn_blocking(move || run_worker(&server, &stage, placement));
     }
     let mut all = Vec::new();
     let mut failure = None;
@@ -260,17 +313,15 @@ async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>,
 }
 
 /// One worker: takes units from the lead until there are none.
-fn run_worker(
-    server: &Arc<Server>,
-    stage: &Arc<Stage>,
-    placement: Arc<Placement>,
-    selection: &Selection,
-) -> Result<Vec<(File, u64)>, StageInError> {
+fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
     let runtime = tokio::runtime::Handle::current();
     let drive = server.store().roomiest_drive();
-    let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())));
-    let sink = ServerSink::new(server.clone(), stage.clone(), runtime.clone()).map_err(StageInError::Scratch)?;
-    let mut worker = Worker::new(sink, placement, runs, selection, stage.gauge.clone())?;
+    let memory = stage.memory;
+    let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
+    let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone()).map_err(StageInError::Scratch)?;
+    let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
+    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders };
+    let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
     let mut finished: Option<UnitReport> = None;
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: finished.take() };
@@ -279,6 +330,7 @@ fn run_worker(
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Unit(unit) => finished = Some(worker.run(&unit)?),
+            Reply::Wait => {}
             Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
             _ => return Err(StageInError::Cancelled),
         }

@@ -17,7 +17,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use dataset::Dataset;
 pub(crate) use drive::{Drive, nameless_file, read_only};
-pub(crate) use segment::Segments;
+pub(crate) use segment::{Segments, room_for};
 
 /// Why a dataset cannot be where it is wanted.
 pub(crate) enum Conflict {

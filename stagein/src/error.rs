@@ -35,7 +35,7 @@ pub enum StageInError {
         path: PathBuf,
     },
     /// Named as an archive, but not one.
-    #[error("'{}' is named like an archive, but is none that can be unpacked (known: tar, plain or in gzip, zstd, xz, bzip2 or lz4); \
+    #[error("'{}' is named like an archive, but is none that can be unpacked (known: zip, and tar, plain or in gzip, zstd, xz, bzip2 or lz4); \
              --no-unpack keeps archives as they are", path.display())]
     NotAnArchive {
         /// Which.
@@ -92,7 +92,35 @@ pub enum StageInError {
         /// Why.
         reason: String,
     },
+    /// More members than can be told apart.
+    #[error("'{}' holds too many members for an archive within an archive; unpack it before", path.display())]
+    Crowded {
+        /// Which.
+        path: PathBuf,
+    },
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
+}
+
+impl StageInError {
+    /// Whether it is about one source, or a member of it, so that the others can be staged in all the same.
+    pub(crate) fn is_of_source(&self) -> bool {
+        match self {
+            Self::Read { .. }
+            | Self::Damaged { .. }
+            | Self::Unsupported { .. }
+            | Self::Changed { .. }
+            | Self::TooLarge { .. }
+            | Self::Crowded { .. } => true,
+            Self::NoMatch(_)
+            | Self::Pattern { .. }
+            | Self::Special { .. }
+            | Self::NotAnArchive { .. }
+            | Self::NoRoom { .. }
+            | Self::Scratch(_)
+            | Self::Ship { .. }
+            | Self::Cancelled => false,
+        }
+    }
 }

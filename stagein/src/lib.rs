@@ -1,10 +1,12 @@
 //! Stage-in: sources become samples, samples become blocks, blocks go to their owners.
 //!
-//! The lead makes a [`plan`]; every server runs [`pipeline::Worker`]s over its units; what the workers found is kept in
-//! sorted [`runs`] that the lead merges into a catalog. This crate knows no network: blocks are shipped into a
+//! The lead makes a [`plan`] and [hands out](handing) its units; every server runs [`pipeline::Worker`]s over them; what the workers
+//! found is kept in sorted [`runs`] that the lead merges into a catalog. This crate knows no network: blocks are shipped into a
 //! [`pipeline::Sink`].
 
 pub mod error;
+mod gauge;
+pub mod handing;
 pub mod pipeline;
 pub mod plan;
 pub mod runs;

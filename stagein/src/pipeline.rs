@@ -3,87 +3,79 @@
 //! Memory is bounded by the sink: a worker fills buffers that the sink lends it, and when all are out it waits for one to
 //! come back, so a slow owner slows its senders and grows no queue.
 
+mod archive;
 mod batch;
+mod range;
 mod read;
+mod zip;
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::ops::DerefMut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use dayfly_meta::catalog::{Member, MemberKey, MemberKind, StoredBlock};
+use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, RUN_LEN_MAX, SAMPLE_SIZE_MAX};
-use dayfly_meta::path::display;
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, SAMPLE_SIZE_MAX};
+use dayfly_meta::path::{display, group};
 use dayfly_meta::placement::Placement;
-use dayfly_meta::wire::control::{Counts, Selection};
-use dayfly_meta::wire::peer::{Counted, ShippedBlock, Unit, UnitReport};
+use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};
+use dayfly_meta::wire::peer::{RangeReport, ShippedBlock, Unit, UnitReport};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use batch::Batch;
+pub use batch::{Batch, BatchTable, Piece};
 
 use crate::StageInError;
+pub use crate::gauge::Gauge;
 use crate::runs::RunWriter;
 use crate::selection::Selector;
+pub use crate::source::compressed::stage::Decoders;
 
 /// Where blocks go. All calls may wait.
 pub trait Sink {
     /// Memory to gather a batch in: [`BATCH_LEN_MAX`] bytes.
     type Buffer: DerefMut<Target = [u8]>;
 
-    /// A buffer; `None` when all that this worker may have are open or in flight.
-    fn buffer(&mut self) -> Option<Self::Buffer>;
+    /// A buffer for blocks of this owner; `None` when all that this worker may have are open or in flight.
+    fn buffer(&mut self, owner: NodeId) -> Result<Option<Self::Buffer>, StageInError>;
 
     /// Starts to move a batch to its owner.
     fn ship(&mut self, owner: NodeId, batch: Batch<Self::Buffer>) -> Result<(), StageInError>;
 
-    /// Batches under way.
+    /// Starts to move a piece of a block for which room was taken.
+    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Self::Buffer>) -> Result<(), StageInError>;
+
+    /// Batches and pieces under way.
     fn in_flight(&self) -> usize;
 
-    /// Waits for one batch to arrive. A batch for which its owner had no room comes back.
+    /// Waits for one of them to arrive. A batch for which its owner had no room comes back.
     fn settle(&mut self) -> Result<Settled<Self::Buffer>, StageInError>;
 
-    /// Asks the owner for room for a block that will come in pieces.
-    fn reserve(&mut self, owner: NodeId, key: MemberKey, part: u32, block_len: u64) -> Result<bool, StageInError>;
+    /// Asks the owner for room for a block that will come in pieces; its number there, if there is room.
+    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError>;
 }
 
 /// What became of a batch.
 pub enum Settled<B> {
-    /// Its blocks are stored.
-    Stored,
+    /// Its owner has it. The first block's number there, and the others' follow.
+    Stored(u32, BatchTable),
+    /// A piece has arrived.
+    Piece,
     /// Its owner is full; nothing of it is stored.
     Full(NodeId, Batch<B>),
 }
 
-/// What a worker shares with those who watch it.
-#[derive(Default)]
-pub struct Gauge {
-    source_bytes: AtomicU64,
-    files: AtomicU64,
-    bytes: AtomicU64,
-    cancelled: AtomicBool,
-}
-
-impl Gauge {
-    /// What was counted since the last call.
-    pub fn take(&self) -> Counted {
-        let take = |counter: &AtomicU64| counter.swap(0, Ordering::Relaxed);
-        Counted { source_bytes: take(&self.source_bytes), files: take(&self.files), bytes: take(&self.bytes) }
-    }
-
-    /// Makes the worker end with [`StageInError::Cancelled`] at its next step.
-    pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::Relaxed);
-    }
-
-    /// Whether [`Self::cancel`] was called.
-    pub fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
-    }
-
-    fn add(counter: &AtomicU64, value: u64) {
-        counter.fetch_add(value, Ordering::Relaxed);
-    }
+/// How a worker does its work.
+pub struct Orders<'a> {
+    /// Who owns what.
+    pub placement: Arc<Placement>,
+    /// What to take.
+    pub selection: &'a Selection,
+    /// Seed of the order in which blocks are stored.
+    pub seed: u64,
+    /// For compressed sources.
+    pub decoders: Decoders,
 }
 
 /// Reads units and ships what is in them.
@@ -97,39 +89,57 @@ pub struct Worker<S: Sink> {
     members_len: usize,
     runs: RunWriter,
     selector: Selector,
+    selection: Selection,
+    seed: u64,
+    decoders: Decoders,
     gauge: Arc<Gauge>,
     counts: Counts,
+    ticket: u32,
+    /// Source bytes read for the present unit, and how long its thread waited for them.
+    source_bytes: u64,
+    reading: Duration,
+    shipping: Duration,
+    /// Whether members of the present unit are in the runs already.
+    has_flushed: bool,
 }
 
 impl<S: Sink> Worker<S> {
     /// A worker of one stage-in.
-    pub fn new(
-        sink: S,
-        placement: Arc<Placement>,
-        runs: RunWriter,
-        selection: &Selection,
-        gauge: Arc<Gauge>,
-    ) -> Result<Self, StageInError> {
+    pub fn new(sink: S, runs: RunWriter, orders: Orders<'_>, gauge: Arc<Gauge>) -> Result<Self, StageInError> {
         Ok(Self {
             sink,
-            placement,
+            placement: orders.placement,
             full: Vec::new(),
             open: BTreeMap::new(),
             members: Vec::new(),
             members_len: 0,
             runs,
-            selector: Selector::new(selection)?,
+            selector: Selector::new(orders.selection)?,
+            selection: orders.selection.clone(),
+            // Another than the placement's, or what a node owns would be stored in the order of the ring.
+            seed: orders.seed ^ 0x5eed_0f0f_da1f_1700,
+            decoders: orders.decoders,
             gauge,
             counts: Counts::default(),
+            ticket: 0,
+            source_bytes: 0,
+            reading: Duration::ZERO,
+            shipping: Duration::ZERO,
+            has_flushed: false,
         })
     }
 
-    /// Reads a unit; when this returns, all of its blocks are stored.
+    /// Reads a unit; when this returns, all of its blocks are with their owners.
     pub fn run(&mut self, unit: &Unit) -> Result<UnitReport, StageInError> {
-        self.counts = Counts::default();
-        self.read_unit(unit)?;
+        let start = Instant::now();
+        (self.counts, self.ticket, self.has_flushed) = (Counts::default(), unit.ticket, false);
+        (self.source_bytes, self.reading, self.shipping) = (0, Duration::ZERO, Duration::ZERO);
+        let range = self.read_unit(unit)?;
         self.flush()?;
-        Ok(UnitReport { counts: std::mem::take(&mut self.counts), progress: self.gauge.take() })
+        self.gauge.busy(Step::Shipping, self.shipping);
+        self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
+        let (counts, source_bytes) = (std::mem::take(&mut self.counts), self.source_bytes);
+        Ok(UnitReport { ticket: unit.ticket, source_bytes, range, counts })
     }
 
     /// What all units gave, in sorted runs.
@@ -141,14 +151,34 @@ impl<S: Sink> Worker<S> {
         self.counts.note(text);
     }
 
+    /// Whether a failure can be left at that: with `--keep-going`, if it is about a source.
+    fn forgive(&mut self, error: StageInError) -> Result<(), StageInError> {
+        if self.gauge.is_cancelled() {
+            return Err(StageInError::Cancelled);
+        }
+        if !self.selection.keep_going || !error.is_of_source() {
+            return Err(error);
+        }
+        self.counts.skip(&error.to_string());
+        Ok(())
+    }
+
     /// Takes a member that has no data.
     fn take_member(&mut self, member: Member) -> Result<(), StageInError> {
         self.members_len += member.memory_len();
         self.members.push(member);
-        if self.members_len >= RUN_LEN_MAX / 4 { self.flush() } else { Ok(()) }
+        self.flush_if_many()
     }
 
-    /// Takes a file and reads its `size` bytes. `failed` says what a failed read means.
+    fn flush_if_many(&mut self) -> Result<(), StageInError> {
+        if self.members_len < self.runs.len_max() / 4 {
+            return Ok(());
+        }
+        self.has_flushed = true;
+        self.flush()
+    }
+
+    /// Takes a file and reads its `size` bytes. `failed` says what a failed read means; then it is as if it had not been there.
     fn take_file(
         &mut self,
         mut member: Member,
@@ -160,24 +190,28 @@ impl<S: Sink> Worker<S> {
             return Err(StageInError::TooLarge { sample: display(&member.path), size });
         }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
-        let unknown = StoredBlock { owner: NodeId(0), checksum: 0 };
+        let unknown = StoredBlock { owner: NodeId(0), checksum: 0, arrival: 0 };
         member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize] };
         let index = self.members.len();
         self.members_len += member.memory_len();
         self.members.push(member);
         for part in 0..parts as u32 {
             let block_len = (size - u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX);
-            if block_len <= BATCH_LEN_MAX as u64 {
-                self.take_small_block(index, part, block_len as usize, data, failed)?;
+            let taken = if block_len <= BATCH_LEN_MAX as u64 {
+                self.take_small_block(index, part, block_len as usize, data, failed)
             } else {
-                self.take_large_block(index, part, block_len, data, failed)?;
+                self.take_large_block(index, part, block_len, data, failed)
+            };
+            if taken.is_err() {
+                // No batch names it: the block that failed is in none, and those before it went in pieces.
+                self.members.truncate(index);
             }
+            taken?;
         }
         self.counts.files += 1;
         self.counts.bytes += size;
-        Gauge::add(&self.gauge.files, 1);
-        Gauge::add(&self.gauge.bytes, size);
-        if self.members_len >= RUN_LEN_MAX / 4 { self.flush() } else { Ok(()) }
+        self.gauge.file(size);
+        self.flush_if_many()
     }
 
     fn take_small_block(
@@ -189,14 +223,7 @@ impl<S: Sink> Worker<S> {
         failed: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let owner = self.owner(index, part)?;
-        let mut checksum = 0;
-        self.append(owner, index, part, len, &mut |space| {
-            data.read_exact(space).map_err(failed)?;
-            checksum = crc32c::crc32c(space);
-            Ok(())
-        })?;
-        self.set_block(index, part, StoredBlock { owner, checksum });
-        Ok(())
+        self.append(owner, (index, part), len, &mut |space| data.read_exact(space).map_err(failed))
     }
 
     fn take_large_block(
@@ -207,11 +234,10 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         failed: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
-        let key = self.members[index].key;
-        let owner = loop {
+        let (owner, arrival) = loop {
             let owner = self.owner(index, part)?;
-            if self.sink.reserve(owner, key, part, block_len)? {
-                break owner;
+            if let Some(arrival) = self.sink.reserve(owner, block_len)? {
+                break (owner, arrival);
             }
             self.mark_full(owner);
         };
@@ -219,21 +245,30 @@ impl<S: Sink> Worker<S> {
         let mut offset = 0;
         while offset < block_len {
             let len = (block_len - offset).min(BATCH_LEN_MAX as u64) as usize;
-            let mut batch = Batch::new(self.take_buffer()?);
-            let space = batch.space(len);
+            let mut buffer = self.take_buffer(owner)?;
+            let space = &mut buffer[..len];
             data.read_exact(space).map_err(failed)?;
             checksum = crc32c::crc32c_append(checksum, space);
-            batch.push(index, ShippedBlock { key, part, block_len, offset, len: len as u32 });
-            self.ship(owner, batch)?;
+            self.make_way()?;
+            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset })?;
             offset += len as u64;
         }
-        self.set_block(index, part, StoredBlock { owner, checksum });
+        self.set_block(index, part, StoredBlock { owner, checksum, arrival });
         Ok(())
     }
 
     fn owner(&self, index: usize, part: u32) -> Result<NodeId, StageInError> {
         let path = &self.members[index].path;
-        self.placement.owner(path, part).ok_or_else(|| StageInError::NoRoom { sample: display(path) })
+        let owner = self.placement.owner(self.group(path), part);
+        owner.ok_or_else(|| StageInError::NoRoom { sample: display(path) })
+    }
+
+    /// What a path is placed and shuffled by.
+    fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
+        match self.selection.group {
+            Grouping::None => path,
+            Grouping::Stem => group(path),
+        }
     }
 
     fn set_block(&mut self, index: usize, part: u32, block: StoredBlock) {
@@ -248,8 +283,7 @@ impl<S: Sink> Worker<S> {
     fn append(
         &mut self,
         owner: NodeId,
-        index: usize,
-        part: u32,
+        (index, part): (usize, u32),
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), StageInError>,
     ) -> Result<(), StageInError> {
@@ -260,25 +294,32 @@ impl<S: Sink> Worker<S> {
                 if let Some(batch) = other {
                     self.ship(owner, batch)?;
                 }
-                Batch::new(self.take_buffer()?)
+                Batch::new(self.take_buffer(owner)?)
             }
         };
-        fill(batch.space(len))?;
-        let key = self.members[index].key;
-        batch.push(index, ShippedBlock { key, part, block_len: len as u64, offset: 0, len: len as u32 });
+        let filled = fill(batch.space(len));
+        if filled.is_ok() {
+            let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
+            let checksum = crc32c::crc32c(batch.space(len));
+            batch.push((index, part), ShippedBlock { len: len as u32, shuffle });
+            self.set_block(index, part, StoredBlock { owner, checksum, arrival: 0 });
+        }
         // While a buffer was waited for, a batch that came back may have opened another one for this owner.
         if let Some(other) = self.open.insert(owner, batch) {
             self.ship(owner, other)?;
         }
-        Ok(())
+        filled
     }
 
-    fn take_buffer(&mut self) -> Result<S::Buffer, StageInError> {
+    fn take_buffer(&mut self, owner: NodeId) -> Result<S::Buffer, StageInError> {
         loop {
             if self.gauge.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
-            if let Some(buffer) = self.sink.buffer() {
+            let start = Instant::now();
+            let buffer = self.sink.buffer(owner);
+            self.shipping += start.elapsed();
+            if let Some(buffer) = buffer? {
                 return Ok(buffer);
             }
             if self.sink.in_flight() > 0 {
@@ -292,10 +333,18 @@ impl<S: Sink> Worker<S> {
     }
 
     fn ship(&mut self, owner: NodeId, batch: Batch<S::Buffer>) -> Result<(), StageInError> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        self.make_way()?;
+        self.sink.ship(owner, batch)
+    }
+
+    fn make_way(&mut self) -> Result<(), StageInError> {
         while self.sink.in_flight() >= BATCHES_IN_FLIGHT_MAX {
             self.settle()?;
         }
-        self.sink.ship(owner, batch)
+        Ok(())
     }
 
     /// Waits for a batch to arrive; one that its owner had no room for goes to the next on the ring, block by block.
@@ -303,16 +352,30 @@ impl<S: Sink> Worker<S> {
         if self.gauge.is_cancelled() {
             return Err(StageInError::Cancelled);
         }
-        let Settled::Full(node, batch) = self.sink.settle()? else { return Ok(()) };
+        let start = Instant::now();
+        let settled = self.sink.settle();
+        self.shipping += start.elapsed();
+        let (node, batch) = match settled? {
+            Settled::Piece => return Ok(()),
+            Settled::Stored(first, table) => {
+                for (&(index, part), arrival) in table.members.iter().zip(first..) {
+                    if let Some(MemberKind::File { blocks, .. }) = self.members.get_mut(index).map(|member| &mut member.kind)
+                        && let Some(block) = blocks.get_mut(part as usize)
+                    {
+                        block.arrival = arrival;
+                    }
+                }
+                return Ok(());
+            }
+            Settled::Full(node, batch) => (node, batch),
+        };
         self.mark_full(node);
-        for (index, block, bytes) in batch.iter() {
-            let owner = self.owner(index, block.part)?;
-            self.append(owner, index, block.part, bytes.len(), &mut |space| {
+        for ((index, part), _, bytes) in batch.iter() {
+            let owner = self.owner(index, part)?;
+            self.append(owner, (index, part), bytes.len(), &mut |space| {
                 space.copy_from_slice(bytes);
                 Ok(())
             })?;
-            let checksum = crc32c::crc32c(bytes);
-            self.set_block(index, block.part, StoredBlock { owner, checksum });
         }
         Ok(())
     }
@@ -336,6 +399,17 @@ impl<S: Sink> Worker<S> {
         for member in std::mem::take(&mut self.members) {
             self.runs.push(member).map_err(StageInError::Scratch)?;
         }
+        Ok(())
+    }
+
+    /// Forgets the present unit's members, as far as they are not in the runs. Their blocks stay unnamed.
+    fn discard(&mut self) -> Result<(), StageInError> {
+        self.open.clear();
+        while self.sink.in_flight() > 0 {
+            self.sink.settle()?;
+        }
+        self.members.clear();
+        (self.members_len, self.counts) = (0, Counts::default());
         Ok(())
     }
 }

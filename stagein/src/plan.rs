@@ -1,23 +1,28 @@
-//! The lead's part before anything is read: sources are found, told apart and cut into units. The units go to a nameless
-//! file, so a plan of many million files costs no memory.
+//! The lead's part before anything is read: sources are found, told apart and cut into units.
+
+mod cut;
+mod queue;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
+use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
-use dayfly_meta::path::{display, normalize};
+use dayfly_meta::limits::{UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
+use dayfly_meta::path::{display, join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
-use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Unit, Work};
-use dayfly_meta::wire::{decode, encode};
+use dayfly_meta::wire::peer::{TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
+
+pub use queue::UnitQueue;
 
 use crate::StageInError;
 use crate::selection::Selector;
-use crate::source::classify;
 use crate::source::directory::{Found, single_file, subdirectories, walk};
+use crate::source::plain::version_of;
+use crate::source::zip::{Part, ZipError, parts};
+use crate::source::{classify, without_archive_ending};
 
 /// What is to be read.
 pub struct Plan {
@@ -25,6 +30,8 @@ pub struct Plan {
     pub sources: Vec<Source>,
     /// The units, to be handed out.
     pub units: UnitQueue,
+    /// The ranges of the archives that are cut, by source.
+    pub ranges: Ranges,
     /// Bytes of the sources as they lie.
     pub source_bytes: u64,
     /// Bytes of files of trees, and of single files: what is certainly stored.
@@ -39,13 +46,36 @@ pub struct Plan {
     pub counts: Counts,
 }
 
-/// Finds, tells apart and cuts. `scratch` gives a nameless file; `is_cancelled` is asked now and then.
-pub fn plan(
-    patterns: &[Vec<u8>],
-    selection: &Selection,
-    scratch: File,
-    is_cancelled: &dyn Fn() -> bool,
-) -> Result<Plan, StageInError> {
+/// Archives that are cut into ranges, by source.
+pub type Ranges = Vec<(u32, Cut)>;
+
+/// A plain tar that is cut into ranges.
+pub struct Cut {
+    /// The archive.
+    pub path: Vec<u8>,
+    /// As it was when it was cut.
+    pub version: Version,
+    /// The directory of the dataset that its names go below.
+    pub prefix: Vec<u8>,
+    /// Where each range begins and ends, in order.
+    pub ranges: Vec<(u64, u64)>,
+}
+
+/// What a plan is made from.
+pub struct Wanted<'a> {
+    /// Paths, globs and lists.
+    pub patterns: &'a [Vec<u8>],
+    /// What to take of them.
+    pub selection: &'a Selection,
+    /// Of the order in which units are handed out.
+    pub seed: u64,
+    /// How many there are to read units.
+    pub workers: u64,
+}
+
+/// Finds, tells apart and cuts. `scratch` is a nameless file; `is_cancelled` is asked now and then.
+pub fn plan(wanted: &Wanted<'_>, scratch: File, is_cancelled: &dyn Fn() -> bool) -> Result<Plan, StageInError> {
+    let &Wanted { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
     let paths = expand(patterns)?;
     let is_alone = paths.len() == 1;
@@ -53,6 +83,7 @@ pub fn plan(
         plan: Plan {
             sources: Vec::new(),
             units: UnitQueue::new(scratch),
+            ranges: Vec::new(),
             source_bytes: 0,
             known_bytes: 0,
             known_files: 0,
@@ -61,6 +92,8 @@ pub fn plan(
             counts: Counts::default(),
         },
         selector,
+        selection,
+        workers,
         is_cancelled,
     };
     for path in paths {
@@ -74,12 +107,12 @@ pub fn plan(
         if metadata.is_dir() {
             planner.tree(path, prefix, selection.strip_components)?;
         } else if metadata.is_file() {
-            planner.file(path, &metadata, selection.no_unpack)?;
+            planner.file(path, Vec::new(), &metadata)?;
         } else {
             return Err(StageInError::Special { path });
         }
     }
-    planner.plan.units.rewind().map_err(StageInError::Scratch)?;
+    planner.plan.units.close(seed).map_err(StageInError::Scratch)?;
     Ok(planner.plan)
 }
 
@@ -139,6 +172,8 @@ fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {
 struct Planner<'a> {
     plan: Plan,
     selector: Selector,
+    selection: &'a Selection,
+    workers: u64,
     is_cancelled: &'a dyn Fn() -> bool,
 }
 
@@ -148,14 +183,19 @@ impl Planner<'_> {
         (self.plan.sources.len() - 1) as u32
     }
 
-    fn file(&mut self, path: PathBuf, metadata: &fs::Metadata, no_unpack: bool) -> Result<(), StageInError> {
-        let (kind, compression) = if no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
+    /// A file; the names in an archive go below `prefix`.
+    fn file(&mut self, path: PathBuf, prefix: Vec<u8>, metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
         self.plan.source_bytes += metadata.len();
-        if kind == SourceKind::Tar {
+        if kind != SourceKind::File {
             self.plan.files_are_all_known = false;
-            let path = path.into_os_string().into_vec();
-            let source = self.source(Source { path: path.clone(), prefix: Vec::new(), kind, compression });
-            return self.unit(Unit { source, prefix: Vec::new(), work: Work::Tar { path, compression } });
+            let name = path.as_os_str().as_bytes().to_vec();
+            let source = self.source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression });
+            return match (kind, compression) {
+                (SourceKind::Zip, _) => self.zip(source, path, &prefix, metadata),
+                (_, Compression::None) => self.plain_tar(source, path, &prefix, metadata),
+                _ => self.unit(Unit { source, ticket: 0, prefix, work: Work::Tar { path: name, compression } }, metadata.len()),
+            };
         }
         let name = name_of(&path)?;
         if self.selector.excludes(&name) || !self.selector.includes(&name, false) {
@@ -166,7 +206,41 @@ impl Planner<'_> {
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
         let source = self.source(Source { path: root.clone(), prefix: name.clone(), kind, compression });
-        self.unit(Unit { source, prefix: name, work: Work::Tree { root, entries: vec![single_file(metadata)] } })
+        let work = Work::Tree { root, entries: vec![single_file(metadata)] };
+        self.unit(Unit { source, ticket: 0, prefix: name, work }, metadata.len())
+    }
+
+    fn plain_tar(&mut self, source: u32, path: PathBuf, prefix: &[u8], metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let version = version_of(metadata);
+        let unreadable = |error| StageInError::Read { path: path.clone(), error };
+        let ranges = File::open(&path).and_then(|file| cut::cut(file, version.size, self.workers)).map_err(unreadable)?;
+        let path = path.clone().into_os_string().into_vec();
+        if ranges.len() > 1 {
+            let ends = ranges.iter().map(|&(from, to, _)| (from, to)).collect();
+            self.plan.ranges.push((source, Cut { path: path.clone(), version, prefix: prefix.to_vec(), ranges: ends }));
+        }
+        for (from, to, start) in ranges {
+            let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
+            let bytes = to.min(version.size) - from.min(version.size);
+            self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), work }, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn zip(&mut self, source: u32, path: PathBuf, prefix: &[u8], metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let version = version_of(metadata);
+        let file = File::open(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
+        let name = path.as_os_str().as_bytes().to_vec();
+        let read = parts::<ZipFailure>(&file, &mut |Part { records, offset, bytes }, shift| {
+            let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
+            let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), work };
+            self.unit(unit, bytes).map_err(ZipFailure::Ours)
+        });
+        match read {
+            Ok(()) => Ok(()),
+            Err(ZipFailure::Ours(error)) => Err(error),
+            Err(ZipFailure::Zip(error)) => Err(error.of(&path)),
+        }
     }
 
     /// A tree; with components to strip, the subdirectories become trees of their own, as if each had been given.
@@ -191,6 +265,14 @@ impl Planner<'_> {
                     self.plan.counts.note(&format!("'{}' is refused: its path is too long", path.display()));
                 }
                 Found::Entry(entry) => {
+                    if let TreeKind::File(_) = entry.kind
+                        && self.selection.nested
+                        && let Some(stem) = without_archive_ending(&entry.path)
+                    {
+                        let file = root.join(OsStr::from_bytes(&entry.path));
+                        let metadata = fs::metadata(&file).map_err(|error| StageInError::Read { path: file.clone(), error })?;
+                        return self.file(file, join(&prefix, stem), &metadata);
+                    }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
                         self.plan.source_bytes += size;
@@ -210,15 +292,28 @@ impl Planner<'_> {
     }
 
     fn tree_unit(&mut self, source: u32, prefix: &[u8], root: &[u8], batch: &mut TreeBatch) -> Result<(), StageInError> {
-        let entries = std::mem::take(batch).entries;
+        let TreeBatch { entries, bytes, .. } = std::mem::take(batch);
         if entries.is_empty() {
             return Ok(());
         }
-        self.unit(Unit { source, prefix: prefix.to_vec(), work: Work::Tree { root: root.to_vec(), entries } })
+        let work = Work::Tree { root: root.to_vec(), entries };
+        self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), work }, bytes)
     }
 
-    fn unit(&mut self, unit: Unit) -> Result<(), StageInError> {
-        self.plan.units.push(&unit).map_err(StageInError::Scratch)
+    fn unit(&mut self, unit: Unit, bytes: u64) -> Result<(), StageInError> {
+        self.plan.units.push(&unit, bytes).map_err(StageInError::Scratch)
+    }
+}
+
+/// Why the members of a zip cannot be planned.
+enum ZipFailure {
+    Zip(ZipError),
+    Ours(StageInError),
+}
+
+impl From<ZipError> for ZipFailure {
+    fn from(error: ZipError) -> Self {
+        Self::Zip(error)
     }
 }
 
@@ -244,73 +339,19 @@ impl TreeBatch {
     }
 }
 
-/// Units in the order in which they are handed out, in a file.
-pub struct UnitQueue {
-    file: QueueFile,
-}
-
-enum QueueFile {
-    Writing(BufWriter<File>),
-    Reading(BufReader<File>),
-    Lost,
-}
-
-impl UnitQueue {
-    fn new(scratch: File) -> Self {
-        Self { file: QueueFile::Writing(BufWriter::new(scratch)) }
-    }
-
-    fn push(&mut self, unit: &Unit) -> io::Result<()> {
-        let QueueFile::Writing(file) = &mut self.file else { return Err(io::ErrorKind::InvalidInput.into()) };
-        let bytes = encode(unit);
-        file.write_all(&(bytes.len() as u32).to_le_bytes())?;
-        file.write_all(&bytes)
-    }
-
-    fn rewind(&mut self) -> io::Result<()> {
-        if let QueueFile::Writing(file) = std::mem::replace(&mut self.file, QueueFile::Lost) {
-            let mut file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
-            file.rewind()?;
-            self.file = QueueFile::Reading(BufReader::new(file));
-        }
-        Ok(())
-    }
-
-    /// The next unit; `None` after the last.
-    pub fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
-        self.read().map_err(StageInError::Scratch)
-    }
-
-    fn read(&mut self) -> io::Result<Option<Unit>> {
-        let QueueFile::Reading(file) = &mut self.file else { return Err(io::ErrorKind::InvalidInput.into()) };
-        let mut len = [0; 4];
-        if file.read(&mut len[..1])? == 0 {
-            return Ok(None);
-        }
-        file.read_exact(&mut len[1..])?;
-        let len = u32::from_le_bytes(len) as usize;
-        if len > FRAME_BODY_LEN_MAX {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
-        let mut bytes = vec![0; len];
-        file.read_exact(&mut bytes)?;
-        decode(&bytes).map(Some).map_err(io::Error::other)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::path::join;
-
     use super::*;
 
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {
         let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
-        let mut plan = plan(&patterns, selection, tempfile::tempfile().unwrap(), &|| false)?;
+        let wanted = Wanted { patterns: &patterns, selection, seed: 1, workers: 1 };
+        let mut plan = plan(&wanted, tempfile::tempfile().unwrap(), &|| false)?;
         let mut units = Vec::new();
         while let Some(unit) = plan.units.next_unit()? {
             units.push(unit);
         }
+        units.sort_by_key(|unit| unit.source);
         Ok((plan, units))
     }
 
@@ -318,7 +359,8 @@ mod tests {
         let mut paths = Vec::new();
         for unit in units {
             match &unit.work {
-                Work::Tar { .. } => paths.push("(tar)".to_owned()),
+                Work::Tar { .. } | Work::TarRange(_) => paths.push("(tar)".to_owned()),
+                Work::Zip(_) => paths.push("(zip)".to_owned()),
                 Work::Tree { entries, .. } => paths.extend(entries.iter().map(|entry| display(&join(&unit.prefix, &entry.path)))),
             }
         }

@@ -8,27 +8,37 @@ use std::mem::take;
 
 use dayfly_meta::catalog::Member;
 use dayfly_meta::catalog::member::{read_member, write_member};
-use dayfly_meta::limits::RUN_LEN_MAX;
 
 /// Collects members and writes them out as a sorted run whenever enough have come together.
 pub struct RunWriter {
     scratch: Box<dyn Fn() -> io::Result<File> + Send>,
+    len_max: usize,
     pending: Vec<Member>,
     pending_len: usize,
     runs: Vec<(File, u64)>,
 }
 
 impl RunWriter {
-    /// `scratch` gives nameless files.
-    pub fn new(scratch: Box<dyn Fn() -> io::Result<File> + Send>) -> Self {
-        Self { scratch, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
+    /// `scratch` gives nameless files; in memory there are at most `len_max` bytes of members.
+    pub fn new(scratch: Box<dyn Fn() -> io::Result<File> + Send>, len_max: usize) -> Self {
+        Self { scratch, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
+    }
+
+    /// Bytes of members that may be in memory.
+    pub(crate) fn len_max(&self) -> usize {
+        self.len_max
+    }
+
+    /// A nameless file on the data dir.
+    pub(crate) fn scratch(&self) -> io::Result<File> {
+        (self.scratch)()
     }
 
     /// Takes a member.
     pub fn push(&mut self, member: Member) -> io::Result<()> {
         self.pending_len += member.memory_len();
         self.pending.push(member);
-        if self.pending_len >= RUN_LEN_MAX { self.spill() } else { Ok(()) }
+        if self.pending_len >= self.len_max { self.spill() } else { Ok(()) }
     }
 
     /// All runs, with their lengths in bytes.
@@ -127,13 +137,13 @@ mod tests {
     fn member(number: u64) -> Member {
         let path = format!("{}/{}", number % 7, number % 31).into_bytes();
         let key = MemberKey { source: 0, offset: number };
-        Member { path, key, mode: 0, mtime_s: 0, mtime_ns: 0, kind: MemberKind::Directory }
+        Member { path, key, ticket: 0, mode: 0, mtime_s: 0, mtime_ns: 0, kind: MemberKind::Directory }
     }
 
     #[test]
     fn merged_runs_are_in_order_and_complete() {
         let runs = (0..4_u64).map(|run| {
-            let mut writer = RunWriter::new(Box::new(tempfile::tempfile));
+            let mut writer = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
             (0..500).filter(|number| number % 4 == run).for_each(|number| writer.push(member(number)).unwrap());
             let mut runs = writer.finish().unwrap();
             let (mut file, len) = runs.remove(0);

@@ -101,7 +101,7 @@ mod tests {
     fn names_are_taken_left_or_refused() {
         let check = |include: &[&str], exclude: &[&str], strip_components, name: &str, expect: Option<&str>| {
             let own = |patterns: &[&str]| patterns.iter().map(|&pattern| pattern.to_owned()).collect();
-            let selection = Selection { include: own(include), exclude: own(exclude), strip_components, no_unpack: false };
+            let selection = Selection { include: own(include), exclude: own(exclude), strip_components, ..Selection::default() };
             let expect = expect.map_or(Named::Left, |path| Named::Taken(path.as_bytes().to_vec()));
             assert_eq!(Selector::new(&selection).unwrap().name(name.as_bytes(), name.ends_with('/')), expect, "{name}");
         };

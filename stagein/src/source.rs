@@ -1,8 +1,10 @@
-//! What a source is, told by its content: a tar in any of the known compressions, a directory tree, or a single file.
+//! What a source is, told by its content: a tar in any of the known compressions, a zip, a directory tree, or a single file.
 
 pub(crate) mod compressed;
 pub(crate) mod directory;
+pub(crate) mod plain;
 pub(crate) mod tar;
+pub(crate) mod zip;
 
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -13,10 +15,12 @@ use dayfly_meta::catalog::{Compression, SourceKind};
 use crate::StageInError;
 
 /// Name endings that promise an archive: a file so named that is none is an error, not a sample.
-const ARCHIVE_ENDINGS: [&str; 15] = [
-    ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4", ".tzst", ".crate", ".zip", ".tar.gz", ".tar.xz",
-    ".tar.zst", ".tar.bz2",
+const ARCHIVE_ENDINGS: [&str; 20] = [
+    ".tar.gz", ".tar.xz", ".tar.zst", ".tar.bz2", ".tar.lz4", ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4",
+    ".tzst", ".crate", ".zip", ".whl", ".egg", ".jar", ".cbz",
 ];
+/// Of these, zips: many another file is one too (`.npz`, `.pt`, `.docx`), and is a sample for all that.
+const ZIP_ENDINGS: [&str; 5] = [".zip", ".whl", ".egg", ".jar", ".cbz"];
 
 /// Tells what the regular file at `path` is.
 pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageInError> {
@@ -24,6 +28,10 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     let mut file = File::open(path).map_err(unreadable)?;
     let mut start = Vec::with_capacity(tar::BLOCK_LEN);
     (&mut file).take(tar::BLOCK_LEN as u64).read_to_end(&mut start).map_err(unreadable)?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    if zip::is_zip(&start) && ZIP_ENDINGS.iter().any(|ending| name.ends_with(ending)) {
+        return Ok((SourceKind::Zip, Compression::None));
+    }
     let compression = compressed::recognize(&start);
     if compression != Compression::None {
         file.rewind().map_err(unreadable)?;
@@ -35,7 +43,6 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         })?;
         start = unpacked;
     }
-    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let is_named_archive = ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.");
     // An empty tar is zeros from its start, and so is many an image: there the name decides.
     if tar::is_tar(&start) || is_named_archive && start.len() == tar::BLOCK_LEN && start.iter().all(|&byte| byte == 0) {
@@ -45,4 +52,19 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         return Err(StageInError::NotAnArchive { path: path.to_owned() });
     }
     Ok((SourceKind::File, Compression::None))
+}
+
+/// The path without the ending that promises an archive; `None` for one without such an ending, or with nothing else.
+pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
+    let ends_with = |ending: &&str| {
+        let start = path.len().checked_sub(ending.len())?;
+        path[start..].eq_ignore_ascii_case(ending.as_bytes()).then_some(&path[..start])
+    };
+    let stem = ARCHIVE_ENDINGS.iter().find_map(ends_with)?;
+    (!stem.is_empty() && !stem.ends_with(b"/")).then_some(stem)
+}
+
+/// Whether what starts so, uncompressed, is an archive.
+pub(crate) fn is_archive_start(start: &[u8]) -> bool {
+    tar::is_tar(start) || zip::is_zip(start)
 }

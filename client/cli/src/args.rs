@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::size;
 
@@ -72,6 +72,9 @@ pub(crate) struct SessionOptions {
     /// Each server's memory for blocks of other nodes. [default: 256MiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory: Option<u64>,
+    /// Each server's memory for stage-ins, all that run at once together. [default: 1GiB, or less where the control group has little]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) stage_in_memory: Option<u64>,
     /// Where programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,
@@ -86,9 +89,10 @@ pub(crate) struct SessionOptions {
 /// Stage sources into the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file with such sources, one a line, relative to its own folder. They are taken as cp would: one directory becomes TARGET, several lie in it under
-/// their names; a file lies in TARGET under its name. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) is unpacked into TARGET.
+/// their names; a file lies in TARGET under its name. A tar archive (plain or in gzip, zstd, xz, bzip2 or lz4, told by its content) and a zip (named .zip, .whl, .egg,
+/// .jar or .cbz) are unpacked into TARGET.
 /// Where sources overlap, it comes out as if they had been unpacked one after another in the order given. The dataset
-/// appears on all nodes at once, or not at all.
+/// appears on all nodes at once, or not at all. Blocks are stored in random order: see docs/SEMANTICS.md on shuffling.
 #[derive(Args)]
 pub(crate) struct StageIn {
     /// SOURCE... TARGET; TARGET is a path of the namespace.
@@ -115,12 +119,36 @@ pub(crate) struct StageInOptions {
     /// Keep archives as they are, each one file: for loaders that read archives themselves.
     #[arg(long)]
     pub(crate) no_unpack: bool,
-    /// Seed of the placement: the same seed parts the same data set in the same way.
+    /// Unpack archives within archives and trees too: each becomes a directory, named as it is without its ending.
+    #[arg(long, conflicts_with = "no_unpack")]
+    pub(crate) nested: bool,
+    /// Keep files together that are one sample: by their stem, those of a directory whose names differ only after their last
+    /// dot (k.jpg, k.json). They have one owner and lie side by side.
+    #[arg(long, value_name = "BY")]
+    pub(crate) group: Option<Group>,
+    /// Leave out what cannot be read, and list it, rather than fail.
+    #[arg(long)]
+    pub(crate) keep_going: bool,
+    /// Read no more than SIZE of the sources in a second, all nodes together: for the sake of others on the file system and of
+    /// programs on the nodes.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
+    pub(crate) max_rate: Option<u64>,
+    /// Write a page with plots to FILE: rates, balance, sizes, classes, and what took the time.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+    /// Seed of the placement and of the order in which blocks are stored: the same seed parts the same data set in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Until the new one is whole, the old one is read.
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+/// What files are kept together by.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Group {
+    /// Directory and name up to its last dot.
+    Stem,
 }
 
 /// Run CMD in a session of its own: up, stage in, CMD, down.

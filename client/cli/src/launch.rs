@@ -1,6 +1,7 @@
 //! Starting a session's servers, on this machine: what is told to each, and what it answers.
 
 mod data_dir;
+mod memory;
 
 use std::env;
 use std::ffi::OsStr;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, START_TIMEOUT};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, START_TIMEOUT};
 use dayfly_meta::path::display;
 use serde::{Deserialize, Serialize};
 
@@ -40,6 +41,8 @@ pub(crate) struct Orders {
     pub(crate) prefix: Vec<u8>,
     pub(crate) verify_reads: bool,
     pub(crate) workers: usize,
+    pub(crate) decoders: usize,
+    pub(crate) stage_memory: u64,
     /// Whether the end of standard input ends the server.
     pub(crate) is_tethered: bool,
 }
@@ -106,6 +109,9 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     })?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let workers = (cores / usize::from(options.local)).clamp(1, dayfly_meta::limits::WORKERS_MAX);
+    // One source is decoded by as many as are there: with many sources, its workers take turns all the same.
+    let decoders = cores.clamp(1, DECODERS_MAX);
+    let stage_memory = memory::for_stage_ins(options.stage_in_memory, options.local)?;
     let mut starting_servers = Servers { location: location.clone(), servers: Vec::new(), is_up: false };
     let list = OpenOptions::new().create_new(true).write(true).mode(0o600).open(location.folder.join(data_dir::LIST));
     list?.write_all(&data_dir::list(&data_dirs, session))?;
@@ -123,6 +129,8 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
             prefix: prefix.clone(),
             verify_reads: options.verify_reads,
             workers,
+            decoders,
+            stage_memory,
             is_tethered,
         };
         starting_servers.servers.push(ServerProcess::spawn(&location, &orders)?);

@@ -41,6 +41,15 @@ pub(crate) fn show(bytes: u64) -> String {
     if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
 }
 
+/// As [`parse`], with or without `/s` behind it.
+pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    match parse(text.strip_suffix("/s").unwrap_or(text))? {
+        0 => Err("a rate of 0 would never end".to_owned()),
+        rate => Ok(rate),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -149,6 +149,7 @@ impl<'a> CatalogBuilder<'a> {
         for block in blocks {
             self.write(Column::Owners, &block.owner.0.to_le_bytes())?;
             self.write(Column::Checksums, &block.checksum.to_le_bytes())?;
+            self.write(Column::Arrivals, &block.arrival.to_le_bytes())?;
         }
         if names > 1 {
             self.shared.insert(member.key, sample);

@@ -6,7 +6,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout; any change below raises it.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// Magic, version, header length and checksum, file length.
 pub(crate) const START_LEN: usize = 32;
 /// Bound on the rkyv header: it has no part that grows with the dataset.
@@ -28,6 +28,8 @@ pub(crate) enum Column {
     Owners,
     /// `u32` per block: the CRC32C of its bytes, taken at stage-in.
     Checksums,
+    /// `u32` per block: its number among all that arrived at its owner, by which the owner finds it.
+    Arrivals,
     /// Buckets of eight `u64` slots, a cache line each: XXH3-64 of a path names the bucket, a full one overflows into the
     /// next; a slot's upper half is a fingerprint, its lower half the entry plus one, or 0 where it is free.
     Index,
@@ -38,9 +40,9 @@ pub(crate) enum Column {
 }
 
 /// How many columns there are.
-pub(crate) const COLUMNS: usize = 9;
+pub(crate) const COLUMNS: usize = 10;
 /// Bytes of one record of each column.
-pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, BUCKET_LEN as u64, 20, 1];
+pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 4, BUCKET_LEN as u64, 20, 1];
 /// Slots of an index bucket, and its length in bytes.
 pub(crate) const BUCKET_SLOTS: usize = 8;
 /// See [`BUCKET_SLOTS`].
@@ -190,6 +192,8 @@ pub enum SourceKind {
     Directory,
     /// A single file, staged in as it is.
     File,
+    /// A zip archive.
+    Zip,
 }
 
 /// How an archive is compressed, told by its content.
@@ -232,7 +236,7 @@ pub(crate) struct SourceRecord {
     pub(crate) compression: Compression,
 }
 
-const KINDS: [SourceKind; 3] = [SourceKind::Tar, SourceKind::Directory, SourceKind::File];
+const KINDS: [SourceKind; 4] = [SourceKind::Tar, SourceKind::Directory, SourceKind::File, SourceKind::Zip];
 const COMPRESSIONS: [Compression; 6] =
     [Compression::None, Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4];
 
@@ -336,6 +340,6 @@ mod tests {
         let entry = EntryRecord { name_offset: 5, name_len: 3, kind: EntryKind::Directory, parent: 1, next: 2, node: 4 };
         assert_eq!(entry.encode(), [3, 1, 5, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0]);
         let start = Start { header_len: 16, header_checksum: 0x01020304, file_len: 4096 };
-        assert_eq!(&start.encode(), b"DAYFLYCT\x01\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
+        assert_eq!(&start.encode(), b"DAYFLYCT\x02\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
     }
 }

@@ -12,7 +12,6 @@ use super::layout::{
     BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord,
     START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
-use super::member::MemberKey;
 use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
@@ -80,7 +79,7 @@ pub struct Attributes {
 pub struct Origin {
     /// The source.
     pub source: Source,
-    /// In a tar, the offset in the unpacked stream; in a tree, the number in the walk.
+    /// As in [`super::MemberKey`].
     pub offset: u64,
 }
 
@@ -145,7 +144,12 @@ impl Catalog {
             sources: count(Column::Sources)?,
             file_len: start.file_len,
         };
-        if header.entries == 0 || count(Column::Checksums)? != header.blocks || count(Column::Origins)? != header.samples {
+        let is_of_blocks = |column| count(column).map(|count| count == header.blocks);
+        if header.entries == 0
+            || !is_of_blocks(Column::Checksums)?
+            || !is_of_blocks(Column::Arrivals)?
+            || count(Column::Origins)? != header.samples
+        {
             return Err(CatalogError::Damaged("columns that do not match"));
         }
         Ok(Self { map, header, columns: record.columns })
@@ -316,14 +320,13 @@ impl Catalog {
 
     /// Where a sample's bytes lie on the PFS.
     pub fn origin(&self, sample: SampleId) -> Option<Origin> {
-        let MemberKey { source, offset } = self.member_key(sample)?;
+        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
         Some(Origin { source: self.source(source)?, offset })
     }
 
-    /// Under which key a sample's blocks were stored while they had no numbers yet.
-    pub fn member_key(&self, sample: SampleId) -> Option<MemberKey> {
-        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
-        Some(MemberKey { source, offset })
+    /// A block's number among all that arrived at its owner during the stage-in.
+    pub fn arrival(&self, block: BlockId) -> Option<u32> {
+        self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }
 
     /// A source by its number.

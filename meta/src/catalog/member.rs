@@ -16,7 +16,8 @@ use crate::path::walk_order;
 pub struct MemberKey {
     /// Number of the source.
     pub source: u32,
-    /// In a tar, the offset of the data in the unpacked stream; in a tree, the number in the walk.
+    /// In a tar, the offset of the data in the unpacked stream; in a zip, that of its record in the central directory; in a
+    /// tree, the number in the walk.
     pub offset: u64,
 }
 
@@ -27,6 +28,8 @@ pub struct StoredBlock {
     pub owner: NodeId,
     /// CRC32C of its bytes as they were read from the source.
     pub checksum: u32,
+    /// Its number among all that arrived at that node in this stage-in.
+    pub arrival: u32,
 }
 
 /// What a member makes of its path.
@@ -54,6 +57,8 @@ pub struct Member {
     pub path: Vec<u8>,
     /// Its place in the order.
     pub key: MemberKey,
+    /// Which handing-out of a unit found it: what a rejected one found is left out of the merge.
+    pub ticket: u32,
     /// Permission bits.
     pub mode: u32,
     /// Modification time, whole seconds.
@@ -128,12 +133,13 @@ mod tests {
         let member = |path: &[u8], kind| Member {
             path: path.to_vec(),
             key: MemberKey { source: 1, offset: 2 },
+            ticket: 7,
             mode: 0o644,
             mtime_s: -1,
             mtime_ns: 5,
             kind,
         };
-        let blocks = vec![StoredBlock { owner: NodeId(3), checksum: 9 }];
+        let blocks = vec![StoredBlock { owner: NodeId(3), checksum: 9, arrival: 4 }];
         let members = [
             member(b"a", MemberKind::File { size: 3, blocks }),
             member(b"b\xff", MemberKind::HardLink(b"a".to_vec())),

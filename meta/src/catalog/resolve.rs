@@ -306,7 +306,7 @@ mod tests {
                     _ => MemberKind::HardLink(target()),
                 };
                 let key = MemberKey { source: 0, offset: at as u64 };
-                Member { path: words[1].as_bytes().to_vec(), key, mode: 0, mtime_s: 0, mtime_ns: 0, kind }
+                Member { path: words[1].as_bytes().to_vec(), key, ticket: 0, mode: 0, mtime_s: 0, mtime_ns: 0, kind }
             })
             .collect();
         members.sort_by(Member::run_order);

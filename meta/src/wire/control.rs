@@ -3,7 +3,7 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::NodeId;
-use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX};
+use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -25,10 +25,12 @@ pub struct StageIn {
     pub target: Vec<u8>,
     /// What to take of the sources.
     pub selection: Selection,
-    /// Seed of the placement.
+    /// Seed of the placement and of the order in which blocks are stored.
     pub seed: u64,
     /// Whether a dataset at the target makes way.
     pub replace: bool,
+    /// Bytes of sources that all nodes together may read in a second.
+    pub max_rate: Option<u64>,
 }
 
 /// What to take of the sources, and under which names.
@@ -42,6 +44,22 @@ pub struct Selection {
     pub exclude: Vec<String>,
     /// Archives stay files.
     pub no_unpack: bool,
+    /// Archives within archives and trees become directories.
+    pub nested: bool,
+    /// What is kept together.
+    pub group: Grouping,
+    /// Members that cannot be read are left out and told of, rather than ending everything.
+    pub keep_going: bool,
+}
+
+/// Which files are one sample to their user: placed, stored and listed together.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Grouping {
+    /// Each is one by itself.
+    #[default]
+    None,
+    /// Files of a directory whose names differ only after their last dot.
+    Stem,
 }
 
 /// What a command's server tells.
@@ -97,11 +115,70 @@ pub struct Progress {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// The same of each node.
+    pub nodes: Vec<Counted>,
+}
+
+/// Counted on a node.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Bytes read from sources.
+    pub source_bytes: u64,
+    /// Files found.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes sent to other nodes.
+    pub shipped_bytes: u64,
+    /// How long its threads were busy with each [`Step`], in nanoseconds.
+    pub busy_ns: [u64; STEPS],
+}
+
+/// What the threads of a stage-in do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Step {
+    /// Waiting for the sources' bytes.
+    Reading,
+    /// Decompressing.
+    Decoding,
+    /// Finding members in the bytes, hashing, copying them into batches.
+    Placing,
+    /// Waiting for owners to take batches.
+    Shipping,
+    /// Writing segments.
+    Writing,
+}
+
+/// Number of [`Step`]s.
+pub const STEPS: usize = 5;
+
+impl Step {
+    /// All, in order.
+    pub const ALL: [Self; STEPS] = [Self::Reading, Self::Decoding, Self::Placing, Self::Shipping, Self::Writing];
+
+    /// For the user.
+    pub fn name(self) -> &'static str {
+        ["reading", "decoding", "placing", "shipping", "writing"][self as usize]
+    }
+}
+
+impl Counted {
+    /// Adds what another counted.
+    pub fn add(&mut self, more: &Self) {
+        self.source_bytes += more.source_bytes;
+        self.files += more.files;
+        self.bytes += more.bytes;
+        self.shipped_bytes += more.shipped_bytes;
+        self.busy_ns.iter_mut().zip(more.busy_ns).for_each(|(all, more)| *all += more);
+    }
 }
 
 /// What a stage-in is doing.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
+    /// Others run; it begins when one of them ends.
+    Waiting,
     /// Finding sources and telling them apart.
     #[default]
     Planning,
@@ -128,6 +205,10 @@ pub struct Counts {
     pub made_relative: u64,
     /// Archives that end without their end mark.
     pub unmarked_ends: u64,
+    /// Members left out because they cannot be read (`--keep-going`).
+    pub skipped: u64,
+    /// The first of these by name.
+    pub skipped_notes: Vec<String>,
     /// The first few of these by name.
     pub notes: Vec<String>,
 }
@@ -138,6 +219,29 @@ impl Counts {
         if self.notes.len() < NOTES_SHOWN_MAX {
             self.notes.push(text.chars().take(NOTE_LEN_MAX).collect());
         }
+    }
+
+    /// Counts a member that was left out.
+    pub fn skip(&mut self, text: &str) {
+        self.skipped += 1;
+        if self.skipped_notes.len() < SKIPPED_SHOWN_MAX {
+            self.skipped_notes.push(text.chars().take(NOTE_LEN_MAX).collect());
+        }
+    }
+
+    /// Adds what another counted.
+    pub fn add(&mut self, more: Self) {
+        self.files += more.files;
+        self.bytes += more.bytes;
+        self.special += more.special;
+        self.refused += more.refused;
+        self.made_relative += more.made_relative;
+        self.unmarked_ends += more.unmarked_ends;
+        self.skipped += more.skipped;
+        self.notes.extend(more.notes);
+        self.notes.truncate(NOTES_SHOWN_MAX);
+        self.skipped_notes.extend(more.skipped_notes);
+        self.skipped_notes.truncate(SKIPPED_SHOWN_MAX);
     }
 }
 
@@ -160,6 +264,47 @@ pub struct Summary {
     pub elapsed_ms: u64,
     /// Fullest node's share over the mean, in tenths of a percent.
     pub imbalance_permille: u64,
+    /// Source bytes that were read a second time, for a range had been begun at a wrong place.
+    pub redone_bytes: u64,
+    /// What each node did and holds.
+    pub nodes: Vec<NodeShare>,
+    /// Samples by size: entry `n` counts those of 2^(n-1) to 2^n - 1 bytes; the first, the empty ones.
+    pub sizes: Vec<u64>,
+    /// How the largest top directories are spread.
+    pub classes: Vec<ClassShare>,
+    /// Milliseconds between two entries of [`NodeShare::rates`].
+    pub rate_interval_ms: u64,
+}
+
+impl Summary {
+    /// The step that kept the threads busy for longest.
+    pub fn bottleneck(&self) -> Step {
+        let mut all = Counted::default();
+        self.nodes.iter().for_each(|node| all.add(&node.counted));
+        Step::ALL.into_iter().max_by_key(|&step| all.busy_ns[step as usize]).unwrap_or(Step::Reading)
+    }
+}
+
+/// A node's part in a finished stage-in.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeShare {
+    /// Samples whose first block it owns.
+    pub samples: u64,
+    /// Bytes of the blocks that it owns.
+    pub bytes: u64,
+    /// What it did.
+    pub counted: Counted,
+    /// Source bytes that it read in each interval.
+    pub rates: Vec<u64>,
+}
+
+/// How a top directory's samples are spread.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClassShare {
+    /// The directory.
+    pub name: Vec<u8>,
+    /// Its samples on each node.
+    pub samples: Vec<u64>,
 }
 
 /// A session, as `status` shows it.

@@ -2,8 +2,8 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::control::{Counts, NodeStatus, Selection};
-use crate::catalog::{Compression, MemberKey};
+use super::control::{Counted, Counts, NodeStatus, Selection};
+use crate::catalog::Compression;
 use crate::id::{BlockId, DatasetId};
 
 /// What a server asks another. A *stage* is one stage-in, numbered by the lead.
@@ -16,7 +16,7 @@ pub enum Request {
         /// Which.
         blocks: Vec<BlockId>,
     },
-    /// Offer: blocks or pieces of blocks to hold, back to back. Reply: `Shipped`.
+    /// Offer: blocks to hold, back to back. Reply: `Shipped`.
     Ship {
         /// Their stage-in.
         stage: u64,
@@ -27,12 +27,17 @@ pub enum Request {
     Reserve {
         /// Its stage-in.
         stage: u64,
-        /// Its name until it has a number.
-        key: MemberKey,
-        /// Which of its sample's blocks.
-        part: u32,
         /// Its length.
         block_len: u64,
+    },
+    /// Offer: a piece of a block for which there is room. Reply: `Done`.
+    ShipPiece {
+        /// Its stage-in.
+        stage: u64,
+        /// The block's number there.
+        arrival: u32,
+        /// Where in the block the piece goes.
+        offset: u64,
     },
     /// From the lead: a stage-in begins; take units. Reply: `Done`.
     Begin {
@@ -40,12 +45,14 @@ pub enum Request {
         stage: u64,
         /// What to take of archives.
         selection: Selection,
-        /// Seed of the placement.
+        /// Seed of the placement, and of the order in which blocks are stored.
         seed: u64,
+        /// Bytes of sources that this node may read in a second.
+        max_rate: Option<u64>,
         /// Room on each node, in order: its weight in the placement.
         capacities: Vec<u64>,
     },
-    /// To the lead: what came of a unit, and is there another? Reply: `Unit`, `NoUnit` or `Stop`.
+    /// To the lead: what came of a unit, and is there another? Reply: `Unit`, `Wait`, `NoUnit` or `Stop`.
     NextUnit {
         /// The stage-in.
         stage: u64,
@@ -133,13 +140,16 @@ pub enum Reply {
         /// One a block.
         found: Vec<bool>,
     },
-    /// Whether the blocks are stored; if not, none of them is, and they go to the next node on the ring.
+    /// The blocks are stored, or will be before `Finish` is answered. Without a number none of them is, for there is no room, and
+    /// they go to the next node on the ring.
     Shipped {
-        /// Stored, or no room.
-        stored: bool,
+        /// The first block's number among all that arrived here; the others' follow.
+        arrival: Option<u32>,
     },
     /// A unit to read.
     Unit(Unit),
+    /// There is none now, but there may be: ask again.
+    Wait,
     /// There is none, and will be none.
     NoUnit,
     /// The stage-in is over, by a failure elsewhere or by its user.
@@ -148,6 +158,8 @@ pub enum Reply {
     Runs {
         /// In bytes, one a run.
         lens: Vec<u64>,
+        /// Counted since the last report.
+        counted: Counted,
     },
     /// What a node says of itself.
     Status(NodeStatus),
@@ -158,19 +170,13 @@ pub enum Reply {
     },
 }
 
-/// A block, or a piece of one, as it is shipped.
+/// A block as it is shipped.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShippedBlock {
-    /// Its sample's key.
-    pub key: MemberKey,
-    /// Which of its sample's blocks.
-    pub part: u32,
-    /// Length of the whole block.
-    pub block_len: u64,
-    /// Where in the block these bytes go; less than all only for a block that was reserved.
-    pub offset: u64,
-    /// How many bytes of the batch they are.
+    /// Its length.
     pub len: u32,
+    /// Blocks are stored in the order of these: random numbers, the same for what is to lie together.
+    pub shuffle: u64,
 }
 
 /// A piece of a source, for one worker.
@@ -178,6 +184,8 @@ pub struct ShippedBlock {
 pub struct Unit {
     /// Number of its source.
     pub source: u32,
+    /// Which handing-out this is: a range that was begun at a wrong place is handed out again.
+    pub ticket: u32,
     /// The directory of the dataset that its names go below.
     pub prefix: Vec<u8>,
     /// What to read.
@@ -187,13 +195,17 @@ pub struct Unit {
 /// What a unit is.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// A whole tar archive.
+    /// A whole tar archive, compressed.
     Tar {
         /// Its path.
         path: Vec<u8>,
         /// How it is compressed.
         compression: Compression,
     },
+    /// The members of a plain tar whose headers begin in a range.
+    TarRange(TarRange),
+    /// Some members of a zip.
+    Zip(ZipPart),
     /// Some entries of a directory tree, or a single file.
     Tree {
         /// The tree's root.
@@ -201,6 +213,67 @@ pub enum Work {
         /// Paths below it.
         entries: Vec<TreeEntry>,
     },
+}
+
+/// A file as it was when it was looked at: by these one tells that it was changed.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Version {
+    /// Its length in bytes.
+    pub size: u64,
+    /// Modification time, whole seconds.
+    pub mtime_s: i64,
+    /// And nanoseconds.
+    pub mtime_ns: u32,
+}
+
+/// A range of a plain tar.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct TarRange {
+    /// The archive.
+    pub path: Vec<u8>,
+    /// As the lead saw it.
+    pub version: Version,
+    /// Where the range begins; the one before ends there.
+    pub from: u64,
+    /// Where it ends.
+    pub to: u64,
+    /// Where its first member begins, if that is known; else it is to be found.
+    pub start: Option<TarPosition>,
+}
+
+/// Between two members of a tar.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct TarPosition {
+    /// Offset in the archive.
+    pub offset: u64,
+    /// The records of global extended headers that are in force.
+    pub globals: Vec<u8>,
+}
+
+/// What a worker met in a range.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct RangeReport {
+    /// Where it began: the first header; `None` if there was none.
+    pub first: Option<u64>,
+    /// Where the next range's first member begins; `None` after the archive's end.
+    pub next: Option<TarPosition>,
+    /// Why it could not be read to its end. That matters only if it was begun at the right place.
+    pub failure: Option<String>,
+}
+
+/// Members of a zip: a piece of its central directory.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct ZipPart {
+    /// The archive.
+    pub path: Vec<u8>,
+    /// As the lead saw it.
+    pub version: Version,
+    /// Records of the central directory, as they stand there.
+    pub records: Vec<u8>,
+    /// Offset of the first of them in the archive.
+    pub offset: u64,
+    /// What stands before the archive in its file: offsets within do not count it.
+    pub shift: u64,
 }
 
 /// An entry of a directory tree, as the lead's walk saw it.
@@ -236,19 +309,12 @@ pub enum TreeKind {
 /// What came of a unit.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnitReport {
+    /// The unit's.
+    pub ticket: u32,
+    /// Bytes of its source that were read for it.
+    pub source_bytes: u64,
+    /// Of a range of a tar.
+    pub range: Option<RangeReport>,
     /// What was met.
     pub counts: Counts,
-    /// How far the node is, since the last report.
-    pub progress: Counted,
-}
-
-/// Progress since the last report.
-#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
-    /// Bytes read from sources.
-    pub source_bytes: u64,
-    /// Files found.
-    pub files: u64,
-    /// Their bytes.
-    pub bytes: u64,
 }

@@ -8,7 +8,7 @@ use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
 use dayfly_meta::catalog::{Built, CatalogBuilder, Member, Source};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_LEN_MAX, RUN_LEN_MAX};
+use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
 use tokio::runtime::Handle;
@@ -16,10 +16,6 @@ use tokio::runtime::Handle;
 use super::LeadStage;
 use crate::server::Server;
 use crate::store::nameless_file;
-
-/// Bytes of each run held in memory while all are merged.
-const READ_AHEAD_LEN: u64 = 256 << 10;
-const _: () = assert!(READ_AHEAD_LEN < RUN_LEN_MAX as u64 && READ_AHEAD_LEN <= BATCH_LEN_MAX as u64);
 
 /// What is to be merged.
 pub(super) struct Merging {
@@ -72,12 +68,20 @@ impl Merging {
     /// All runs as one, in a file, since hard links need to be known before the catalog is built.
     fn merge(&self, scratch: &dyn Fn() -> io::Result<File>, runtime: &Handle) -> Result<(File, LinkCollector), String> {
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let reader =
-            |&(node, run, len)| RunReader { merging: self, runtime, node, run, len, offset: 0, buffer: Vec::new(), at: 0 };
+        let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
+        let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);
+        let reader = |&(node, run, len): &(NodeId, u32, u64)| {
+            let buffer = Vec::new();
+            RunReader { merging: self, runtime, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
+        };
+        let rejected = self.stage.rejected();
         let mut collector = LinkCollector::default();
         let mut merged = BufWriter::new(scratch().map_err(cannot)?);
         for member in Merge::new(self.runs.iter().map(reader).collect()) {
             let member = member.map_err(cannot)?;
+            if rejected.contains(&member.ticket) {
+                continue;
+            }
             collector.see(&member).map_err(|error| error.to_string())?;
             write_member(&mut merged, &member).map_err(cannot)?;
         }
@@ -89,7 +93,7 @@ type MemberFile<'a> = std::iter::FromFn<Box<dyn FnMut() -> Option<io::Result<Mem
 
 fn histories(merged: &mut File) -> io::Result<Histories<MemberFile<'_>>> {
     merged.rewind()?;
-    let mut reader = BufReader::with_capacity(READ_AHEAD_LEN as usize, merged);
+    let mut reader = BufReader::with_capacity(RUN_READ_AHEAD_MAX as usize, merged);
     let next: Box<dyn FnMut() -> Option<io::Result<Member>>> = Box::new(move || read_member(&mut reader).transpose());
     Ok(Histories::new(std::iter::from_fn(next)))
 }
@@ -101,6 +105,8 @@ struct RunReader<'a> {
     node: NodeId,
     run: u32,
     len: u64,
+    /// Bytes of it that are in memory at a time.
+    ahead_len: u64,
     offset: u64,
     buffer: Vec<u8>,
     at: usize,
@@ -113,7 +119,7 @@ impl Read for RunReader<'_> {
                 return Err(io::Error::other("the stage-in has failed"));
             }
             let request = Request::ReadRun { stage: self.merging.stage.number, run: self.run, offset: self.offset };
-            let room = READ_AHEAD_LEN.min(self.len - self.offset);
+            let room = self.ahead_len.min(self.len - self.offset);
             let bytes =
                 self.runtime.block_on(self.merging.server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
             if bytes.is_empty() {

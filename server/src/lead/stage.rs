@@ -1,50 +1,58 @@
 //! A stage-in as the lead sees it: units to hand out, how far each node is, and the first failure.
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{NOTES_SHOWN_MAX, REQUEST_TIMEOUT};
-use dayfly_meta::wire::control::{Counts, Phase, Progress};
-use dayfly_meta::wire::peer::{Counted, Reply, UnitReport};
-use dayfly_stagein::plan::UnitQueue;
-use tokio::sync::watch;
+use dayfly_meta::limits::REQUEST_TIMEOUT;
+use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
+use dayfly_meta::wire::peer::{Reply, UnitReport};
+use dayfly_stagein::handing::{Handed, Handing};
+use tokio::sync::{Notify, watch};
+
+use super::rates::Rates;
 
 /// A node reports five times a second and tries twice before it gives up.
 pub(super) const NODE_SILENT_TIMEOUT: Duration = Duration::from_secs(3 * REQUEST_TIMEOUT.as_secs());
 
+/// How long a worker waits for a unit before it is told to ask again.
+const UNIT_TIMEOUT: Duration = Duration::from_secs(REQUEST_TIMEOUT.as_secs() / 2);
+
 /// A stage-in as the lead sees it.
 pub(crate) struct LeadStage {
     pub(super) number: u64,
-    units: Mutex<Units>,
+    handing: Mutex<Handing>,
     progress: Mutex<Progress>,
+    rates: Mutex<Rates>,
     counts: Mutex<Counts>,
+    redone_bytes: AtomicU64,
     /// When each node last reported; before all have begun, when the stage-in was planned.
     reported: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<String>>,
     /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
     pub(super) all_begun: watch::Sender<bool>,
     pub(super) all_read: watch::Sender<bool>,
-}
-
-struct Units {
-    queue: UnitQueue,
-    handed_out: u64,
-    finished: u64,
-    is_empty: bool,
+    /// A unit came back: there may be more to hand out, or nothing any more.
+    judged: Notify,
 }
 
 impl LeadStage {
-    pub(super) fn new(number: u64, queue: UnitQueue, counts: Counts, nodes: usize) -> Self {
+    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize) -> Self {
+        let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
             reported: Mutex::new(vec![Instant::now(); nodes]),
-            units: Mutex::new(Units { queue, handed_out: 0, finished: 0, is_empty: false }),
-            progress: Mutex::new(Progress { phase: Phase::Reading, ..Progress::default() }),
+            handing: Mutex::new(handing),
+            rates: Mutex::new(Rates::new(nodes)),
+            progress: Mutex::new(progress),
             counts: Mutex::new(counts),
+            redone_bytes: AtomicU64::new(0),
             failure: watch::Sender::new(None),
             all_begun: watch::Sender::new(false),
             all_read: watch::Sender::new(false),
+            judged: Notify::new(),
         }
     }
 
@@ -52,34 +60,71 @@ impl LeadStage {
     pub(crate) async fn next_unit(&self, finished: Option<UnitReport>) -> Reply {
         // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
         let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
-        if self.has_failed() {
-            return Reply::Stop;
-        }
-        let mut units = self.units.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(report) = finished {
-            units.finished += 1;
-            self.add_progress(report.progress);
-            add_counts(&mut self.counts(), report.counts);
+            self.take_back(report);
         }
-        let unit = if units.is_empty { Ok(None) } else { units.queue.next_unit() };
-        match unit {
-            Ok(Some(unit)) => {
-                units.handed_out += 1;
-                Reply::Unit(unit)
+        let wait = async {
+            loop {
+                let judged = self.judged.notified();
+                tokio::pin!(judged);
+                judged.as_mut().enable();
+                if self.has_failed() {
+                    return Reply::Stop;
+                }
+                let handed = self.handing().hand_out();
+                match handed {
+                    Ok(Handed::Unit(unit)) => return Reply::Unit(unit),
+                    Ok(Handed::Nothing) => {}
+                    Ok(Handed::Done) => {
+                        self.all_read.send_replace(true);
+                        self.judged.notify_waiters();
+                        return Reply::NoUnit;
+                    }
+                    Err(error) => {
+                        self.fail(error.to_string());
+                        return Reply::Stop;
+                    }
+                }
+                judged.await;
             }
-            Ok(None) => {
-                units.is_empty = true;
-                self.all_read.send_if_modified(|all_read| {
-                    let was = std::mem::replace(all_read, units.finished == units.handed_out);
-                    was != *all_read
-                });
-                Reply::NoUnit
-            }
-            Err(error) => {
-                self.fail(error.to_string());
-                Reply::Stop
+        };
+        tokio::time::timeout(UNIT_TIMEOUT, wait).await.unwrap_or(Reply::Wait)
+    }
+
+    fn take_back(&self, report: UnitReport) {
+        let judged = self.handing().take_back(report);
+        judged.counts.into_iter().for_each(|counts| self.counts().add(counts));
+        {
+            let mut progress = self.progress();
+            for undone in judged.undone {
+                progress.files = progress.files.saturating_sub(undone.files);
+                progress.bytes = progress.bytes.saturating_sub(undone.bytes);
             }
         }
+        self.redone_bytes.fetch_add(judged.undone_bytes, Ordering::Relaxed);
+        if let Some(reason) = judged.failure {
+            self.fail(reason);
+        }
+        self.judged.notify_waiters();
+    }
+
+    fn handing(&self) -> MutexGuard<'_, Handing> {
+        self.handing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was found by these does not count.
+    pub(super) fn rejected(&self) -> HashSet<u32> {
+        self.handing().rejected().clone()
+    }
+
+    /// Source bytes that were read for nothing.
+    pub(super) fn redone_bytes(&self) -> u64 {
+        self.redone_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Source bytes that each node read in each interval, and its length in milliseconds.
+    pub(super) fn rates(&self) -> (Vec<Vec<u64>>, u64) {
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner).read()
     }
 
     /// A node is so far.
@@ -87,15 +132,21 @@ impl LeadStage {
         if let Some(reported) = self.reported().get_mut(node.index()) {
             *reported = Instant::now();
         }
-        self.add_progress(counted);
+        self.count(node, counted);
         if self.has_failed() { Reply::Stop } else { Reply::Done }
     }
 
-    fn add_progress(&self, counted: Counted) {
+    /// Adds what a node has done since it was last heard of.
+    pub(super) fn count(&self, node: NodeId, counted: Counted) {
         let mut progress = self.progress();
         progress.source_bytes += counted.source_bytes;
         progress.files += counted.files;
         progress.bytes += counted.bytes;
+        if let Some(of_node) = progress.nodes.get_mut(node.index()) {
+            of_node.add(&counted);
+        }
+        drop(progress);
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner).add(node, counted.source_bytes);
     }
 
     /// The first failure ends the stage-in.
@@ -107,6 +158,7 @@ impl LeadStage {
         });
         // Those who wait for everyone to begin must hear that it is over.
         self.all_begun.send_replace(true);
+        self.judged.notify_waiters();
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -136,15 +188,4 @@ impl LeadStage {
     pub(super) fn counts(&self) -> MutexGuard<'_, Counts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn add_counts(all: &mut Counts, more: Counts) {
-    all.files += more.files;
-    all.bytes += more.bytes;
-    all.special += more.special;
-    all.refused += more.refused;
-    all.made_relative += more.made_relative;
-    all.unmarked_ends += more.unmarked_ends;
-    all.notes.extend(more.notes);
-    all.notes.truncate(NOTES_SHOWN_MAX);
 }

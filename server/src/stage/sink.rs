@@ -1,20 +1,19 @@
-//! Where a worker's batches go: into this node's own segments, or by an offer to their owner.
+//! Where a worker's batches go: to this node's own segments, or by an offer to their owner.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 
-use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::pipeline::{Batch, Settled, Sink};
+use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
 use dayfly_transport::{Region, Slot};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use super::Stage;
+use crate::ingest::Stored;
 use crate::server::Server;
 
 type Outcome = Result<Settled<Slot>, StageInError>;
@@ -25,15 +24,14 @@ pub(super) struct ServerSink {
     stage: Arc<Stage>,
     shipping: Region,
     runtime: Handle,
-    settled: VecDeque<Outcome>,
     under_way: JoinSet<Outcome>,
 }
 
 impl ServerSink {
     /// Takes memory for the batches of one worker.
-    pub(super) fn new(server: Arc<Server>, stage: Arc<Stage>, runtime: Handle) -> io::Result<Self> {
-        let shipping = server.transport().region((BATCH_LEN_MAX * BATCHES_PER_WORKER) as u64)?;
-        Ok(Self { server, stage, shipping, runtime, settled: VecDeque::new(), under_way: JoinSet::new() })
+    pub(super) fn new(server: Arc<Server>, stage: Arc<Stage>, batches: usize, runtime: Handle) -> io::Result<Self> {
+        let shipping = server.transport().region((BATCH_LEN_MAX * batches) as u64)?;
+        Ok(Self { server, stage, shipping, runtime, under_way: JoinSet::new() })
     }
 
     fn is_here(&self, owner: NodeId) -> bool {
@@ -41,68 +39,102 @@ impl ServerSink {
     }
 }
 
+fn failed(node: NodeId, reason: impl ToString) -> StageInError {
+    StageInError::Ship { node, reason: reason.to_string() }
+}
+
 impl Sink for ServerSink {
     type Buffer = Slot;
 
-    fn buffer(&mut self) -> Option<Slot> {
-        self.shipping.slot(BATCH_LEN_MAX as u64)
+    fn buffer(&mut self, owner: NodeId) -> Result<Option<Slot>, StageInError> {
+        if !self.is_here(owner) {
+            return Ok(self.shipping.slot(BATCH_LEN_MAX as u64));
+        }
+        // What stays here is put where what comes from others lands: it is kept there until it is written.
+        let slot = self.runtime.block_on(self.stage.landing_slot(BATCH_LEN_MAX as u64));
+        slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
     fn ship(&mut self, owner: NodeId, batch: Batch<Slot>) -> Result<(), StageInError> {
         if self.is_here(owner) {
-            let len = batch.len();
-            let (slot, table) = batch.into_parts();
-            let stored = self.stage.ingest().store(&table.blocks, &slot[..len]);
-            self.settled.push_back(match stored {
-                Ok(true) => Ok(Settled::Stored),
-                Ok(false) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
-                Err(error) => Err(StageInError::Ship { node: owner, reason: error.to_string() }),
-            });
+            let stage = self.stage.clone();
+            let store = move || {
+                let (slot, table) = batch.into_parts();
+                let stored = stage.ingest().store(&table.blocks, slot, table.len);
+                match stored.map_err(|error| failed(owner, error))? {
+                    Stored::At(first) => Ok(Settled::Stored(first, table)),
+                    Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
+                }
+            };
+            self.under_way.spawn_blocking_on(store, &self.runtime);
             return Ok(());
         }
-        let (server, number) = (self.server.clone(), self.stage.number);
-        self.under_way.spawn_on(
-            async move {
-                let (slot, table) = batch.into_parts();
-                let request = Request::Ship { stage: number, blocks: table.blocks.clone() };
-                match server.peers().offer(owner, &request, slot, table.len).await {
-                    Ok((Reply::Shipped { stored: true }, _)) => Ok(Settled::Stored),
-                    Ok((Reply::Shipped { stored: false }, slot)) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
-                    Ok(_) => Err(StageInError::Ship { node: owner, reason: "it answers what was not asked".to_owned() }),
-                    Err(error) => Err(StageInError::Ship { node: owner, reason: error.to_string() }),
+        let (server, stage) = (self.server.clone(), self.stage.clone());
+        let offer = async move {
+            let (slot, table) = batch.into_parts();
+            let request = Request::Ship { stage: stage.number(), blocks: table.blocks.clone() };
+            match server.peers().offer(owner, &request, slot, table.len).await {
+                Ok((Reply::Shipped { arrival: Some(first) }, _)) => {
+                    stage.gauge().shipped(table.len as u64);
+                    Ok(Settled::Stored(first, table))
                 }
-            },
-            &self.runtime,
-        );
+                Ok((Reply::Shipped { arrival: None }, slot)) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
+                Ok(_) => Err(failed(owner, "it answers what was not asked")),
+                Err(error) => Err(failed(owner, error)),
+            }
+        };
+        self.under_way.spawn_on(offer, &self.runtime);
+        Ok(())
+    }
+
+    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Slot>) -> Result<(), StageInError> {
+        let (server, stage) = (self.server.clone(), self.stage.clone());
+        let Piece { buffer, len, arrival, offset } = piece;
+        if self.is_here(owner) {
+            let store = move || {
+                let stored = stage.ingest().store_piece(arrival, offset, &buffer[..len]);
+                stored.map(|()| Settled::Piece).map_err(|error| failed(owner, error))
+            };
+            self.under_way.spawn_blocking_on(store, &self.runtime);
+            return Ok(());
+        }
+        let offer = async move {
+            let request = Request::ShipPiece { stage: stage.number(), arrival, offset };
+            match server.peers().offer(owner, &request, buffer, len).await {
+                Ok((Reply::Done, _)) => {
+                    stage.gauge().shipped(len as u64);
+                    Ok(Settled::Piece)
+                }
+                Ok(_) => Err(failed(owner, "it answers what was not asked")),
+                Err(error) => Err(failed(owner, error)),
+            }
+        };
+        self.under_way.spawn_on(offer, &self.runtime);
         Ok(())
     }
 
     fn in_flight(&self) -> usize {
-        self.settled.len() + self.under_way.len()
+        self.under_way.len()
     }
 
     fn settle(&mut self) -> Outcome {
-        if let Some(outcome) = self.settled.pop_front() {
-            return outcome;
-        }
-        // Each offer has its own deadline, so this wait has one.
+        // Each offer has its own deadline, and a drive that stands still is met by those; so this wait has one.
         match self.runtime.block_on(self.under_way.join_next()) {
             Some(Ok(outcome)) => outcome,
-            Some(Err(error)) => Err(StageInError::Ship { node: self.server.config().node, reason: error.to_string() }),
-            None => Ok(Settled::Stored),
+            Some(Err(error)) => Err(failed(self.server.config().node, error)),
+            None => Ok(Settled::Piece),
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, key: MemberKey, part: u32, block_len: u64) -> Result<bool, StageInError> {
-        let failed = |reason: String| StageInError::Ship { node: owner, reason };
+    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            return self.stage.ingest().reserve(key, part, block_len).map_err(|error| failed(error.to_string()));
+            return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
         }
-        let request = Request::Reserve { stage: self.stage.number, key, part, block_len };
+        let request = Request::Reserve { stage: self.stage.number, block_len };
         match self.runtime.block_on(self.server.ask(owner, request, REQUEST_TIMEOUT)) {
-            Ok(Reply::Shipped { stored }) => Ok(stored),
-            Ok(_) => Err(failed("it answers what was not asked".to_owned())),
-            Err(error) => Err(failed(error.to_string())),
+            Ok(Reply::Shipped { arrival }) => Ok(arrival),
+            Ok(_) => Err(failed(owner, "it answers what was not asked")),
+            Err(error) => Err(failed(owner, error)),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dayfly_meta::catalog::{Catalog, CatalogError, MemberKey};
+use dayfly_meta::catalog::{Catalog, CatalogError};
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Place;
@@ -50,7 +50,7 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Checks a catalog whole and fills this node's locations. `find` tells where a block that was shipped here lies.
+    /// Checks a catalog whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies.
     #[expect(clippy::too_many_arguments, reason = "a dataset is put together here and nowhere else")]
     pub(crate) fn prepare(
         id: DatasetId,
@@ -61,7 +61,7 @@ impl Dataset {
         (me, nodes): (NodeId, usize),
         drive: &Drive,
         segments: Arc<Segments>,
-        find: &dyn Fn(MemberKey, u32) -> Option<Place>,
+        find: &dyn Fn(u32) -> Option<Place>,
     ) -> Result<Self, PrepareError> {
         let catalog_file = read_only(file)?;
         let catalog = Catalog::open(&catalog_file)?;
@@ -135,23 +135,16 @@ impl Dataset {
     }
 }
 
-fn fill(
-    catalog: &Catalog,
-    locations: &Locations,
-    me: NodeId,
-    find: &dyn Fn(MemberKey, u32) -> Option<Place>,
-) -> Result<Held, PrepareError> {
+fn fill(catalog: &Catalog, locations: &Locations, me: NodeId, find: &dyn Fn(u32) -> Option<Place>) -> Result<Held, PrepareError> {
     let mut held = Held::default();
     for sample in (0..catalog.header().samples).map(SampleId) {
         let damaged = CatalogError::Damaged("a sample");
-        let (Some((_, blocks)), Some(key)) = (catalog.sample(sample), catalog.member_key(sample)) else {
-            return Err(damaged.into());
-        };
+        let Some((_, blocks)) = catalog.sample(sample) else { return Err(damaged.into()) };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
             if catalog.owner(block) != Some(me) {
                 continue;
             }
-            let place = find(key, part).ok_or(PrepareError::Missing { sample, part })?;
+            let place = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;
             locations.publish(block, place);
             held.samples += u64::from(part == 0);
             held.blocks += 1;

@@ -86,6 +86,15 @@ impl Reservation {
     }
 }
 
+impl Reservation {
+    /// Gives some of it back.
+    pub(crate) fn shrink(&mut self, bytes: u64) {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        self.drive.used.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
 impl Drop for Reservation {
     fn drop(&mut self) {
         self.drive.used.fetch_sub(self.bytes, Ordering::Relaxed);

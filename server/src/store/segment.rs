@@ -1,14 +1,18 @@
 //! The files in which a dataset's blocks are packed, one a drive.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
 use dayfly_meta::segment::{DATA_START, Place, header, pack};
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::uio::pwritev;
 
-use super::drive::{Drive, Reservation, fill_room, nameless_file};
+use super::drive::{Drive, Reservation, nameless_file};
 
 /// A dataset's segments.
 pub(crate) struct Segments {
@@ -22,8 +26,23 @@ struct Segment {
 }
 
 struct Room {
+    /// Where the next block goes.
     end: u64,
+    /// Bytes that were promised behind it.
+    promised: u64,
+    /// Up to where the file system has set room aside.
+    filled: u64,
     reservation: Option<Reservation>,
+}
+
+/// A gap before a block that starts on a page is at most this.
+static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+/// Pieces of memory in one write; Linux takes no more.
+const SLICES_MAX: usize = 1024;
+
+/// Room that blocks of this length may need wherever they come to lie.
+pub(crate) fn room_for(len: u64) -> u64 {
+    if len >= PAGE_BLOCK_SIZE_MIN { len.next_multiple_of(PAGE_SIZE) + PAGE_SIZE } else { len }
 }
 
 impl Segments {
@@ -31,29 +50,77 @@ impl Segments {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
             let file = nameless_file(drive.path())?;
             file.write_all_at(&header(dataset.0, number as u8), 0)?;
-            let room = Mutex::new(Room { end: DATA_START, reservation: drive.reserve(DATA_START) });
+            let reservation = drive.reserve(DATA_START);
+            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, reservation });
             Ok(Segment { drive: drive.clone(), file: Arc::new(file), room })
         };
         Ok(Self { segments: drives.iter().enumerate().map(create).collect::<io::Result<_>>()? })
     }
 
-    /// Room for blocks of these lengths, side by side on one drive; `None` if no drive has it.
-    pub(crate) fn allocate(&self, lens: &[u64]) -> Option<Vec<Place>> {
-        let mut numbers: Vec<usize> = (0..self.segments.len()).collect();
-        numbers.sort_by_key(|&number| std::cmp::Reverse(self.segments[number].drive.free()));
-        numbers.into_iter().find_map(|number| self.segments[number].allocate(number as u8, lens))
+    /// The drives, those with the most room first.
+    pub(crate) fn by_room(&self) -> Vec<u8> {
+        let mut numbers: Vec<u8> = (0..self.segments.len() as u8).collect();
+        numbers.sort_by_key(|&number| std::cmp::Reverse(self.segments[usize::from(number)].drive.free()));
+        numbers
     }
 
-    /// Writes bytes at a place that was allocated. `false` where the file system is full.
-    pub(crate) fn write(&self, place: Place, bytes: &[u8]) -> io::Result<bool> {
-        let segment = self.segment(place)?;
-        segment.or_full(segment.file.write_all_at(bytes, place.offset))
+    /// Promises room on a drive, so that what is placed there later can be written. `false` if it is not there.
+    pub(crate) fn promise(&self, drive: u8, len: u64) -> io::Result<bool> {
+        self.segment(drive)?.promise(len)
     }
 
-    /// Makes the file system set aside what was allocated. `false` where it is full.
-    pub(crate) fn fill_room(&self, place: Place, len: u64) -> io::Result<bool> {
-        let segment = self.segment(place)?;
-        segment.or_full(fill_room(&segment.file, place.offset, len))
+    /// Places blocks one after another into room that was promised; the rest of the promise is given back.
+    pub(crate) fn place(&self, drive: u8, lens: impl Iterator<Item = u64>, promised: u64) -> io::Result<Vec<Place>> {
+        let segment = self.segment(drive)?;
+        let mut room = segment.room();
+        let start = room.end;
+        let mut places = Vec::new();
+        for len in lens {
+            let (offset, next) = pack(room.end, len);
+            places.push(Place { drive, offset });
+            room.end = next;
+        }
+        room.promised = room.promised.saturating_sub(promised);
+        let surplus = promised.saturating_sub(room.end - start);
+        if let Some(reservation) = &mut room.reservation {
+            reservation.shrink(surplus);
+        }
+        Ok(places)
+    }
+
+    /// Writes bytes at a place.
+    pub(crate) fn write(&self, place: Place, bytes: &[u8]) -> io::Result<()> {
+        self.segment(place.drive)?.file.write_all_at(bytes, place.offset)
+    }
+
+    /// Writes blocks that were placed together, with zeros between them.
+    pub(crate) fn write_placed<'a>(&self, places: &[Place], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
+        let Some(first) = places.first() else { return Ok(()) };
+        let file = &self.segment(first.drive)?.file;
+        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES_MAX);
+        let (mut start, mut end) = (first.offset, first.offset);
+        for (place, bytes) in places.iter().zip(blocks) {
+            if slices.len() + 2 > SLICES_MAX {
+                write_all_vectored(file, &mut slices, start)?;
+                slices.clear();
+                start = end;
+            }
+            let gap = place.offset.saturating_sub(end).min(PAGE_SIZE);
+            slices.push(IoSlice::new(&ZEROS[..gap as usize]));
+            slices.push(IoSlice::new(bytes));
+            end = place.offset + bytes.len() as u64;
+        }
+        write_all_vectored(file, &mut slices, start)
+    }
+
+    /// Gives back what was set aside and is not needed, once all is written.
+    pub(crate) fn trim(&self) -> io::Result<()> {
+        self.segments.iter().try_for_each(|segment| {
+            let mut room = segment.room();
+            room.filled = room.end;
+            // A block that owns its pages can be mapped to the end of the last.
+            segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE))
+        })
     }
 
     /// The file of a place's drive.
@@ -69,7 +136,7 @@ impl Segments {
     /// Gives the room back to the file systems, whoever still has the files open.
     pub(crate) fn give_up(&self) {
         for segment in &self.segments {
-            let mut room = segment.room.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut room = segment.room();
             // Cut off, not punched: whoever has it mapped shall not read zeros.
             if let Err(error) = segment.file.set_len(0) {
                 tracing::warn!(%error, "cannot empty a segment; its room is free when its last reader ends");
@@ -78,41 +145,66 @@ impl Segments {
         }
     }
 
-    fn segment(&self, place: Place) -> io::Result<&Segment> {
-        let segment = self.segments.get(usize::from(place.drive));
+    fn segment(&self, drive: u8) -> io::Result<&Segment> {
+        let segment = self.segments.get(usize::from(drive));
         segment.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a place on a drive that is not there"))
     }
 }
 
 impl Segment {
-    /// That the file system is full is no failure, but the drive's end.
-    fn or_full(&self, written: io::Result<()>) -> io::Result<bool> {
-        match written {
-            Ok(()) => Ok(true),
-            Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-                self.drive.set_full();
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn allocate(&self, drive: u8, lens: &[u64]) -> Option<Vec<Place>> {
-        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut end = room.end;
-        let mut places = Vec::with_capacity(lens.len());
-        for &len in lens {
-            let (offset, next) = pack(end, len);
-            places.push(Place { drive, offset });
-            end = next;
+    fn promise(&self, len: u64) -> io::Result<bool> {
+        let mut room = self.room();
+        if !room.reservation.as_mut().is_some_and(|reservation| reservation.grow(len)) {
+            return Ok(false);
         }
-        let more = end - room.end;
-        if !room.reservation.as_mut()?.grow(more) {
-            return None;
+        let needed = room.end + room.promised + len;
+        if needed > room.filled && !self.set_aside(&mut room, needed)? {
+            // The file system is full before our capacity is.
+            if let Some(reservation) = &mut room.reservation {
+                reservation.shrink(len);
+            }
+            self.drive.set_full();
+            return Ok(false);
         }
-        room.end = end;
-        Some(places)
+        room.promised += len;
+        Ok(true)
     }
+
+    /// Makes the file system set room aside up to `needed`, and some more if it has it.
+    fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
+        for until in [needed.next_multiple_of(ROOM_STEP), needed] {
+            match fallocate(&self.file, FallocateFlags::empty(), room.filled as i64, (until - room.filled) as i64) {
+                // Where it cannot do that, a full one is met when blocks are written.
+                Ok(()) | Err(Errno::EOPNOTSUPP) => {
+                    room.filled = until;
+                    return Ok(true);
+                }
+                Err(Errno::ENOSPC | Errno::EDQUOT) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn write_all_vectored(file: &File, slices: &mut [IoSlice<'_>], mut offset: u64) -> io::Result<()> {
+    let mut left = slices;
+    while left.iter().any(|slice| !slice.is_empty()) {
+        match pwritev(file, left, offset as i64) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => {
+                offset += count as u64;
+                IoSlice::advance_slices(&mut left, count);
+            }
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -120,22 +212,49 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_packed_read_back_and_given_up() {
+    fn blocks_are_placed_in_promised_room_read_back_and_given_up() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();
-        let places = segments.allocate(&[10, 100_000, 5]).unwrap();
+        let lens = [10, 100_000, 5];
+        let promised = lens.iter().map(|&len| room_for(len)).sum();
+        assert!(segments.promise(0, promised).unwrap());
+        let places = segments.place(0, lens.into_iter(), promised).unwrap();
         assert_eq!(places.iter().map(|place| place.offset).collect::<Vec<_>>(), [4096, 8192, 110_592]);
-        assert!(segments.write(places[1], &[7; 100_000]).unwrap());
-        assert!(segments.allocate(&[1 << 20]).is_none());
+        let blocks: Vec<Vec<u8>> = lens.iter().map(|&len| vec![len as u8; len as usize]).collect();
+        segments.write_placed(&places, blocks.iter().map(Vec::as_slice)).unwrap();
+        assert!(!segments.promise(0, 1 << 20).unwrap());
         assert_eq!(drives[0].used(), 110_597);
+        segments.trim().unwrap();
         let file = segments.file(0).unwrap().clone();
-        let mut byte = [0];
-        file.read_exact_at(&mut byte, 108_191).unwrap();
-        assert_eq!(byte, [7]);
+        assert_eq!(file.metadata().unwrap().len(), 110_597_u64.next_multiple_of(4096));
+        for (place, block) in places.iter().zip(&blocks) {
+            let mut bytes = vec![0; block.len()];
+            file.read_exact_at(&mut bytes, place.offset).unwrap();
+            assert!(bytes == *block);
+        }
+        let mut byte = [1];
+        file.read_exact_at(&mut byte, 8191).unwrap();
+        assert_eq!(byte, [0]);
         segments.give_up();
         assert!(file.read_exact_at(&mut byte, 108_191).is_err());
         assert_eq!((file.metadata().unwrap().len(), drives[0].used()), (0, 0));
-        assert!(segments.allocate(&[1]).is_none());
+        assert!(!segments.promise(0, 1).unwrap());
+    }
+
+    #[test]
+    fn many_small_blocks_are_written_in_several_calls() {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 24).unwrap();
+        let segments = Segments::create(&drives, DatasetId(1)).unwrap();
+        let blocks: Vec<Vec<u8>> = (0..3000_usize).map(|number| vec![number as u8; number % 700]).collect();
+        let lens = || blocks.iter().map(|block| block.len() as u64);
+        assert!(segments.promise(0, lens().sum()).unwrap());
+        let places = segments.place(0, lens(), lens().sum()).unwrap();
+        segments.write_placed(&places, blocks.iter().map(Vec::as_slice)).unwrap();
+        let all = blocks.concat();
+        let mut found = vec![0; all.len()];
+        segments.file(0).unwrap().read_exact_at(&mut found, DATA_START).unwrap();
+        assert!(found == all);
     }
 }

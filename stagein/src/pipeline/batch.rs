@@ -9,7 +9,7 @@ pub struct Batch<B> {
     buffer: B,
     len: usize,
     blocks: Vec<ShippedBlock>,
-    members: Vec<usize>,
+    members: Vec<(usize, u32)>,
 }
 
 impl<B: DerefMut<Target = [u8]>> Batch<B> {
@@ -48,14 +48,14 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
     }
 
     /// Takes in the bytes that were put into the space before.
-    pub(super) fn push(&mut self, member: usize, block: ShippedBlock) {
+    pub(super) fn push(&mut self, member: (usize, u32), block: ShippedBlock) {
         self.len += block.len as usize;
         self.blocks.push(block);
         self.members.push(member);
     }
 
-    /// Each block with its member's index and its bytes.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (usize, &ShippedBlock, &[u8])> {
+    /// Each block with its member's index and its number there, and its bytes.
+    pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, u32), &ShippedBlock, &[u8])> {
         let mut end = 0;
         self.members.iter().zip(&self.blocks).map(move |(&member, block)| {
             let start = end;
@@ -71,5 +71,17 @@ pub struct BatchTable {
     pub len: usize,
     /// Its blocks.
     pub blocks: Vec<ShippedBlock>,
-    members: Vec<usize>,
+    pub(super) members: Vec<(usize, u32)>,
+}
+
+/// A piece of a block that is larger than a batch.
+pub struct Piece<B> {
+    /// Its bytes, at the start of this.
+    pub buffer: B,
+    /// How many.
+    pub len: usize,
+    /// The block's number at its owner.
+    pub arrival: u32,
+    /// Where in the block it goes.
+    pub offset: u64,
 }

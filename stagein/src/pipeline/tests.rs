@@ -1,55 +1,87 @@
-//! A worker over a sink in memory: what comes out is what went in, also when nodes are full.
+//! Workers over a sink in memory: what comes out is what went in, also when nodes are full, and however an archive is cut.
 
-use std::collections::{HashMap, VecDeque};
+mod adversary;
+mod nested;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs;
 use std::io::Seek;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::rc::Rc;
 
+use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::catalog::member::read_member;
-use dayfly_meta::limits::BATCHES_PER_WORKER;
+use dayfly_meta::limits::BATCHES_PER_WORKER_MAX;
 use dayfly_meta::placement;
 
 use super::*;
-use crate::plan::plan;
-
-type Key = (MemberKey, u32);
+use crate::handing::{Handed, Handing};
+use crate::plan::{Plan, Wanted, plan};
 
 /// Nodes that store blocks in memory until they have no room.
 struct MemorySink {
     room: Vec<u64>,
-    stored: HashMap<Key, (NodeId, Vec<u8>)>,
-    under_way: VecDeque<(NodeId, Batch<Vec<u8>>)>,
-    lent: usize,
+    stored: HashMap<(NodeId, u32), Vec<u8>>,
+    under_way: VecDeque<UnderWay>,
+    lent: Rc<()>,
+    arrivals: u32,
+}
+
+/// A buffer that is counted as long as it is out.
+struct Lent(Vec<u8>, #[expect(dead_code, reason = "it counts")] Rc<()>);
+
+impl std::ops::Deref for Lent {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Lent {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+enum UnderWay {
+    Batch(NodeId, Batch<Lent>),
+    Piece(NodeId, Piece<Lent>),
 }
 
 impl MemorySink {
-    fn take(&mut self, owner: NodeId, batch: Batch<Vec<u8>>) -> Settled<Vec<u8>> {
-        let new: u64 =
-            batch.blocks().iter().filter(|block| u64::from(block.len) == block.block_len).map(|block| block.block_len).sum();
-        let Some(left) = self.room[owner.index()].checked_sub(new) else { return Settled::Full(owner, batch) };
+    fn new(room: &[u64]) -> Self {
+        Self { room: room.to_vec(), stored: HashMap::new(), under_way: VecDeque::new(), lent: Rc::default(), arrivals: 0 }
+    }
+
+    fn take(&mut self, owner: NodeId, batch: Batch<Lent>) -> Settled<Lent> {
+        let Some(left) = self.room[owner.index()].checked_sub(batch.len() as u64) else { return Settled::Full(owner, batch) };
         self.room[owner.index()] = left;
-        for (_, block, bytes) in batch.iter() {
-            let whole = vec![0; block.block_len as usize];
-            let (_, stored) = self.stored.entry((block.key, block.part)).or_insert((owner, whole));
-            stored[block.offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        let first = self.arrivals;
+        for (_, _, bytes) in batch.iter() {
+            self.stored.insert((owner, self.arrivals), bytes.to_vec());
+            self.arrivals += 1;
         }
-        self.lent -= 1;
-        Settled::Stored
+        Settled::Stored(first, batch.into_parts().1)
     }
 }
 
 impl Sink for &mut MemorySink {
-    type Buffer = Vec<u8>;
+    type Buffer = Lent;
 
-    fn buffer(&mut self) -> Option<Vec<u8>> {
-        (self.lent < BATCHES_PER_WORKER).then(|| {
-            self.lent += 1;
-            vec![0; BATCH_LEN_MAX]
-        })
+    fn buffer(&mut self, _owner: NodeId) -> Result<Option<Lent>, StageInError> {
+        let is_left = Rc::strong_count(&self.lent) <= BATCHES_PER_WORKER_MAX;
+        Ok(is_left.then(|| Lent(vec![0; BATCH_LEN_MAX], self.lent.clone())))
     }
 
-    fn ship(&mut self, owner: NodeId, batch: Batch<Vec<u8>>) -> Result<(), StageInError> {
-        self.under_way.push_back((owner, batch));
+    fn ship(&mut self, owner: NodeId, batch: Batch<Lent>) -> Result<(), StageInError> {
+        self.under_way.push_back(UnderWay::Batch(owner, batch));
+        Ok(())
+    }
+
+    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Lent>) -> Result<(), StageInError> {
+        self.under_way.push_back(UnderWay::Piece(owner, piece));
         Ok(())
     }
 
@@ -57,59 +89,143 @@ impl Sink for &mut MemorySink {
         self.under_way.len()
     }
 
-    fn settle(&mut self) -> Result<Settled<Vec<u8>>, StageInError> {
-        let (owner, batch) = self.under_way.pop_front().unwrap();
-        let settled = self.take(owner, batch);
-        if matches!(settled, Settled::Full(..)) {
-            self.lent -= 1;
+    fn settle(&mut self) -> Result<Settled<Lent>, StageInError> {
+        match self.under_way.pop_front().unwrap() {
+            UnderWay::Batch(owner, batch) => Ok(self.take(owner, batch)),
+            UnderWay::Piece(owner, piece) => {
+                let block = self.stored.get_mut(&(owner, piece.arrival)).unwrap();
+                block[piece.offset as usize..][..piece.len].copy_from_slice(&piece.buffer[..piece.len]);
+                Ok(Settled::Piece)
+            }
         }
-        Ok(settled)
     }
 
-    fn reserve(&mut self, owner: NodeId, key: MemberKey, part: u32, block_len: u64) -> Result<bool, StageInError> {
-        let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(false) };
+    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+        let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(None) };
         self.room[owner.index()] = left;
-        self.stored.insert((key, part), (owner, vec![0; block_len as usize]));
-        Ok(true)
+        self.arrivals += 1;
+        self.stored.insert((owner, self.arrivals - 1), vec![0; block_len as usize]);
+        Ok(Some(self.arrivals - 1))
     }
 }
 
-/// Stages a folder of `sizes` into nodes with `room`; returns each sample's bytes and how many blocks each node holds.
+fn placement(nodes: usize) -> Arc<Placement> {
+    let members: Vec<_> = (0..nodes as u16).map(|node| placement::Member { node: NodeId(node), capacity: 1 }).collect();
+    Arc::new(Placement::new(1, &members))
+}
+
+fn planned(paths: &[&Path], selection: &Selection) -> Result<Plan, StageInError> {
+    let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
+    let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
+    plan(&wanted, tempfile::tempfile().unwrap(), &|| false)
+}
+
+/// What a stage-in found.
+#[derive(Default)]
+struct Staged {
+    /// By place in the order.
+    members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
+    counts: Counts,
+    rejected: usize,
+    source_bytes: u64,
+}
+
+impl Staged {
+    /// What there is at the end, by path; a later member replaces an earlier one.
+    fn tree(&self) -> BTreeMap<String, (MemberKind, Vec<u8>)> {
+        let entry = |(member, bytes): &(Member, Vec<u8>)| {
+            let mut kind = member.kind.clone();
+            if let MemberKind::File { blocks, .. } = &mut kind {
+                blocks.clear();
+            }
+            (display(&member.path), (kind, bytes.clone()))
+        };
+        self.members.values().map(entry).collect()
+    }
+}
+
+/// Runs a plan by several workers, each with a unit at a time; they come back in an order that `turns` decides.
+fn run(
+    plan: Plan,
+    selection: &Selection,
+    room: &[u64],
+    workers: usize,
+    turns: &mut dyn FnMut(usize) -> usize,
+) -> Result<Staged, StageInError> {
+    let mut sink = MemorySink::new(room);
+    let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
+    let decoders = Decoders { threads: 2, ahead_len: 4 << 20 };
+    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders };
+    let gauge: Arc<Gauge> = Arc::default();
+    let mut worker = Worker::new(&mut sink, runs, orders, gauge.clone())?;
+    let mut handing = Handing::new(plan.units, plan.ranges);
+    let mut staged = Staged::default();
+    let mut back = Vec::new();
+    loop {
+        let handed = if back.len() < workers { handing.hand_out()? } else { Handed::Nothing };
+        match handed {
+            Handed::Unit(unit) => back.push(worker.run(&unit)?),
+            Handed::Nothing => {
+                let report = back.swap_remove(turns(back.len()));
+                let judged = handing.take_back(report);
+                judged.counts.into_iter().for_each(|counts| staged.counts.add(counts));
+                if let Some(reason) = judged.failure {
+                    let (path, offset) = (Path::new("failed").to_owned(), 0);
+                    return Err(StageInError::Damaged { path, offset, reason });
+                }
+            }
+            Handed::Done => break,
+        }
+    }
+    let rejected = handing.rejected().clone();
+    for (mut run, _) in worker.finish()?.finish().unwrap() {
+        run.rewind().unwrap();
+        while let Some(member) = read_member(&mut run).unwrap() {
+            if rejected.contains(&member.ticket) {
+                continue;
+            }
+            let mut bytes = Vec::new();
+            if let MemberKind::File { size, blocks } = &member.kind {
+                for block in blocks {
+                    let stored = &sink.stored[&(block.owner, block.arrival)];
+                    assert_eq!(block.checksum, crc32c::crc32c(stored), "{}", display(&member.path));
+                    bytes.extend_from_slice(stored);
+                }
+                assert_eq!(bytes.len() as u64, *size);
+            }
+            assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "one place twice");
+        }
+    }
+    staged.rejected = rejected.len();
+    staged.source_bytes = gauge.take().source_bytes;
+    assert_eq!((sink.under_way.len(), Rc::strong_count(&sink.lent)), (0, 1), "nothing is left under way");
+    Ok(staged)
+}
+
+fn run_simply(paths: &[&Path], selection: &Selection) -> Result<Staged, StageInError> {
+    run(planned(paths, selection)?, selection, &[1 << 40; 3], 1, &mut |_| 0)
+}
+
+/// Stages a folder of `sizes` into nodes with `room`; returns how many blocks each node holds.
 fn stage(sizes: &[u64], room: &[u64]) -> Result<Vec<usize>, StageInError> {
     let folder = tempfile::tempdir().unwrap();
     let content = |number: usize, size: u64| (0..size).map(|at| (at * 7 + number as u64) as u8).collect::<Vec<u8>>();
     for (number, &size) in sizes.iter().enumerate() {
         fs::write(folder.path().join(format!("f{number}")), content(number, size)).unwrap();
     }
-    let mut sink = MemorySink { room: room.to_vec(), stored: HashMap::new(), under_way: VecDeque::new(), lent: 0 };
-    let members: Vec<_> = (0..room.len() as u16).map(|node| placement::Member { node: NodeId(node), capacity: 1 }).collect();
-    let placement = Arc::new(Placement::new(1, &members));
-    let runs = RunWriter::new(Box::new(tempfile::tempfile));
-    let mut worker = Worker::new(&mut sink, placement, runs, &Selection::default(), Arc::default())?;
-    let patterns = [folder.path().as_os_str().as_bytes().to_vec()];
-    let mut plan = plan(&patterns, &Selection::default(), tempfile::tempfile().unwrap(), &|| false)?;
-    while let Some(unit) = plan.units.next_unit()? {
-        worker.run(&unit)?;
-    }
+    let selection = Selection::default();
+    let staged = run(planned(&[folder.path()], &selection)?, &selection, room, 1, &mut |_| 0)?;
+    let mut held = vec![0; room.len()];
     let mut files = 0;
-    let runs = worker.finish()?.finish().unwrap();
-    for (mut run, _) in runs {
-        run.rewind().unwrap();
-        while let Some(member) = read_member(&mut run).unwrap() {
-            let MemberKind::File { size, blocks } = member.kind else { continue };
-            let number: usize = display(&member.path)[1..].parse().unwrap();
-            let mut bytes = Vec::new();
-            for (part, block) in blocks.iter().enumerate() {
-                let (owner, stored) = &sink.stored[&(member.key, part as u32)];
-                assert_eq!((block.owner, block.checksum), (*owner, crc32c::crc32c(stored)), "{number} part {part}");
-                bytes.extend_from_slice(stored);
-            }
-            assert!(size == sizes[number] && bytes == content(number, size), "sample {number}");
-            files += 1;
-        }
+    for (member, bytes) in staged.members.values() {
+        let MemberKind::File { blocks, .. } = &member.kind else { continue };
+        let number: usize = display(&member.path)[1..].parse().unwrap();
+        assert!(*bytes == content(number, sizes[number]), "sample {number}");
+        blocks.iter().for_each(|block| held[block.owner.index()] += 1);
+        files += 1;
     }
     assert_eq!(files, sizes.len());
-    Ok((0..room.len()).map(|node| sink.stored.values().filter(|(owner, _)| owner.index() == node).count()).collect())
+    Ok(held)
 }
 
 #[test]
@@ -135,21 +251,48 @@ fn no_room_anywhere_is_an_error_that_names_the_sample() {
 }
 
 #[test]
+fn files_of_one_stem_have_one_owner_and_one_place_in_the_order() {
+    let folder = tempfile::tempdir().unwrap();
+    for number in 0..200 {
+        for ending in ["jpg", "json", "txt"] {
+            fs::write(folder.path().join(format!("{number}.{ending}")), ending).unwrap();
+        }
+    }
+    let selection = Selection { group: Grouping::Stem, ..Selection::default() };
+    let staged = run(planned(&[folder.path()], &selection).unwrap(), &selection, &[1 << 40; 4], 1, &mut |_| 0).unwrap();
+    let mut owners: BTreeMap<String, NodeId> = BTreeMap::new();
+    for (path, owner) in staged.members.values().filter_map(|(member, _)| match &member.kind {
+        MemberKind::File { blocks, .. } => Some((display(&member.path), blocks[0].owner)),
+        _ => None,
+    }) {
+        let stem = path.split('.').next().unwrap().to_owned();
+        assert_eq!(*owners.entry(stem).or_insert(owner), owner, "{path}");
+    }
+    assert_eq!(owners.len(), 200);
+    assert!((0..4).all(|node| owners.values().any(|&owner| owner == NodeId(node))));
+}
+
+#[test]
 fn a_source_that_changed_since_it_was_listed_is_named() {
     for (content, what) in [("other length", "size"), ("12345", "time")] {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("file");
-        fs::write(&path, "54321").unwrap();
-        fs::File::open(&path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
-        let patterns = [folder.path().as_os_str().as_bytes().to_vec()];
-        let mut plan = plan(&patterns, &Selection::default(), tempfile::tempfile().unwrap(), &|| false).unwrap();
-        fs::write(&path, content).unwrap();
-        let mut sink = MemorySink { room: vec![1 << 20], stored: HashMap::new(), under_way: VecDeque::new(), lent: 0 };
-        let placement = Arc::new(Placement::new(1, &[placement::Member { node: NodeId(0), capacity: 1 }]));
-        let runs = RunWriter::new(Box::new(tempfile::tempfile));
-        let mut worker = Worker::new(&mut sink, placement, runs, &Selection::default(), Arc::default()).unwrap();
-        let unit = plan.units.next_unit().unwrap().unwrap();
-        let error = worker.run(&unit).unwrap_err();
-        assert!(matches!(&error, StageInError::Changed { path: named } if *named == path), "{what}: {error}");
+        for keep_going in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("file");
+            fs::write(&path, "54321").unwrap();
+            fs::File::open(&path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+            let selection = Selection { keep_going, ..Selection::default() };
+            let plan = planned(&[folder.path()], &selection).unwrap();
+            fs::write(&path, content).unwrap();
+            match run(plan, &selection, &[1 << 20], 1, &mut |_| 0) {
+                Err(error) => {
+                    assert!(matches!(&error, StageInError::Changed { path: named } if *named == path), "{what}: {error}");
+                    assert!(!keep_going);
+                }
+                Ok(staged) => {
+                    assert!(keep_going && staged.counts.skipped == 1, "{what}");
+                    assert!(staged.counts.skipped_notes[0].contains("changed"), "{:?}", staged.counts.skipped_notes);
+                }
+            }
+        }
     }
 }

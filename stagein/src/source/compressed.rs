@@ -1,6 +1,9 @@
 //! Decompression by well-kept libraries, each bounded in the memory that a hostile stream can make it take. All formats
 //! may consist of several streams one after another, as their own tools accept.
 
+mod frames;
+pub(crate) mod stage;
+
 use std::io::{self, BufRead, BufReader, Read};
 
 use dayfly_meta::catalog::Compression;
@@ -40,6 +43,38 @@ pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a
         }
         Compression::Lz4 => Box::new(Lz4Frames { frame: lz4_flex::frame::FrameDecoder::new(input) }),
     })
+}
+
+/// The dictionary of an xz file's first block, in bytes: what its decoder needs. Unknown counts as large.
+fn xz_dictionary_len(start: &[u8]) -> u64 {
+    // A stream header of 12 bytes; then of the block: its header's length, flags, two lengths that may be left out, and filters.
+    let mut rest = start.get(13..).unwrap_or_default();
+    let Some((&flags, after)) = rest.split_first() else { return u64::MAX };
+    rest = after;
+    let mut number = || {
+        let len = rest.iter().position(|byte| byte & 0x80 == 0)? + 1;
+        let value = rest.get(..len.min(9))?.iter().rev().fold(0_u64, |value, byte| value << 7 | u64::from(byte & 0x7f));
+        rest = &rest[len..];
+        Some(value)
+    };
+    let lens = (flags >> 6 & 1) + (flags >> 7);
+    let mut find = || {
+        for _ in 0..lens {
+            number()?;
+        }
+        for _ in 0..=flags & 3 {
+            let (filter, properties) = (number()?, number()?);
+            let first = number()?;
+            if filter == 0x21 && properties == 1 && first < 40 {
+                return Some((2 | first & 1) << (first / 2 + 11));
+            }
+            for _ in 1..properties {
+                number()?;
+            }
+        }
+        None
+    };
+    find().unwrap_or(u64::MAX)
 }
 
 /// lz4 frames one after another: the library's reader ends with the first.
@@ -111,6 +146,18 @@ pub(crate) mod tests {
             assert!(unpack(compression, &packed.repeat(2)).unwrap() == half.repeat(2), "{compression:?} twice");
         }
         assert_eq!(recognize(b"ustar"), Compression::None);
+    }
+
+    #[test]
+    fn the_dictionary_of_xz_is_told() {
+        let dictionary = |preset| {
+            let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), preset);
+            encoder.write_all(b"content").unwrap();
+            xz_dictionary_len(&encoder.finish().unwrap())
+        };
+        assert_eq!((dictionary(0), dictionary(6), dictionary(9)), (256 << 10, 8 << 20, 64 << 20));
+        assert_eq!(xz_dictionary_len(&[0xff; 64]), u64::MAX);
+        assert_eq!(xz_dictionary_len(&[]), u64::MAX);
     }
 
     #[test]

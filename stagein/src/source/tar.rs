@@ -2,13 +2,17 @@
 
 mod header;
 mod pax;
+mod sparse;
 
 use std::io::{self, Read};
 
 use dayfly_meta::limits::TAR_EXTENSION_LEN_MAX;
 
 use header::{Header, Type};
-use pax::Extension;
+pub(crate) use pax::Extension;
+use sparse::Expansion;
+
+use crate::source::plain::{PlainReader, Skip};
 
 /// Tar's unit of length.
 pub(crate) const BLOCK_LEN: usize = 512;
@@ -30,7 +34,7 @@ pub(crate) struct TarMember {
     /// As it stands in the archive.
     pub(crate) name: Vec<u8>,
     pub(crate) kind: TarKind,
-    /// Bytes of data.
+    /// Bytes of data; of a sparse file, with its holes.
     pub(crate) size: u64,
     pub(crate) mode: u32,
     pub(crate) mtime_s: i64,
@@ -44,8 +48,6 @@ pub(crate) struct TarMember {
 pub(crate) enum TarError {
     /// It breaks off, or its bytes are no tar.
     Damaged { offset: u64, reason: String },
-    /// It is well, but holds what is not unpacked.
-    Unsupported { offset: u64, reason: String },
 }
 
 /// How an archive ended.
@@ -76,16 +78,46 @@ pub(crate) struct TarReader<R> {
     data_left: u64,
     padding: u64,
     global: Extension,
+    expansion: Option<Expansion>,
+    member_start: u64,
+    /// A header that was read before it was wanted.
+    pending: Option<[u8; BLOCK_LEN]>,
 }
 
-impl<R: Read> TarReader<R> {
+impl<R: Skip> TarReader<R> {
     pub(crate) fn new(input: R) -> Self {
-        Self { input, position: 0, data_left: 0, padding: 0, global: Extension::default() }
+        Self::at(input, 0, Extension::default())
+    }
+
+    /// From between two members; `globals` is what global extended headers have said so far.
+    pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
+        Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
+    }
+
+    /// Where the last member's first header begins.
+    pub(crate) fn member_start(&self) -> u64 {
+        self.member_start
+    }
+
+    /// Where the next member's first header begins.
+    pub(crate) fn next_start(&self) -> u64 {
+        self.position.saturating_add(self.data_left).saturating_add(self.padding)
+    }
+
+    /// What global extended headers have said so far.
+    pub(crate) fn globals(&self) -> &Extension {
+        &self.global
+    }
+
+    /// What is read from.
+    pub(crate) fn input(&mut self) -> &mut R {
+        &mut self.input
     }
 
     /// Skips what is left of the member before, and reads the next one's headers.
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
         self.skip_data()?;
+        self.member_start = self.position;
         let mut extension = self.global.clone();
         let mut has_extension = false;
         loop {
@@ -108,12 +140,13 @@ impl<R: Read> TarReader<R> {
                 Type::Global => {
                     let text = self.read_extension(offset, header.size)?;
                     self.global.parse(&text).map_err(|reason| damaged(offset, reason))?;
+                    self.global.sparse = None;
                     extension.parse(&text).map_err(|reason| damaged(offset, reason))?;
                 }
                 Type::LongName => extension.path = Some(until_nul(self.read_extension(offset, header.size)?)),
                 Type::LongLink => extension.link_path = Some(until_nul(self.read_extension(offset, header.size)?)),
                 Type::Ignored => self.expect_data(header.size),
-                _ => return self.member(offset, header, extension).map(Next::Member),
+                _ => return self.member(offset, &block, header, extension).map(Next::Member),
             }
             has_extension = true;
             self.skip_data()?;
@@ -126,14 +159,32 @@ impl<R: Read> TarReader<R> {
         io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(|error| damaged(position, error.to_string()))
     }
 
-    fn member(&mut self, offset: u64, header: Header, extension: Extension) -> Result<TarMember, TarError> {
-        if extension.is_sparse || header.kind == Type::Sparse {
-            let reason = "it is sparse; pack it again without --sparse".to_owned();
-            return Err(TarError::Unsupported { offset, reason });
-        }
+    fn member(
+        &mut self,
+        offset: u64,
+        block: &[u8; BLOCK_LEN],
+        header: Header,
+        mut extension: Extension,
+    ) -> Result<TarMember, TarError> {
+        let size = extension.size.unwrap_or(header.size);
         let name = extension.path.unwrap_or(header.name);
         let link = extension.link_path.unwrap_or(header.link);
-        let size = extension.size.unwrap_or(header.size);
+        let (mtime_s, mtime_ns) = extension.mtime.unwrap_or((header.mtime_s, 0));
+        if header.kind == Type::Sparse || extension.sparse.is_some() && header.kind == Type::File {
+            let sparse_name = extension.sparse.as_mut().and_then(|sparse| sparse.name.take());
+            let expansion = match extension.sparse {
+                Some(sparse) => {
+                    self.expect_data(size);
+                    sparse.expansion(self)
+                }
+                None => sparse::old_gnu(self, block, size),
+            };
+            let expansion = expansion.map_err(|reason| damaged(offset, reason))?;
+            let size = expansion.size();
+            self.expansion = Some(expansion);
+            let (data_offset, name) = (self.position, sparse_name.unwrap_or(name));
+            return Ok(TarMember { name, kind: TarKind::File, size, mode: header.mode, mtime_s, mtime_ns, data_offset });
+        }
         let (kind, data_len) = match header.kind {
             // Before POSIX a directory was a file whose name ends with a slash, and some still write them so.
             Type::File if name.ends_with(b"/") => (TarKind::Directory, size),
@@ -145,7 +196,6 @@ impl<R: Read> TarReader<R> {
             _ => (TarKind::Special, size),
         };
         self.expect_data(data_len);
-        let (mtime_s, mtime_ns) = extension.mtime.unwrap_or((header.mtime_s, 0));
         let data_offset = self.position;
         let size = if kind == TarKind::File { size } else { 0 };
         Ok(TarMember { name, kind, size, mode: header.mode, mtime_s, mtime_ns, data_offset })
@@ -162,46 +212,100 @@ impl<R: Read> TarReader<R> {
         }
         self.expect_data(len);
         let mut text = Vec::new();
-        self.read_to_end(&mut text).map_err(|error| damaged(self.position, error.to_string()))?;
-        Ok(text)
+        let mut chunk = [0; 4096];
+        loop {
+            match self.read_raw(&mut chunk).map_err(|error| self.broken(error))? {
+                0 => return Ok(text),
+                count => text.extend_from_slice(&chunk[..count]),
+            }
+        }
     }
 
     fn skip_data(&mut self) -> Result<(), TarError> {
-        let copied = io::copy(self, &mut io::sink());
-        copied.map_err(|error| damaged(self.position, error.to_string()))?;
-        let mut padding = [0; BLOCK_LEN];
-        let len = std::mem::take(&mut self.padding) as usize;
-        self.fill(&mut padding[..len])
+        self.expansion = None;
+        let (data_left, padding) = (std::mem::take(&mut self.data_left), std::mem::take(&mut self.padding));
+        for len in [data_left, padding] {
+            if len > 0 {
+                self.input.skip(len).map_err(|error| self.broken(error))?;
+                self.position += len;
+            }
+        }
+        Ok(())
+    }
+
+    fn broken(&self, error: io::Error) -> TarError {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => damaged(self.position, "it breaks off"),
+            _ => damaged(self.position, error.to_string()),
+        }
+    }
+
+    /// A block that belongs to the headers.
+    fn read_block(&mut self) -> Result<[u8; BLOCK_LEN], TarError> {
+        let mut block = [0; BLOCK_LEN];
+        self.fill(&mut block)?;
+        Ok(block)
     }
 
     /// The next block; `None` where the stream ends before it.
     fn read_header_block(&mut self) -> Result<Option<[u8; BLOCK_LEN]>, TarError> {
+        if let Some(block) = self.pending.take() {
+            self.position += BLOCK_LEN as u64;
+            return Ok(Some(block));
+        }
         let mut block = [0; BLOCK_LEN];
-        loop {
-            match self.input.read(&mut block[..1]) {
-                Ok(0) => return Ok(None),
-                Ok(_) => break,
+        let mut filled = 0;
+        while filled < BLOCK_LEN {
+            match self.input.read(&mut block[filled..]) {
+                Ok(0) if filled == 0 => return Ok(None),
+                Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(damaged(self.position, error.to_string())),
+                Err(error) => return Err(self.broken(error)),
             }
         }
-        self.position += 1;
-        self.fill(&mut block[1..])?;
+        self.position += BLOCK_LEN as u64;
         Ok(Some(block))
     }
 
+    /// After damage: goes to the next block before `until` that may be a header. `false` if there is none.
+    pub(crate) fn resume(&mut self, until: u64) -> bool {
+        (self.data_left, self.padding, self.expansion) = (0, 0, None);
+        while self.position < until {
+            match self.read_header_block() {
+                Ok(Some(block)) if header::checksum_matches(&block) => {
+                    self.position -= BLOCK_LEN as u64;
+                    self.pending = Some(block);
+                    return true;
+                }
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return false,
+            }
+        }
+        false
+    }
+
     fn fill(&mut self, buffer: &mut [u8]) -> Result<(), TarError> {
-        self.input.read_exact(buffer).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => damaged(self.position, "it breaks off"),
-            _ => damaged(self.position, error.to_string()),
-        })?;
+        self.input.read_exact(buffer).map_err(|error| self.broken(error))?;
         self.position += buffer.len() as u64;
         Ok(())
     }
 }
 
-impl<R: Read> Read for TarReader<R> {
+impl<R: Skip> Read for TarReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if let Some(mut expansion) = self.expansion.take() {
+            let count = expansion.read(buffer, self);
+            self.expansion = Some(expansion);
+            return count;
+        }
+        self.read_raw(buffer)
+    }
+}
+
+impl<R: Skip> TarReader<R> {
+    /// The member's data as they stand in the archive.
+    fn read_raw(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.data_left == 0 || buffer.is_empty() {
             return Ok(0);
         }
@@ -214,6 +318,18 @@ impl<R: Read> Read for TarReader<R> {
         self.position += count as u64;
         Ok(count)
     }
+}
+
+/// The next place before `until` where a header may begin, which it goes to.
+pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Option<u64>> {
+    while reader.position() < until {
+        let Some(block) = reader.peek(BLOCK_LEN)?.first_chunk::<BLOCK_LEN>() else { return Ok(None) };
+        if header::checksum_matches(block) {
+            return Ok(Some(reader.position()));
+        }
+        reader.skip(BLOCK_LEN as u64)?;
+    }
+    Ok(None)
 }
 
 fn damaged(offset: u64, reason: impl Into<String>) -> TarError {

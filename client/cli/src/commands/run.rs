@@ -24,6 +24,9 @@ const GRACE: Duration = Duration::from_secs(30);
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let itself = |failure: Failure| failure.with_status(NOT_STARTED);
     let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
+    if arguments.options.report.is_some() && stage_ins.len() > 1 {
+        return Err(Failure::usage("--report is of one --stage-in; give the others in a session of 'dayfly up'"));
+    }
     for (number, (_, target)) in stage_ins.iter().enumerate() {
         if stage_ins[..number].iter().any(|(_, earlier)| earlier == target) {
             let target = target.display();

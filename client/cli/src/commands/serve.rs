@@ -46,6 +46,8 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         prefix: orders.prefix,
         verify_reads: orders.verify_reads,
         workers: orders.workers,
+        decoders: orders.decoders,
+        stage_memory: orders.stage_memory,
     };
     // As many as this server's share of the cores: a message handed to a sleeping thread costs more than what is done with it.
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;

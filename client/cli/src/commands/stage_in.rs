@@ -1,6 +1,7 @@
 //! `dayfly stage-in`: the request, its progress and its summary.
 
-mod report;
+mod page;
+mod progress;
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -11,12 +12,12 @@ use std::process::ExitCode;
 use dayfly_client::Session;
 use dayfly_client::locate::Location;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::control::{Command, Event, Selection, StageIn as Request};
+use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageIn as Request};
 
-use crate::args::{StageIn, StageInOptions};
+use crate::args::{Group, StageIn, StageInOptions};
 use crate::failure::Failure;
 use crate::namespace;
-use report::Reporter;
+use progress::Reporter;
 
 pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
     let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
@@ -42,19 +43,31 @@ pub(super) fn stage(
             include: options.include.clone(),
             exclude: options.exclude.clone(),
             no_unpack: options.no_unpack,
+            nested: options.nested,
+            group: options.group.map_or(Grouping::None, |Group::Stem| Grouping::Stem),
+            keep_going: options.keep_going,
         },
         seed: options.seed,
         replace: options.replace,
+        max_rate: options.max_rate,
     };
     let mut reporter = Reporter::new(json, &target.to_string_lossy());
     let mut failure = None;
+    let mut summary = None;
     let ended = session.control(Command::StageIn(request), &mut |event| {
         reporter.show(&event);
-        if let Event::Failed { reason } = event {
-            failure = Some(reason);
+        match event {
+            Event::Failed { reason } => failure = Some(reason),
+            Event::StagedIn(done) => summary = Some(done),
+            _ => {}
         }
     });
     let failure = ended.err().map(|error| format!("node {}: {error}", session.node())).or(failure);
+    if let (None, Some(summary), Some(path)) = (&failure, &summary, &options.report) {
+        let written = std::fs::write(path, page::page(&target.to_string_lossy(), summary));
+        // The dataset is there; that its report is not is no reason to say otherwise.
+        written.map_err(|error| Failure::new(format!("it is staged in, but cannot write '{}': {error}", path.display())))?;
+    }
     match failure {
         None => Ok(()),
         Some(reason) => Err(Failure::new(format!("cannot stage in to '{}': {reason}", target.display()))),

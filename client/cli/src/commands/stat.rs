@@ -64,6 +64,7 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     if let Some(origin) = catalog.origin(sample) {
         let source = display(&origin.source.path);
         match origin.source.kind {
+            SourceKind::Zip => say!("Origin: {source}, record at byte {} of the central directory", origin.offset),
             SourceKind::Tar => say!("Origin: {source}, at byte {} unpacked", origin.offset),
             SourceKind::Directory => say!("Origin: tree {source}"),
             SourceKind::File => say!("Origin: {source}"),

@@ -88,7 +88,7 @@ fn text(field: &[u8]) -> Vec<u8> {
 }
 
 /// A number field: octal digits among blanks, or, with the first bit set, base 256 in two's complement. Empty is 0.
-fn number(field: &[u8]) -> Option<i128> {
+pub(super) fn number(field: &[u8]) -> Option<i128> {
     let first = *field.first()?;
     if first & 0x80 != 0 {
         // The second bit is the sign; 12 bytes of it fit.

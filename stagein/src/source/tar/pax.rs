@@ -1,18 +1,20 @@
 //! PAX extended headers: records of `length key=value`.
 
+use super::sparse::PaxSparse;
+
 /// What extended headers say of the next member.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Extension {
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Extension {
     pub(super) path: Option<Vec<u8>>,
     pub(super) link_path: Option<Vec<u8>>,
     pub(super) size: Option<u64>,
     pub(super) mtime: Option<(i64, u32)>,
-    pub(super) is_sparse: bool,
+    pub(super) sparse: Option<PaxSparse>,
 }
 
 impl Extension {
     /// Takes over a header's records.
-    pub(super) fn parse(&mut self, mut text: &[u8]) -> Result<(), &'static str> {
+    pub(crate) fn parse(&mut self, mut text: &[u8]) -> Result<(), &'static str> {
         const BROKEN: &str = "a broken extended header";
         // Some writers pad with NULs.
         while text.first().is_some_and(|&byte| byte != 0) {
@@ -36,13 +38,50 @@ impl Extension {
             b"size" => self.size = Some(ascii(value)?.parse().ok().filter(|&size: &u64| size < 1 << 62)?),
             b"mtime" if value.is_empty() => self.mtime = None,
             b"mtime" => self.mtime = Some(time(ascii(value)?)?),
-            _ => self.is_sparse |= key.starts_with(b"GNU.sparse."),
+            _ => {
+                if let Some(key) = key.strip_prefix(b"GNU.sparse.") {
+                    self.sparse.get_or_insert_default().set(key, value)?;
+                }
+            }
         }
         Some(())
     }
 }
 
-fn ascii(bytes: &[u8]) -> Option<&str> {
+impl Extension {
+    /// As records that [`Self::parse`] reads back: the same for equal ones. What is sparse is never said of all members.
+    pub(crate) fn records(&self) -> Vec<u8> {
+        let mut text = Vec::new();
+        let mut record = |key: &str, value: &[u8]| {
+            // The length counts its own digits.
+            let rest = key.len() + value.len() + 3;
+            let len = (1..8).map(|digits| rest + digits).find(|len| rest + len.to_string().len() == *len).unwrap_or(rest);
+            text.extend_from_slice(format!("{len} {key}=").as_bytes());
+            text.extend_from_slice(value);
+            text.push(b'\n');
+        };
+        if let Some(path) = &self.path {
+            record("path", path);
+        }
+        if let Some(path) = &self.link_path {
+            record("linkpath", path);
+        }
+        if let Some(size) = self.size {
+            record("size", size.to_string().as_bytes());
+        }
+        if let Some((seconds, nanoseconds)) = self.mtime {
+            // Below zero, a fraction counts upwards from the whole number and is written downwards.
+            let text = match seconds {
+                i64::MIN..0 if nanoseconds > 0 => format!("-{}.{:09}", -(seconds + 1), 1_000_000_000 - nanoseconds),
+                _ => format!("{seconds}.{nanoseconds:09}"),
+            };
+            record("mtime", text.as_bytes());
+        }
+        text
+    }
+}
+
+pub(super) fn ascii(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok().filter(|text| text.is_ascii())
 }
 
@@ -79,7 +118,19 @@ mod tests {
     }
 
     #[test]
-    fn broken_records_are_errors() {
+    fn records_are_written_back_and_broken_ones_are_errors() {
+        for mtime in [(12, 5), (-2, 750_000_000), (-1, 1), (0, 0), (-7, 0)] {
+            let extension = Extension {
+                path: Some(b"a\xff".repeat(49)),
+                link_path: Some(b"x".to_vec()),
+                size: Some(1 << 40),
+                mtime: Some(mtime),
+                sparse: None,
+            };
+            let mut again = Extension::default();
+            again.parse(&extension.records()).unwrap();
+            assert_eq!(again, extension);
+        }
         for broken in [
             &b"99 path=a\n"[..],
             b"0 =\n",

@@ -1,11 +1,11 @@
-//! How a stage-in looks to its user: a bar on a terminal, plain lines elsewhere, JSON for machines.
+//! How a stage-in looks to its user: bars on a terminal, plain lines elsewhere, JSON for machines.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, Summary};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, Step, Summary};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::failure::say;
@@ -17,19 +17,65 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// From so many samples on, how evenly the nodes share them is told.
 const BALANCE_SAMPLES_MIN: u64 = 1000;
 
+/// With more nodes than this, only one bar for all.
+const NODE_BARS_MAX: usize = 16;
+
+/// What kept a stage-in busy is told of those that took at least so long.
+const BOTTLENECK_TOLD_MS_MIN: u64 = 1000;
+
 /// Shows events.
 pub(super) struct Reporter {
     json: bool,
     target: String,
-    bar: Option<ProgressBar>,
+    bars: Option<Bars>,
     last_line: Instant,
     start: Instant,
+}
+
+/// Bars on a terminal: one for all, and one for each node where these are few.
+struct Bars {
+    all: MultiProgress,
+    total: ProgressBar,
+    nodes: Vec<ProgressBar>,
+}
+
+impl Bars {
+    fn new(source_bytes: u64) -> Self {
+        let all = MultiProgress::with_draw_target(ProgressDrawTarget::stderr());
+        let total = all.add(ProgressBar::new(source_bytes));
+        total.set_style(style("{bar:30} {percent:>3}% of sources, {binary_bytes_per_sec}, {eta} left, {msg}"));
+        Self { all, total, nodes: Vec::new() }
+    }
+
+    fn show(&mut self, progress: &Progress, what: String) {
+        self.total.set_position(progress.source_bytes);
+        self.total.set_message(what);
+        if progress.nodes.len() > NODE_BARS_MAX {
+            return;
+        }
+        while self.nodes.len() < progress.nodes.len() {
+            // Its part of the whole, for how much it will be is not known before.
+            let bar = self.all.add(ProgressBar::new(self.total.length().unwrap_or(0)));
+            bar.set_style(style("{bar:30} {prefix}: {binary_bytes} read, {binary_bytes_per_sec}, {msg}"));
+            bar.set_prefix(format!("node {}", self.nodes.len()));
+            self.nodes.push(bar);
+        }
+        for (bar, counted) in self.nodes.iter().zip(&progress.nodes) {
+            bar.set_position(counted.source_bytes);
+            bar.set_message(format!("{} files", counted.files));
+        }
+    }
+}
+
+/// The templates are our own, so they parse; without them the default style serves.
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
 impl Reporter {
     pub(super) fn new(json: bool, target: &str) -> Self {
         let now = Instant::now();
-        Self { json, target: target.to_owned(), bar: None, last_line: now, start: now }
+        Self { json, target: target.to_owned(), bars: None, last_line: now, start: now }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -43,8 +89,9 @@ impl Reporter {
     }
 
     fn clear(&mut self) {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
+        if let Some(bars) = self.bars.take() {
+            bars.total.finish_and_clear();
+            bars.nodes.iter().for_each(ProgressBar::finish_and_clear);
         }
     }
 
@@ -61,27 +108,20 @@ impl Reporter {
             size::show(plan.free_bytes)
         );
         if io::stderr().is_terminal() {
-            let bar = ProgressBar::with_draw_target(Some(plan.source_bytes), ProgressDrawTarget::stderr());
-            // A template of our own, so it parses; without it the default style would serve.
-            if let Ok(style) =
-                ProgressStyle::with_template("{bar:30} {percent:>3}% of sources, {binary_bytes_per_sec}, {eta} left, {msg}")
-            {
-                bar.set_style(style);
-            }
-            self.bar = Some(bar);
+            self.bars = Some(Bars::new(plan.source_bytes));
         }
     }
 
     fn show_progress(&mut self, progress: &Progress) {
         let what = match progress.phase {
+            Phase::Waiting => "waiting for other stage-ins to end".to_owned(),
             Phase::Planning => "finding sources".to_owned(),
             Phase::Reading => format!("{} files, {}", progress.files, size::show(progress.bytes)),
             Phase::Merging => "merging the catalog".to_owned(),
             Phase::Publishing => "publishing the catalog".to_owned(),
         };
-        if let Some(bar) = &self.bar {
-            bar.set_position(progress.source_bytes);
-            bar.set_message(what);
+        if let Some(bars) = &mut self.bars {
+            bars.show(progress, what);
         } else if self.last_line.elapsed() >= LINE_INTERVAL {
             self.last_line = Instant::now();
             eprintln!(
@@ -111,6 +151,10 @@ impl Reporter {
             size::show(summary.catalog_bytes),
             balance
         );
+        if summary.elapsed_ms >= BOTTLENECK_TOLD_MS_MIN {
+            let bottleneck = summary.bottleneck();
+            eprintln!("most of the time went into {}", told(bottleneck));
+        }
         if summary.samples == 0 {
             eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
         }
@@ -120,11 +164,12 @@ impl Reporter {
             (counts.refused, "members refused"),
             (counts.made_relative, "absolute names made relative"),
             (counts.unmarked_ends, "archives without an end mark"),
+            (counts.skipped, "members or sources left out, for they cannot be read"),
         ];
         for (count, what) in remarks.iter().filter(|(count, _)| *count > 0) {
             eprintln!("warning: {count} {what}");
         }
-        for note in &counts.notes {
+        for note in counts.notes.iter().chain(&counts.skipped_notes) {
             eprintln!("  {note}");
         }
     }
@@ -139,6 +184,7 @@ impl Reporter {
             Event::Progress(progress) => json!({
                 "event": "progress", "phase": format!("{:?}", progress.phase).to_lowercase(),
                 "source_bytes": progress.source_bytes, "files": progress.files, "bytes": progress.bytes,
+                "nodes": progress.nodes.iter().map(counted).collect::<Vec<_>>(),
             }),
             Event::StagedIn(summary) => json!({
                 "event": "staged-in", "target": self.target, "samples": summary.samples, "bytes": summary.bytes,
@@ -147,10 +193,40 @@ impl Reporter {
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
+                "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
+                "redone_bytes": summary.redone_bytes, "bottleneck": summary.bottleneck().name(),
+                "nodes": summary.nodes.iter().map(|node| {
+                    let mut value = counted(&node.counted);
+                    value["owned_samples"] = node.samples.into();
+                    value["owned_bytes"] = node.bytes.into();
+                    value
+                }).collect::<Vec<_>>(),
             }),
             Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
             Event::Status(_) | Event::Down { .. } => return,
         };
         say!("{value}");
     }
+}
+
+/// A step, and what would make it shorter.
+fn told(step: Step) -> &'static str {
+    match step {
+        Step::Reading => "reading the sources: the file system they lie on is the bottleneck",
+        Step::Decoding => {
+            "decompressing: sources of several frames or blocks (zstd -B, xz -T, bgzip), or more of them, would be decoded in parallel"
+        }
+        Step::Placing => "unpacking and hashing: more cores or nodes would help",
+        Step::Shipping => "waiting for owners to take what was sent to them: the network or their drives are the bottleneck",
+        Step::Writing => "writing to the data dirs: their drives are the bottleneck",
+    }
+}
+
+fn counted(counted: &Counted) -> serde_json::Value {
+    let busy: serde_json::Map<String, serde_json::Value> =
+        Step::ALL.iter().map(|&step| (step.name().to_owned(), (counted.busy_ns[step as usize] / 1_000_000).into())).collect();
+    json!({
+        "source_bytes": counted.source_bytes, "files": counted.files, "bytes": counted.bytes,
+        "shipped_bytes": counted.shipped_bytes, "busy_ms": busy,
+    })
 }

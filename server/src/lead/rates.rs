@@ -1,0 +1,66 @@
+//! How much each node read in each stretch of time, in memory that does not grow with time.
+
+use std::time::{Duration, Instant};
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::PROGRESS_INTERVAL;
+
+/// Intervals of all nodes together, so that they fit a summary, and those of one node.
+const ALL_INTERVALS_MAX: usize = 32 << 10;
+const INTERVALS_MAX: usize = 512;
+const INTERVALS_MIN: usize = 8;
+
+/// Bytes by node and interval.
+pub(super) struct Rates {
+    start: Instant,
+    interval: Duration,
+    nodes: Vec<Vec<u64>>,
+}
+
+impl Rates {
+    pub(super) fn new(nodes: usize) -> Self {
+        Self { start: Instant::now(), interval: PROGRESS_INTERVAL, nodes: vec![Vec::new(); nodes] }
+    }
+
+    pub(super) fn add(&mut self, node: NodeId, bytes: u64) {
+        self.add_at(self.start.elapsed(), node, bytes);
+    }
+
+    fn add_at(&mut self, since: Duration, node: NodeId, bytes: u64) {
+        let max = (ALL_INTERVALS_MAX / self.nodes.len().max(1)).clamp(INTERVALS_MIN, INTERVALS_MAX);
+        let mut number = (since.as_nanos() / self.interval.as_nanos()) as usize;
+        while number >= max {
+            self.interval *= 2;
+            number /= 2;
+            for rates in &mut self.nodes {
+                *rates = rates.chunks(2).map(|pair| pair.iter().sum()).collect();
+            }
+        }
+        let Some(rates) = self.nodes.get_mut(node.index()) else { return };
+        if rates.len() <= number {
+            rates.resize(number + 1, 0);
+        }
+        rates[number] += bytes;
+    }
+
+    /// By node, and the length of an interval in milliseconds.
+    pub(super) fn read(&self) -> (Vec<Vec<u64>>, u64) {
+        (self.nodes.clone(), self.interval.as_millis() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_lost_when_intervals_grow() {
+        let mut rates = Rates::new(2);
+        for step in 0..5000_u32 {
+            rates.add_at(PROGRESS_INTERVAL * step, NodeId((step % 2) as u16), 1);
+        }
+        let (nodes, interval_ms) = rates.read();
+        assert_eq!(nodes.iter().map(|rates| rates.iter().sum::<u64>()).collect::<Vec<_>>(), [2500, 2500]);
+        assert!(nodes.iter().all(|rates| rates.len() <= INTERVALS_MAX) && interval_ms == 200 * 16);
+    }
+}

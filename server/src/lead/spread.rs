@@ -1,0 +1,67 @@
+//! How a finished dataset is spread over nodes, sizes and directories.
+
+use std::collections::HashMap;
+
+use dayfly_meta::catalog::EntryId;
+use dayfly_meta::id::BlockId;
+use dayfly_meta::wire::control::{ClassShare, NodeShare};
+
+use crate::store::Dataset;
+
+/// Numbers of classes by nodes that fit a summary, and classes that a reader can tell apart.
+const SHARES_MAX: usize = 16 << 10;
+const CLASSES_MAX: usize = 200;
+/// Top directories looked at; a dataset with more of them has no classes.
+const DIRECTORIES_MAX: usize = 100_000;
+
+/// What a summary tells of the whole catalog.
+pub(super) struct Spread {
+    pub(super) nodes: Vec<NodeShare>,
+    pub(super) sizes: Vec<u64>,
+    pub(super) classes: Vec<ClassShare>,
+}
+
+impl Spread {
+    /// Reads the whole catalog.
+    pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
+        let catalog = dataset.catalog();
+        let mut spread = Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new() };
+        let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
+        let root = EntryId(0);
+        let (mut top, mut top_end) = (root, root);
+        for id in (1..catalog.header().entries).map(EntryId) {
+            let Some(entry) = catalog.entry(id) else { continue };
+            if id >= top_end {
+                (top, top_end) = (id, entry.next);
+            }
+            let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
+            spread.sizes[64 - size.leading_zeros() as usize] += 1;
+            for (part, block) in blocks.map(BlockId).enumerate() {
+                let Some((owner, (_, len))) = catalog.owner(block).zip(catalog.block(block)) else { continue };
+                let Some(node) = spread.nodes.get_mut(owner.index()) else { continue };
+                node.bytes += len;
+                if part > 0 {
+                    continue;
+                }
+                node.samples += 1;
+                // What lies in the root is of no class.
+                if top != id && (classes.len() < DIRECTORIES_MAX || classes.contains_key(&top)) {
+                    classes.entry(top).or_insert_with(|| vec![0; nodes])[owner.index()] += 1;
+                }
+            }
+        }
+        let name = |id: EntryId| catalog.entry(id).map_or_else(Vec::new, |entry| entry.name.to_vec());
+        let mut largest: Vec<(EntryId, Vec<u64>)> = classes.into_iter().collect();
+        largest.sort_by_key(|(id, samples)| (std::cmp::Reverse(samples.iter().sum::<u64>()), *id));
+        largest.truncate((SHARES_MAX / nodes.max(1)).clamp(1, CLASSES_MAX));
+        spread.classes = largest.into_iter().map(|(id, samples)| ClassShare { name: name(id), samples }).collect();
+        spread
+    }
+}
+
+/// How much the fullest node holds over the mean, in tenths of a percent.
+pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
+    let all: u64 = nodes.iter().map(|node| node.bytes).sum();
+    let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;
+    fullest.checked_div(u128::from(all)).map_or(0, |share| (share as u64).saturating_sub(1000))
+}

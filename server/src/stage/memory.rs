@@ -1,0 +1,57 @@
+//! How a server's memory for stage-ins is parted. It does not depend on what is staged in.
+
+use dayfly_meta::limits::{
+    BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, RUN_LEN_MAX,
+    SHUFFLE_LEN_MAX, STAGE_INS_MAX,
+};
+
+/// The parts of one stage-in's share, in bytes where nothing else is said.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Memory {
+    /// Blocks that wait to be written.
+    pub(super) shuffle_len: u64,
+    /// Number of batches of each worker, open or on their way to other nodes.
+    pub(super) batches: usize,
+    /// Members of each worker that are not in a run yet.
+    pub(super) run_len: usize,
+    /// Of each worker, what is decoded and not taken yet.
+    pub(super) decoded_ahead_len: usize,
+}
+
+impl Memory {
+    /// Parts the memory of all stage-ins that may run at once.
+    pub(super) fn part(all: u64, workers: usize) -> Self {
+        let share = (all / STAGE_INS_MAX as u64) as usize;
+        let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
+        let rest = share.saturating_sub(shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
+        let third = rest / 3 / workers.max(1);
+        Self {
+            shuffle_len: shuffle_len as u64,
+            batches: (third / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX),
+            run_len: third.clamp(BATCH_LEN_MAX, RUN_LEN_MAX),
+            decoded_ahead_len: third.clamp(BATCH_LEN_MAX, DECODED_AHEAD_MAX),
+        }
+    }
+
+    /// For what comes from other nodes, and what waits to be written.
+    pub(super) fn landing_len(&self) -> u64 {
+        self.shuffle_len + (BATCHES_LANDING_MAX * BATCH_LEN_MAX) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, WORKERS_MAX};
+
+    use super::*;
+
+    #[test]
+    fn the_parts_are_no_more_than_the_whole() {
+        for (all, workers) in [(STAGE_MEMORY_DEFAULT, WORKERS_MAX), (STAGE_MEMORY_DEFAULT, 1), (STAGE_MEMORY_MIN, 1)] {
+            let memory = Memory::part(all, workers);
+            let of_worker = memory.batches * BATCH_LEN_MAX + memory.run_len + memory.decoded_ahead_len;
+            let used = memory.landing_len() + (workers * of_worker) as u64;
+            assert!(used <= all / STAGE_INS_MAX as u64, "{all} by {workers}: {used}");
+        }
+    }
+}

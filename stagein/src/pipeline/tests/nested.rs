@@ -1,0 +1,75 @@
+//! Archives within archives, against what unpacking them by hand gives.
+
+use std::process::Command;
+
+use super::*;
+
+fn tool(folder: &Path, program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{program} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn files(staged: &Staged) -> Vec<(String, String)> {
+    let entries = staged.tree().into_iter();
+    entries
+        .filter(|(_, (kind, _))| matches!(kind, MemberKind::File { .. }))
+        .map(|(path, (_, bytes))| (path, String::from_utf8(bytes).unwrap()))
+        .collect()
+}
+
+#[test]
+fn a_member_archive_becomes_a_directory() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for class in ["n01", "n02", "n03"] {
+        fs::create_dir(at(class)).unwrap();
+        for number in 0..3 {
+            fs::write(at(class).join(format!("{class}_{number}.JPEG")), format!("{class} {number}")).unwrap();
+        }
+    }
+    tool(folder.path(), "tar", &["-C", "n01", "-cf", "n01.tar", "n01_0.JPEG", "n01_1.JPEG", "n01_2.JPEG"]);
+    tool(folder.path(), "tar", &["-C", "n02", "-czf", "n02.tar.gz", "n02_0.JPEG", "n02_1.JPEG", "n02_2.JPEG"]);
+    tool(
+        folder.path(),
+        "python3",
+        &[
+            "-c",
+            "import zipfile, os\nz = zipfile.ZipFile('n03.zip', 'w', zipfile.ZIP_DEFLATED)\nfor n in sorted(os.listdir('n03')): z.write('n03/' + n, n)\nz.close()",
+        ],
+    );
+    fs::write(at("no.tar"), "no archive at all").unwrap();
+    let inner = ["n01.tar", "n02.tar.gz", "n03.zip", "no.tar"];
+    tool(folder.path(), "tar", &[&["-cf", "plain.tar"], &inner[..]].concat());
+    tool(folder.path(), "tar", &[&["-czf", "packed.tar.gz"], &inner[..]].concat());
+    tool(folder.path(), "tar", &["-cf", "deep.tar", "plain.tar"]);
+    tool(
+        folder.path(),
+        "python3",
+        &[
+            "-c",
+            "import zipfile\nz = zipfile.ZipFile('outer.zip', 'w')\nfor n in ['n01.tar', 'n02.tar.gz', 'n03.zip', 'no.tar']: z.write(n)\nz.close()",
+        ],
+    );
+    fs::create_dir(at("tree")).unwrap();
+    for name in ["n01.tar", "n02.tar.gz", "n03.zip"] {
+        fs::copy(at(name), at("tree").join(name)).unwrap();
+    }
+    let mut expect: Vec<(String, String)> = Vec::new();
+    for class in ["n01", "n02", "n03"] {
+        expect.extend((0..3).map(|number| (format!("{class}/{class}_{number}.JPEG"), format!("{class} {number}"))));
+    }
+    let images = expect.clone();
+    expect.push(("no.tar".to_owned(), "no archive at all".to_owned()));
+    let nested = Selection { nested: true, ..Selection::default() };
+    for outer in ["plain.tar", "packed.tar.gz", "outer.zip"] {
+        assert_eq!(files(&run_simply(&[&at(outer)], &nested).unwrap()), expect, "{outer}");
+    }
+    assert_eq!(files(&run_simply(&[&at("tree")], &nested).unwrap()), images);
+    let deep = files(&run_simply(&[&at("deep.tar")], &nested).unwrap());
+    assert_eq!(deep, expect.iter().map(|(path, text)| (format!("plain/{path}"), text.clone())).collect::<Vec<_>>());
+    let not_nested = run_simply(&[&at("plain.tar")], &Selection::default()).unwrap();
+    assert_eq!(not_nested.tree().keys().collect::<Vec<_>>(), inner);
+    let only = Selection { include: vec!["*_1.JPEG".to_owned()], strip_components: 1, ..nested };
+    let names: Vec<String> = files(&run_simply(&[&at("plain.tar")], &only).unwrap()).into_iter().map(|(path, _)| path).collect();
+    assert_eq!(names, ["n01_1.JPEG", "n02_1.JPEG", "n03_1.JPEG"]);
+}

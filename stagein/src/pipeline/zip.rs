@@ -1,0 +1,122 @@
+//! Members of a zip, in the order in which they lie.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use dayfly_meta::catalog::{MemberKey, MemberKind};
+use dayfly_meta::limits::SYMLINK_LEN_MAX;
+use dayfly_meta::wire::peer::{Unit, ZipPart};
+
+use super::archive::{Archive, Found, Keys};
+use super::{Sink, Worker};
+use crate::StageInError;
+use crate::source::plain::{PlainReader, version};
+use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
+
+impl<S: Sink> Worker<S> {
+    pub(super) fn read_zip(&mut self, unit: &Unit, part: &ZipPart) -> Result<(), StageInError> {
+        let path = PathBuf::from(OsStr::from_bytes(&part.path));
+        let unreadable = |error| StageInError::Read { path: path.clone(), error };
+        let file = File::open(&path).map_err(unreadable)?;
+        let changed = || StageInError::Changed { path: path.clone() };
+        if version(&file).map_err(unreadable)? != part.version {
+            return Err(changed());
+        }
+        let archive = Archive { source: unit.source, path: path.clone(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
+        let records = Record::read_all(&part.records, part.offset, part.shift).map_err(|error| error.of(&path))?;
+        let again = file.try_clone().map_err(unreadable)?;
+        self.read_records(&archive, again, records, &mut Keys::Offset(0))?;
+        if version(&file).map_err(unreadable)? == part.version { Ok(()) } else { Err(changed()) }
+    }
+
+    /// A zip that lies in a file of its own.
+    pub(super) fn read_whole_zip(&mut self, archive: &Archive<'_>, file: &File, keys: &mut Keys) -> Result<(), StageInError> {
+        let mut result = Ok(());
+        let read = parts::<ZipError>(file, &mut |Part { records, offset, .. }, shift| {
+            let records = Record::read_all(&records, offset, shift)?;
+            if result.is_ok() {
+                result = self.read_records(archive, file.try_clone()?, records, keys);
+            }
+            Ok(())
+        });
+        result.and(read.map_err(|error| error.of(&archive.path)))
+    }
+
+    fn read_records(
+        &mut self,
+        archive: &Archive<'_>,
+        file: File,
+        mut records: Vec<Record>,
+        keys: &mut Keys,
+    ) -> Result<(), StageInError> {
+        records.sort_by_key(|record| record.local);
+        let start = records.first().map_or(0, |record| record.local);
+        // The last one's extra fields are read when they are met.
+        let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
+        let mut reader = PlainReader::new(file, start, end, self.gauge.clone())
+            .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;
+        let mut free = 0;
+        for record in records {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            let taken = if record.local < free {
+                let reason = "members that lie over each other".to_owned();
+                Err(StageInError::Damaged { path: archive.path.clone(), offset: record.local, reason })
+            } else {
+                self.take_record(archive, &record, &mut reader, keys)
+            };
+            free = record.local + record.stored_len;
+            taken.or_else(|error| self.forgive(error))?;
+        }
+        self.count_reading(reader.waited(), reader.bytes_read());
+        Ok(())
+    }
+
+    fn take_record(
+        &mut self,
+        archive: &Archive<'_>,
+        record: &Record,
+        reader: &mut PlainReader,
+        keys: &mut Keys,
+    ) -> Result<(), StageInError> {
+        let Record { kind, mode, mtime_s, mtime_ns, size, .. } = *record;
+        let key = match keys {
+            Keys::Offset(_) => MemberKey { source: archive.source, offset: record.offset },
+            Keys::Count { .. } => keys.key(archive, 0)?,
+        };
+        let found = Found { name: record.name.clone(), key, mode, mtime_s, mtime_ns };
+        match kind {
+            ZipKind::Directory => return self.take_found(archive, found, MemberKind::Directory),
+            ZipKind::Special => {
+                self.counts.special += 1;
+                return Ok(());
+            }
+            ZipKind::File | ZipKind::Symlink => {}
+        }
+        let in_zip = |error: ZipError| error.of(&archive.path);
+        data::seek(reader, record).map_err(in_zip)?;
+        let mut data = data::open(reader, record).map_err(in_zip)?;
+        let name = dayfly_meta::path::display(&record.name);
+        let damaged = |error: io::Error| StageInError::Damaged {
+            path: archive.path.clone(),
+            offset: record.local,
+            reason: format!("'{name}': {error}"),
+        };
+        if kind == ZipKind::Symlink {
+            let mut target = Vec::new();
+            (&mut data).take(SYMLINK_LEN_MAX as u64 + 1).read_to_end(&mut target).map_err(damaged)?;
+            return self.take_found(archive, found, MemberKind::Symlink(target));
+        }
+        if let Some(inner) = self.nested(archive, &found.name) {
+            // Numbers between its own bytes in the archive: nothing else is numbered by these.
+            let mut inner_keys = Keys::Count { next: record.local, end: record.local + record.stored_len };
+            let keys = if matches!(keys, Keys::Offset(_)) { &mut inner_keys } else { keys };
+            return self.take_nested(&inner, found, (size, 0), &mut data, keys);
+        }
+        self.take_data(archive, found, size, &mut data, &damaged)
+    }
+}

@@ -1,0 +1,346 @@
+//! Decoding as stages of their own: one thread reads the file, others decode, and the worker takes the bytes in order. Where
+//! the format tells its frames apart, several are decoded at a time; `xz` has its own way of that.
+//!
+//! Memory is bounded by the channels: a decoder that is ahead of the worker by its share waits, and so does then the reader.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, PoisonError};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+use dayfly_meta::catalog::Compression;
+use dayfly_meta::limits::DECODER_MEMORY_MAX;
+use dayfly_meta::wire::control::Step;
+
+use super::frames::Walk;
+use super::{decoder, xz_dictionary_len};
+use crate::gauge::Gauge;
+use crate::source::plain::{PlainReader, Skip};
+
+/// Bytes that go from one stage to the next at a time.
+const CHUNK_LEN: usize = 256 << 10;
+/// Frames are gathered until they have so many bytes: a thread for less is not worth it.
+const PIECE_LEN_MIN: usize = 1 << 20;
+/// Compressed chunks that wait for a piece's decoder.
+const INPUT_CHUNKS: usize = 8;
+/// Decoders with a larger window than this run one at a time on a node.
+const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
+
+type Chunk = io::Result<Vec<u8>>;
+
+/// How many threads may decode one source, and how many bytes they may be ahead.
+#[derive(Clone, Copy, Debug)]
+pub struct Decoders {
+    /// At least one.
+    pub threads: usize,
+    /// Of all threads together.
+    pub ahead_len: usize,
+}
+
+/// The unpacked stream.
+pub(crate) struct Decoded {
+    pieces: Receiver<Receiver<Chunk>>,
+    piece: Option<Receiver<Chunk>>,
+    chunk: Vec<u8>,
+    at: usize,
+    gauge: Arc<Gauge>,
+    waited: Duration,
+}
+
+/// Starts to decode `file`; all threads end when what this returns is dropped, or with the stream.
+pub(crate) fn start<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    compression: Compression,
+    file: File,
+    decoders: Decoders,
+    gauge: Arc<Gauge>,
+) -> io::Result<Decoded> {
+    let input = PlainReader::new(file, 0, u64::MAX, gauge.clone())?;
+    let (sender, pieces) = sync_channel(decoders.threads.saturating_sub(1));
+    let splitter = Splitter { scope, compression, decoders, gauge: gauge.clone(), pieces: sender };
+    scope.spawn(move || splitter.run(input));
+    Ok(Decoded { pieces, piece: None, chunk: Vec::new(), at: 0, gauge, waited: Duration::ZERO })
+}
+
+impl Decoded {
+    /// For how long the worker had to wait for bytes.
+    pub(crate) fn waited(&self) -> Duration {
+        self.waited
+    }
+}
+
+impl Read for Decoded {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while self.at == self.chunk.len() {
+            if self.gauge.is_cancelled() {
+                return Err(io::Error::other("cancelled"));
+            }
+            let start = Instant::now();
+            let next = match &self.piece {
+                Some(piece) => piece.recv().ok(),
+                None => None,
+            };
+            match next {
+                Some(chunk) => (self.chunk, self.at) = (chunk?, 0),
+                None => match self.pieces.recv() {
+                    Ok(piece) => self.piece = Some(piece),
+                    Err(_) => return Ok(0),
+                },
+            }
+            self.waited += start.elapsed();
+        }
+        let count = out.len().min(self.chunk.len() - self.at);
+        out[..count].copy_from_slice(&self.chunk[self.at..self.at + count]);
+        self.at += count;
+        Ok(count)
+    }
+}
+
+impl Skip for Decoded {}
+
+/// Reads the file, cuts it between frames, and gives each piece a thread.
+struct Splitter<'scope, 'env> {
+    scope: &'scope Scope<'scope, 'env>,
+    compression: Compression,
+    decoders: Decoders,
+    gauge: Arc<Gauge>,
+    pieces: SyncSender<Receiver<Chunk>>,
+}
+
+impl Splitter<'_, '_> {
+    /// Ends early when nobody wants the bytes any more.
+    fn run(self, mut input: PlainReader) {
+        let gauge = self.gauge.clone();
+        let _alone;
+        let mut walk = Walk::new(self.compression).filter(|_| self.decoders.threads > 1);
+        let mut threads = self.decoders.threads;
+        let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
+        let mut needs_much = self.compression == Compression::Xz && xz_dictionary_len(&start) > WINDOW_LEN_SHARED_MAX;
+        let mut chunk = vec![0; CHUNK_LEN];
+        let mut first = input.read(&mut chunk);
+        if let (Ok(count), Compression::Zstd) = (&first, self.compression) {
+            let mut look = Walk::new(Compression::Zstd);
+            if let Some(look) = &mut look {
+                look.over(&chunk[..*count]);
+                needs_much = look.window() > WINDOW_LEN_SHARED_MAX;
+            }
+        }
+        if needs_much {
+            // Held until the whole file is decoded. The frames then are not told apart, so there is one decoder.
+            _alone = gauge.large_window().lock().unwrap_or_else(PoisonError::into_inner);
+            (walk, threads) = (None, 1);
+        }
+        let Some(mut piece) = self.piece(threads) else { return };
+        let mut piece_len = 0;
+        loop {
+            let count = match first {
+                Ok(0) => return,
+                Ok(count) => count,
+                Err(error) => {
+                    let _ = piece.send(Err(error));
+                    return;
+                }
+            };
+            let bytes = &chunk[..count];
+            let mut sent = 0;
+            if let Some(walk) = &mut walk {
+                let begins = walk.is_between().then_some(0);
+                for at in begins.into_iter().chain(walk.over(bytes)) {
+                    if piece_len + at - sent >= PIECE_LEN_MIN {
+                        if at > sent && piece.send(Ok(bytes[sent..at].to_vec())).is_err() {
+                            return;
+                        }
+                        drop(piece);
+                        let Some(next) = self.piece(threads) else { return };
+                        (piece, piece_len, sent) = (next, 0, at);
+                    }
+                }
+            }
+            if piece.send(Ok(bytes[sent..].to_vec())).is_err() {
+                return;
+            }
+            piece_len += count - sent;
+            first = input.read(&mut chunk);
+        }
+    }
+
+    /// A thread that decodes what is sent to it.
+    fn piece(&self, threads: usize) -> Option<SyncSender<Chunk>> {
+        let (input, compressed) = sync_channel(INPUT_CHUNKS);
+        let ahead = self.decoders.ahead_len / CHUNK_LEN / threads.max(1);
+        let (sender, output) = sync_channel(ahead.max(1));
+        self.pieces.send(output).ok()?;
+        let (compression, gauge) = (self.compression, self.gauge.clone());
+        self.scope.spawn(move || decode(compression, compressed, &sender, threads, &gauge));
+        Some(input)
+    }
+}
+
+fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSender<Chunk>, threads: usize, gauge: &Gauge) {
+    let mut input = ChunkReader { chunks: compressed, chunk: Vec::new(), at: 0, waited: Duration::ZERO };
+    let mut busy = Duration::ZERO;
+    let mut failure = None;
+    {
+        let opened = match compression {
+            Compression::Xz if threads > 1 => xz_threads(&mut input, threads),
+            _ => decoder(compression, &mut input),
+        };
+        match opened {
+            Err(error) => failure = Some(error),
+            Ok(mut decoder) => loop {
+                let mut chunk = vec![0; CHUNK_LEN];
+                let start = Instant::now();
+                let filled = fill(&mut decoder, &mut chunk, &mut failure);
+                busy += start.elapsed();
+                chunk.truncate(filled);
+                if filled == 0 || output.send(Ok(chunk)).is_err() || failure.is_some() {
+                    break;
+                }
+            },
+        }
+    }
+    if let Some(error) = failure {
+        // Whoever would be told may be gone.
+        let _ = output.send(Err(error));
+    }
+    gauge.busy(Step::Decoding, busy.saturating_sub(input.waited));
+}
+
+/// As many bytes as there are, up to the chunk's length, or to a failure.
+fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error>) -> usize {
+    let mut filled = 0;
+    while filled < chunk.len() {
+        match decoder.read(&mut chunk[filled..]) {
+            Ok(0) => break,
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => {
+                *failure = Some(error);
+                break;
+            }
+        }
+    }
+    filled
+}
+
+/// The library decodes blocks in threads of its own where their lengths are told; streams it reads one at a time.
+struct XzStreams<R: BufRead> {
+    /// `None` only while one stream makes way for the next.
+    stream: Option<liblzma::bufread::XzDecoder<R>>,
+    threads: u32,
+}
+
+fn xz_stream<R: BufRead>(input: R, threads: u32) -> io::Result<liblzma::bufread::XzDecoder<R>> {
+    let stream = liblzma::stream::MtStreamBuilder::new()
+        .threads(threads)
+        .memlimit_threading(DECODER_MEMORY_MAX / 4)
+        .memlimit_stop(DECODER_MEMORY_MAX)
+        .decoder()?;
+    Ok(liblzma::bufread::XzDecoder::new_stream(input, stream))
+}
+
+fn xz_threads<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
+    let threads = threads as u32;
+    let stream = Some(xz_stream(BufReader::with_capacity(CHUNK_LEN, input), threads)?);
+    Ok(Box::new(XzStreams { stream, threads }))
+}
+
+impl<R: BufRead> Read for XzStreams<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let Some(stream) = &mut self.stream else { return Ok(0) };
+            let count = stream.read(out)?;
+            if count > 0 || out.is_empty() {
+                return Ok(count);
+            }
+            let Some(mut input) = self.stream.take().map(liblzma::bufread::XzDecoder::into_inner) else { return Ok(0) };
+            // Between streams there may be zeros.
+            let mut next = input.fill_buf()?.first().copied();
+            while next == Some(0) {
+                input.consume(1);
+                next = input.fill_buf()?.first().copied();
+            }
+            if next.is_none() {
+                return Ok(0);
+            }
+            self.stream = Some(xz_stream(input, self.threads)?);
+        }
+    }
+}
+
+/// Reads what comes through a channel.
+struct ChunkReader {
+    chunks: Receiver<Chunk>,
+    chunk: Vec<u8>,
+    at: usize,
+    waited: Duration,
+}
+
+impl Read for ChunkReader {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        while self.at == self.chunk.len() {
+            let start = Instant::now();
+            let next = self.chunks.recv();
+            self.waited += start.elapsed();
+            match next {
+                Ok(chunk) => (self.chunk, self.at) = (chunk?, 0),
+                Err(_) => return Ok(0),
+            }
+        }
+        let count = out.len().min(self.chunk.len() - self.at);
+        out[..count].copy_from_slice(&self.chunk[self.at..self.at + count]);
+        self.at += count;
+        Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::super::tests::compress;
+    use super::*;
+
+    fn unpack(compression: Compression, packed: &[u8], threads: usize) -> io::Result<Vec<u8>> {
+        let mut file = tempfile::tempfile()?;
+        file.write_all(packed)?;
+        let decoders = Decoders { threads, ahead_len: 1 << 20 };
+        std::thread::scope(|scope| {
+            let mut all = Vec::new();
+            start(scope, compression, file, decoders, Arc::default())?.read_to_end(&mut all)?;
+            Ok(all)
+        })
+    }
+
+    #[test]
+    fn several_frames_come_out_in_order_and_damage_is_an_error() {
+        let content: Vec<u8> = (0..1_500_000_u32).flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+        for compression in [Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4] {
+            let packed: Vec<u8> = content.chunks(1_300_000).flat_map(|piece| compress(compression, piece)).collect();
+            for threads in [1, 3] {
+                assert!(unpack(compression, &packed, threads).unwrap() == content, "{compression:?} by {threads}");
+                assert!(unpack(compression, &packed[..packed.len() - 1], threads).is_err(), "{compression:?} by {threads}");
+            }
+            let mut damaged = packed.clone();
+            damaged[packed.len() / 2] ^= 0x55;
+            let unpacked = unpack(compression, &damaged, 3);
+            // Not every stream has a checksum of what is in it.
+            assert!(compression == Compression::Zstd || unpacked.is_err(), "{compression:?}");
+        }
+    }
+
+    #[test]
+    fn who_stops_reading_ends_the_threads() {
+        let content = vec![7; 40 << 20];
+        let packed = compress(Compression::Zstd, &content).repeat(4);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&packed).unwrap();
+        std::thread::scope(|scope| {
+            let decoders = Decoders { threads: 2, ahead_len: 1 << 20 };
+            let mut decoded = start(scope, Compression::Zstd, file, decoders, Arc::default()).unwrap();
+            decoded.read_exact(&mut [0; 1000]).unwrap();
+        });
+    }
+}

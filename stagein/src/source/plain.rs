@@ -1,0 +1,249 @@
+//! Reading a file that is not compressed, front to back in large pieces, and never beyond what was asked for once the reader's own
+//! part of it has passed: what comes after is another worker's.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dayfly_meta::wire::control::Step;
+use dayfly_meta::wire::peer::Version;
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+use crate::gauge::Gauge;
+
+/// Bytes read at a time: more than a processor's cache holds near would be copied slower.
+const BUFFER_LEN: usize = 256 << 10;
+/// What is at least so long goes straight to where it is wanted.
+const DIRECT_LEN_MIN: usize = 32 << 10;
+/// After that, only the next header is wanted.
+const AFTER_DIRECT_LEN: usize = 4 << 10;
+
+/// What can be read, and skipped at less cost where that is possible.
+pub(crate) trait Skip: Read {
+    /// Passes over `len` bytes.
+    fn skip(&mut self, len: u64) -> io::Result<()> {
+        let mut left = len;
+        let mut scratch = [0; 4096];
+        while left > 0 {
+            let room = left.min(scratch.len() as u64) as usize;
+            match self.read(&mut scratch[..room]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => left -= count as u64,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A file, being read.
+pub(crate) struct PlainReader {
+    file: File,
+    size: u64,
+    buffer: Vec<u8>,
+    at: usize,
+    /// Where the buffer ends in the file.
+    end: u64,
+    eager_until: u64,
+    was_direct: bool,
+    /// Bytes read of the file.
+    read: u64,
+    /// For how long it waited for them.
+    waited: Duration,
+    gauge: Arc<Gauge>,
+}
+
+impl PlainReader {
+    /// Reads `file` from `offset`; up to `eager_until` it may read ahead.
+    pub(crate) fn new(file: File, offset: u64, eager_until: u64, gauge: Arc<Gauge>) -> io::Result<Self> {
+        let size = file.metadata()?.len();
+        // Advice only: a file system that does not know it reads as it does.
+        let _ = posix_fadvise(file.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
+        Ok(Self {
+            file,
+            size,
+            buffer: Vec::new(),
+            at: 0,
+            end: offset,
+            eager_until,
+            was_direct: false,
+            read: 0,
+            waited: Duration::ZERO,
+            gauge,
+        })
+    }
+
+    /// The file.
+    pub(crate) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Its length when it was opened.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Where in the file the next byte comes from.
+    pub(crate) fn position(&self) -> u64 {
+        self.end - (self.buffer.len() - self.at) as u64
+    }
+
+    /// Bytes read of the file so far.
+    pub(crate) fn bytes_read(&self) -> u64 {
+        self.read
+    }
+
+    /// For how long its thread waited for them.
+    pub(crate) fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// Goes to a place; what is in the buffer is not read again.
+    pub(crate) fn seek(&mut self, to: u64) {
+        let start = self.end - self.buffer.len() as u64;
+        if (start..=self.end).contains(&to) {
+            self.at = (to - start) as usize;
+        } else {
+            self.buffer.clear();
+            (self.at, self.end) = (0, to);
+        }
+    }
+
+    /// The next `len` bytes, without passing over them; fewer at the end of the file.
+    pub(crate) fn peek(&mut self, len: usize) -> io::Result<&[u8]> {
+        while self.buffer.len() - self.at < len {
+            self.buffer.drain(..std::mem::take(&mut self.at));
+            let have = self.buffer.len();
+            let more = (len - have).max(self.fill_len(len - have));
+            self.buffer.resize(have + more, 0);
+            let mut buffer = std::mem::take(&mut self.buffer);
+            let count = self.pread(&mut buffer[have..]);
+            buffer.truncate(have + *count.as_ref().unwrap_or(&0));
+            self.buffer = buffer;
+            if count? == 0 {
+                break;
+            }
+        }
+        Ok(&self.buffer[self.at..(self.at + len).min(self.buffer.len())])
+    }
+
+    /// How much to read when `wanted` bytes are.
+    fn fill_len(&self, wanted: usize) -> usize {
+        let ahead = if self.was_direct { AFTER_DIRECT_LEN } else { BUFFER_LEN };
+        let eager = self.eager_until.saturating_sub(self.end).min(ahead as u64) as usize;
+        eager.max(wanted.min(BUFFER_LEN))
+    }
+
+    /// Reads on at the buffer's end.
+    fn pread(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.gauge.is_cancelled() {
+            return Err(io::Error::other("cancelled"));
+        }
+        let start = Instant::now();
+        let count = loop {
+            match self.file.read_at(buffer, self.end) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        };
+        self.gauge.busy(Step::Reading, start.elapsed());
+        self.end += count as u64;
+        self.read += count as u64;
+        self.gauge.read(count as u64);
+        self.waited += start.elapsed();
+        Ok(count)
+    }
+}
+
+impl Read for PlainReader {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.at == self.buffer.len() {
+            self.buffer.clear();
+            self.at = 0;
+            if out.len() >= DIRECT_LEN_MIN {
+                self.was_direct = true;
+                return self.pread(out);
+            }
+            let len = self.fill_len(out.len());
+            self.was_direct = false;
+            let mut buffer = std::mem::take(&mut self.buffer);
+            buffer.resize(len, 0);
+            let count = self.pread(&mut buffer);
+            buffer.truncate(*count.as_ref().unwrap_or(&0));
+            self.buffer = buffer;
+            count?;
+        }
+        let count = out.len().min(self.buffer.len() - self.at);
+        out[..count].copy_from_slice(&self.buffer[self.at..self.at + count]);
+        self.at += count;
+        Ok(count)
+    }
+}
+
+impl Skip for PlainReader {
+    fn skip(&mut self, len: u64) -> io::Result<()> {
+        match self.position().checked_add(len).filter(|&to| to <= self.size) {
+            Some(to) => self.seek(to),
+            None => return Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+        Ok(())
+    }
+}
+
+impl Skip for &[u8] {}
+
+impl Skip for Box<dyn Read + Send + '_> {}
+
+impl<R: Skip + ?Sized> Skip for &mut R {
+    fn skip(&mut self, len: u64) -> io::Result<()> {
+        (**self).skip(len)
+    }
+}
+
+/// A file's version.
+pub(crate) fn version(file: &File) -> io::Result<Version> {
+    let metadata = file.metadata()?;
+    Ok(version_of(&metadata))
+}
+
+/// The version that metadata tell.
+pub(crate) fn version_of(metadata: &std::fs::Metadata) -> Version {
+    Version { size: metadata.len(), mtime_s: metadata.mtime(), mtime_ns: metadata.mtime_nsec() as u32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn it_reads_everything_once_and_nothing_of_the_next_part() {
+        let content: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 251) as u8).collect();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&content).unwrap();
+        let open = |from, until| PlainReader::new(file.try_clone().unwrap(), from, until, Arc::default()).unwrap();
+        for piece in [100, 5000, 40_000, 700_000] {
+            let mut reader = open(0, 1_000_000);
+            let mut all = Vec::new();
+            while reader.position() < 1_000_000 {
+                let mut bytes = vec![0; piece];
+                reader.read_exact(&mut bytes).unwrap();
+                all.extend(bytes);
+            }
+            assert!(all == content[..all.len()] && reader.bytes_read() == all.len() as u64, "by {piece}");
+        }
+        let mut reader = open(512, 0);
+        assert_eq!(reader.peek(10).unwrap(), &content[512..522]);
+        reader.skip(2_000_000).unwrap();
+        assert_eq!(reader.peek(1000).unwrap(), &content[2_000_512..2_001_512]);
+        assert_eq!((reader.position(), reader.bytes_read()), (2_000_512, 1010));
+        assert!(reader.skip(1_000_000).is_err());
+        reader.skip(999_480).unwrap();
+        assert_eq!(reader.peek(100).unwrap(), &content[2_999_992..]);
+    }
+}

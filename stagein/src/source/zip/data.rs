@@ -1,0 +1,94 @@
+//! A member's data: found behind its local header, unpacked, and checked against the size and the checksum that the central
+//! directory tells.
+
+use std::io::{self, BufReader, Read, Take};
+
+use dayfly_meta::limits::DECODER_MEMORY_MAX;
+
+use super::{Record, ZipError, damaged, u16_at};
+use crate::source::plain::{PlainReader, Skip};
+
+const LOCAL_LEN: usize = 30;
+/// Compressed bytes read at a time.
+const INPUT_LEN: usize = 32 << 10;
+
+/// Goes to a member's data; returns where they begin.
+pub(crate) fn seek(reader: &mut PlainReader, record: &Record) -> Result<u64, ZipError> {
+    reader.seek(record.local);
+    let header = reader.peek(LOCAL_LEN)?;
+    if header.len() < LOCAL_LEN || !header.starts_with(b"PK\x03\x04") {
+        return Err(damaged(record.local, "its central directory names a member that is not there"));
+    }
+    let names_len = u64::from(u16_at(header, 26)) + u64::from(u16_at(header, 28));
+    let data = record.local + LOCAL_LEN as u64 + names_len;
+    if data.checked_add(record.stored_len).is_none_or(|end| end > reader.size()) {
+        return Err(damaged(record.local, "it breaks off"));
+    }
+    reader.skip(data - record.local)?;
+    Ok(data)
+}
+
+type Input<'a> = BufReader<Take<&'a mut PlainReader>>;
+
+/// A reader of a member's data, unpacked; the last bytes come only if all are as they should be.
+pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<Box<dyn Read + Send + 'a>, ZipError> {
+    let stored = record.stored_len;
+    let unsupported = |reason: String| ZipError::Unsupported { offset: record.local, reason };
+    if record.is_encrypted {
+        return Err(unsupported("it is encrypted".to_owned()));
+    }
+    let packed = |reader: &'a mut PlainReader| -> Input<'a> { BufReader::with_capacity(INPUT_LEN, reader.take(stored)) };
+    let checked = |size: u64| Check { left: size, expect: record.checksum, hasher: crc32fast::Hasher::new() };
+    Ok(match record.method {
+        0 if stored != record.size => return Err(damaged(record.local, "a stored member of two sizes")),
+        0 => Box::new(Checked { input: reader.take(stored), check: checked(record.size) }),
+        8 => Box::new(Checked { input: flate2::bufread::DeflateDecoder::new(packed(reader)), check: checked(record.size) }),
+        12 => Box::new(Checked { input: bzip2::bufread::BzDecoder::new(packed(reader)), check: checked(record.size) }),
+        93 => {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(packed(reader))?;
+            decoder.window_log_max(DECODER_MEMORY_MAX.ilog2())?;
+            Box::new(Checked { input: decoder, check: checked(record.size) })
+        }
+        95 => {
+            let stream = liblzma::stream::Stream::new_stream_decoder(DECODER_MEMORY_MAX, 0).map_err(io::Error::from)?;
+            let decoder = liblzma::bufread::XzDecoder::new_stream(packed(reader), stream);
+            Box::new(Checked { input: decoder, check: checked(record.size) })
+        }
+        method => return Err(unsupported(format!("it is compressed by method {method}"))),
+    })
+}
+
+struct Check {
+    left: u64,
+    expect: u32,
+    hasher: crc32fast::Hasher,
+}
+
+struct Checked<R> {
+    input: R,
+    check: Check,
+}
+
+impl<R: Read> Read for Checked<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let len = usize::try_from(self.check.left).unwrap_or(usize::MAX).min(buffer.len());
+        if len == 0 {
+            return Ok(0);
+        }
+        let count = self.input.read(&mut buffer[..len])?;
+        if count == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "a member unpacks to fewer bytes than it should"));
+        }
+        self.check.hasher.update(&buffer[..count]);
+        self.check.left -= count as u64;
+        if self.check.left == 0 {
+            if self.input.read(&mut [0])? != 0 {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a member unpacks to more bytes than it should"));
+            }
+            if self.check.hasher.clone().finalize() != self.check.expect {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a member's checksum does not match"));
+            }
+        }
+        Ok(count)
+    }
+}

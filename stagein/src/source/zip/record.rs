@@ -1,0 +1,244 @@
+//! A record of the central directory: one member.
+
+use jiff::civil::DateTime;
+use jiff::tz::TimeZone;
+
+use super::{ZipError, damaged, u16_at, u32_at, u64_at};
+
+/// A record without its name and what follows that.
+const FIXED_LEN: usize = 46;
+/// What systems that made the archive know of permissions.
+const UNIX: u8 = 3;
+const MACOS: u8 = 19;
+const DOS: u8 = 0;
+
+/// What a member is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ZipKind {
+    File,
+    Directory,
+    /// Its data is the target.
+    Symlink,
+    /// A device, FIFO or socket.
+    Special,
+}
+
+/// A member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) name: Vec<u8>,
+    pub(crate) kind: ZipKind,
+    pub(crate) mode: u32,
+    pub(crate) mtime_s: i64,
+    pub(crate) mtime_ns: u32,
+    pub(crate) method: u16,
+    pub(crate) is_encrypted: bool,
+    pub(crate) checksum: u32,
+    /// Bytes in the archive.
+    pub(crate) stored_len: u64,
+    /// Bytes unpacked.
+    pub(crate) size: u64,
+    /// Where its local header lies.
+    pub(crate) local: u64,
+    /// Where this record lies.
+    pub(crate) offset: u64,
+}
+
+/// The length of the record that begins here; `None` where there are too few bytes to tell, or to hold it.
+pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
+    if !b"PK\x01\x02".starts_with(&bytes[..bytes.len().min(4)]) {
+        return Err("not a record of a central directory");
+    }
+    if bytes.len() < FIXED_LEN {
+        return Ok(None);
+    }
+    let len = FIXED_LEN + [28, 30, 32].map(|at| usize::from(u16_at(bytes, at))).iter().sum::<usize>();
+    Ok((len <= bytes.len()).then_some(len))
+}
+
+/// About how many bytes the member takes in the archive.
+pub(super) fn stored_len(record: &[u8]) -> u64 {
+    match u32_at(record, 20) {
+        // Larger ones are a unit by themselves, however large.
+        u32::MAX => dayfly_meta::limits::UNIT_BYTES_MAX,
+        len => u64::from(len),
+    }
+}
+
+impl Record {
+    /// Reads all records of a part; `offset` is that of the first, `shift` what stands before the archive.
+    pub(crate) fn read_all(mut bytes: &[u8], mut offset: u64, shift: u64) -> Result<Vec<Self>, ZipError> {
+        let mut records = Vec::new();
+        while !bytes.is_empty() {
+            let cut = damaged(offset, "a record of the central directory breaks off");
+            let len = len(bytes).map_err(|reason| damaged(offset, reason))?.ok_or(cut)?;
+            records.push(Self::read(&bytes[..len], offset, shift).map_err(|reason| damaged(offset, reason))?);
+            bytes = &bytes[len..];
+            offset += len as u64;
+        }
+        Ok(records)
+    }
+
+    fn read(bytes: &[u8], offset: u64, shift: u64) -> Result<Self, &'static str> {
+        let system = bytes[5];
+        let flags = u16_at(bytes, 8);
+        let name_end = FIXED_LEN + usize::from(u16_at(bytes, 28));
+        let raw_name = &bytes[FIXED_LEN..name_end];
+        let extra = &bytes[name_end..name_end + usize::from(u16_at(bytes, 30))];
+        let mut wide = Wide::of(extra);
+        let mut long = |at: usize| match u32_at(bytes, at) {
+            u32::MAX => wide.next().ok_or("a zip64 member without its long numbers"),
+            short => Ok(u64::from(short)),
+        };
+        // In this order they stand in the extra field.
+        let (size, stored_len, local) = (long(24)?, long(20)?, long(42)?);
+        let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member beyond its end")?;
+        if stored_len >= 1 << 62 || size >= 1 << 62 {
+            return Err("a member larger than can be");
+        }
+        let name = name(raw_name, flags & 0x800 != 0, system, extra);
+        let attributes = u32_at(bytes, 38);
+        let unix_mode = if matches!(system, UNIX | MACOS) { attributes >> 16 } else { 0 };
+        let is_directory = name.ends_with(b"/") || unix_mode & 0o170_000 == 0o040_000 || unix_mode == 0 && attributes & 0x10 != 0;
+        let kind = match unix_mode & 0o170_000 {
+            _ if is_directory => ZipKind::Directory,
+            0 | 0o100_000 => ZipKind::File,
+            0o120_000 => ZipKind::Symlink,
+            _ => ZipKind::Special,
+        };
+        let mode = match unix_mode & 0o777 {
+            _ if unix_mode != 0 => unix_mode & 0o777,
+            _ if is_directory => 0o755,
+            _ if attributes & 1 != 0 => 0o444,
+            _ => 0o644,
+        };
+        let (mtime_s, mtime_ns) = time(extra).unwrap_or_else(|| (dos_time(u16_at(bytes, 14), u16_at(bytes, 12)), 0));
+        Ok(Self {
+            name,
+            kind,
+            mode,
+            mtime_s,
+            mtime_ns,
+            method: u16_at(bytes, 10),
+            is_encrypted: flags & 1 != 0,
+            checksum: u32_at(bytes, 16),
+            stored_len,
+            size,
+            local,
+            offset,
+        })
+    }
+}
+
+/// Fields of an extra field: their kind and bytes. What is cut short is passed over, as unzip does.
+fn fields(mut extra: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let len = usize::from(u16_at(extra, 2));
+        let field = extra.get(4..4 + len)?;
+        let kind = u16_at(extra, 0);
+        extra = &extra[4 + len..];
+        Some((kind, field))
+    })
+}
+
+/// The long numbers of a zip64 member, one after another.
+struct Wide<'a>(&'a [u8]);
+
+impl<'a> Wide<'a> {
+    fn of(extra: &'a [u8]) -> Self {
+        Self(fields(extra).find(|(kind, _)| *kind == 1).map_or(&[], |(_, field)| field))
+    }
+
+    fn next(&mut self) -> Option<u64> {
+        let (first, rest) = self.0.split_at_checked(8)?;
+        self.0 = rest;
+        Some(u64_at(first, 0))
+    }
+}
+
+/// The name in UTF-8 where its encoding is known; otherwise as it stands.
+fn name(raw: &[u8], is_utf8: bool, system: u8, extra: &[u8]) -> Vec<u8> {
+    let unicode = fields(extra).find(|(kind, field)| *kind == 0x7075 && field.first() == Some(&1));
+    if let Some((_, field)) = unicode.filter(|(_, field)| u32_at(field, 1) == crc32fast::hash(raw) && field.len() > 5) {
+        return field[5..].to_vec();
+    }
+    let mut name = if is_utf8 || system != DOS || std::str::from_utf8(raw).is_ok() {
+        raw.to_vec()
+    } else {
+        raw.iter().map(|&byte| oem(byte)).collect::<String>().into_bytes()
+    };
+    if system == DOS && !name.contains(&b'/') {
+        name.iter_mut().filter(|byte| **byte == b'\\').for_each(|byte| *byte = b'/');
+    }
+    name
+}
+
+/// A character of code page 437, in which DOS wrote names.
+fn oem(byte: u8) -> char {
+    const UPPER: &str = "ÇüéâäàåçêëèïîìÄÅÉæÆôöòûùÿÖÜ¢£¥₧ƒáíóúñÑªº¿⌐¬½¼¡«»░▒▓│┤╡╢╖╕╣║╗╝╜╛┐└┴┬├─┼╞╟╚╔╩╦╠═╬╧╨╤╥╙╘╒╓╫╪┘┌█▄▌▐▀αßΓπΣσµτΦΘΩδ∞φε∩≡±≥≤⌠⌡÷≈°∙·√ⁿ²■\u{a0}";
+    match byte {
+        0..128 => char::from(byte),
+        _ => UPPER.chars().nth(usize::from(byte) - 128).unwrap_or(char::REPLACEMENT_CHARACTER),
+    }
+}
+
+/// The time of modification as extra fields tell it, exact and without a time zone.
+fn time(extra: &[u8]) -> Option<(i64, u32)> {
+    const NTFS_EPOCH_S: i64 = -11_644_473_600;
+    let mut found = None;
+    for (kind, field) in fields(extra) {
+        let unix = |at: usize| field.get(at..at + 4).map(|_| (i64::from(u32_at(field, at) as i32), 0));
+        found = match kind {
+            0x5455 if field.first().is_some_and(|flags| flags & 1 != 0) => return unix(1),
+            0x5855 => unix(4).or(found),
+            0x000a if u16_at(field, 4) == 1 && field.len() >= 16 => {
+                let ticks = u64_at(field, 8);
+                Some(((ticks / 10_000_000) as i64 + NTFS_EPOCH_S, (ticks % 10_000_000) as u32 * 100))
+            }
+            _ => found,
+        };
+    }
+    found
+}
+
+/// DOS wrote the time of the clock on its wall, in steps of two seconds; unzip takes it for ours.
+fn dos_time(date: u16, time: u16) -> i64 {
+    let (year, month, day) = (1980 + (date >> 9) as i16, (date >> 5 & 15) as i8, (date & 31) as i8);
+    let (hour, minute, second) = ((time >> 11) as i8, (time >> 5 & 63) as i8, ((time & 31) * 2) as i8);
+    let wall = DateTime::new(year, month.clamp(1, 12), day.max(1), hour, minute, second, 0);
+    wall.and_then(|wall| wall.to_zoned(TimeZone::system())).map_or(0, |time| time.timestamp().as_second())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_come_out_in_utf8_where_their_encoding_is_known() {
+        let check = |raw: &[u8], is_utf8, system, expect: &str| {
+            assert_eq!(String::from_utf8_lossy(&name(raw, is_utf8, system, &[])), expect);
+        };
+        check(b"gr\x81n.txt", false, DOS, "grün.txt");
+        check(b"a\\b", false, DOS, "a/b");
+        check(b"a\\b", false, UNIX, "a\\b");
+        check("grün".as_bytes(), false, DOS, "grün");
+        let mut extra = vec![0x75, 0x70, 9, 0, 1];
+        extra.extend(crc32fast::hash(b"x").to_le_bytes());
+        extra.extend(b"long");
+        assert_eq!(name(b"x", false, UNIX, &extra), b"long");
+        assert_eq!(name(b"y", false, UNIX, &extra), b"y");
+    }
+
+    #[test]
+    fn times_are_the_most_exact_ones_told() {
+        assert_eq!(time(&[0x55, 0x54, 5, 0, 1, 1, 0, 0, 0]), Some((1, 0)));
+        assert_eq!(time(&[0x55, 0x54, 5, 0, 1, 0xff, 0xff, 0xff, 0xff]), Some((-1, 0)));
+        assert_eq!(time(&[0x55, 0x54, 5, 0, 2, 1, 0, 0, 0]), None);
+        assert_eq!(time(&[0x55, 0x54, 50, 0, 1]), None);
+        let mut ntfs = vec![0x0a, 0, 32, 0, 0, 0, 0, 0, 1, 0, 24, 0];
+        ntfs.extend((116_444_736_000_000_000_u64 + 15).to_le_bytes());
+        ntfs.extend([0; 16]);
+        assert_eq!(time(&ntfs), Some((0, 1500)));
+        assert_eq!(dos_time(0, 0), dos_time(0x21, 0), "a day and a month of 0 are taken for 1");
+    }
+}
