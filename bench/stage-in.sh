@@ -1,39 +1,87 @@
 #!/usr/bin/env bash
-# Stage-in beside `tar xf` of the same archive, each on a fresh ext4 (a loop device), the page cache dropped before each run.
-# Usage, as root: bench/stage-in.sh ARCHIVE [RUNS] [NODES]; dayfly must be in PATH.
+# Stage-in beside the tools that unpack one archive on one machine, in one table. Each run has a fresh ext4 on a loop device;
+# archives are read cold (caches dropped before each run; the pages of them that are resident are counted), and nothing is
+# deleted between runs.
+# Usage, as root: bench/stage-in.sh [RUNS] [NODES] [ROW...]; dayfly and dayfly-bench in PATH; needs e2fsprogs, util-linux, python3,
+# tar, zip, unzip, zstd, pigz. Rows: small large zst gz zip many; all if none is named. DAYFLY_BENCH_DIR keeps the data sets.
 set -euo pipefail
-archive=$(realpath "$1"); runs=${2:-5}; nodes=${3:-4}
-work=$(mktemp -d); image=$work/image; mountpoint=$work/mnt
-mkdir "$mountpoint"
-finish() { mountpoint -q "$mountpoint" && umount "$mountpoint"; rm -rf "$work"; }
+runs=${1:-5}; nodes=${2:-4}; rows=${*:3}; rows=${rows:-small large zst gz zip many}
+sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}; work=$(mktemp -d); image=$work/image; disk=$work/disk
+mkdir -p "$disk" "$sets"
+finish() { ! mountpoint -q "$disk" || umount "$disk"; rm -rf "$work"; [ -n "${DAYFLY_BENCH_DIR:-}" ] || rm -rf "$sets"; }
 trap finish EXIT
+export DAYFLY_RUNTIME_DIR=$work
 
+tree() { [ -d "$sets/$1" ] || dayfly-bench make "$sets/$1" "${@:2}"; }
+archive() { # NAME COMMAND...: makes an archive once
+    [ -e "$sets/$1" ] || { "${@:2}" > "$sets/.making" && mv "$sets/.making" "$sets/$1"; }
+}
 fresh() {
-    mountpoint -q "$mountpoint" && umount "$mountpoint"
-    rm -f "$image"; truncate -s 20G "$image"
+    ! mountpoint -q "$disk" || umount "$disk"
+    rm -f "$image"; truncate -s 24G "$image"
     mkfs.ext4 -q -E lazy_itable_init=0,lazy_journal_init=0 "$image"
-    mount -o loop "$image" "$mountpoint"
+    mount -o loop "$image" "$disk"
     sync; echo 3 > /proc/sys/vm/drop_caches
 }
-cold() { # Proof: none of the archive's pages are resident before the run.
-    fincore -nb -o RES "$archive" 2>/dev/null | tr -d ' ' || echo unknown
-}
-seconds() { local start end; start=$(date +%s.%N); "$@" > "$work/log" 2>&1; end=$(date +%s.%N); echo "$end - $start" | bc; }
+resident() { local sum=0 file; for file in "$@"; do sum=$((sum + $(fincore -nb -o RES "$file"))); done; echo $sum; }
+seconds() { local start end; start=$(date +%s%N); "$@" > "$work/log" 2>&1; end=$(date +%s%N); echo "$start $end" | awk '{ print ($2 - $1) / 1e9 }'; }
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
-
-for run in $(seq "$runs"); do
-    fresh; resident=$(cold); mkdir "$mountpoint/out"
-    tar_s=$(seconds tar xf "$archive" -C "$mountpoint/out"); sync_s=$(seconds sync)
-    fresh
-    export DAYFLY_RUNTIME_DIR=$work
-    dayfly up --local "$nodes" --data-dir "$mountpoint" > /dev/null
-    stage_s=$(seconds dayfly stage-in --json "$archive" /dayfly/bench); cp "$work/log" "$work/stage.log"
-    stage_sync_s=$(seconds sync)
+stage() { # TARGET SOURCES...: the time of a stage-in by a session that is up, and its last line of JSON
+    dayfly up --local "$nodes" --data-dir "$disk" > /dev/null
+    seconds dayfly stage-in --json "${@:2}" "$1"
+    tail -n 1 "$work/log" >> "$work/json"
     dayfly down > /dev/null
-    echo "run $run: tar $tar_s s (+ sync $sync_s), stage-in $stage_s s (+ sync $stage_sync_s), $resident bytes of the archive resident before"
-    echo "$tar_s" >> "$work/tar"; echo "$stage_s" >> "$work/stage"
-done
-tar_m=$(median < "$work/tar"); stage_m=$(median < "$work/stage")
-samples=$(grep -o '"samples":[0-9]*' "$work/stage.log" | cut -d: -f2); bytes=$(grep staged-in "$work/stage.log" | grep -o '"bytes":[0-9]*' | cut -d: -f2)
-rate() { awk -v s="$1" -v n="$samples" -v b="$bytes" 'BEGIN { printf "%.0f files/s, %.0f MB/s", n / s, b / s / 1e6 }'; }
-echo "medians of $runs, cold: tar xf $tar_m s ($(rate "$tar_m")); stage-in on $nodes servers $stage_m s ($(rate "$stage_m"))"
+}
+compare() { # TITLE SOURCES_GLOB TOOL...: the tool, in a shell at the disk, beside a stage-in of the same
+    local title=$1 sources; sources=$(compgen -G "$2"); shift 2
+    rm -f "$work"/{tool,stage,cold,json}
+    for _ in $(seq "$runs"); do
+        fresh; resident $sources >> "$work/cold"; (cd "$disk" && seconds bash -c "$*") >> "$work/tool"
+        fresh; resident $sources >> "$work/cold"; stage /dayfly/bench $sources >> "$work/stage"
+    done
+    python3 - "$title" "$(median < "$work/tool")" "$(median < "$work/stage")" "$(sort -n "$work/cold" | tail -n 1)" "$work/json" << 'PYTHON'
+import json, sys
+title, tool, stage, resident, path = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), sys.argv[4], sys.argv[5]
+last = [json.loads(line) for line in open(path)][-1]
+shipped = sum(node["shipped_bytes"] for node in last["nodes"])
+busy = {step: sum(node["busy_ms"][step] for node in last["nodes"]) for step in last["nodes"][0]["busy_ms"]}
+print(f"{title}: {tool:.2f} s, stage-in {stage:.2f} s: {tool / stage:.2f} times as fast; {last['samples'] / stage:,.0f} files/s, "
+      f"{last['bytes'] / stage / 1e6:.0f} MB/s; shipped {shipped / 1e6:.0f} MB, redone {last['redone_bytes']}, busy {busy} ms, "
+      f"{resident} bytes resident before", flush=True)
+PYTHON
+}
+
+for row in $rows; do case $row in
+small)
+    tree t3k --samples 50000 --mean-size 3000; archive 3k.tar tar cf - -C "$sets/t3k" .
+    compare "plain tar, 50,000 x 3 KB, tar xf" "$sets/3k.tar" tar xf "$sets/3k.tar" ;;
+large)
+    tree t110k --samples 20000 --mean-size 110000; archive 110k.tar tar cf - -C "$sets/t110k" .
+    compare "plain tar, 20,000 x 110 KB, tar xf" "$sets/110k.tar" tar xf "$sets/110k.tar"
+    compare "plain tar, 20,000 x 110 KB, cp of the archive" "$sets/110k.tar" cp "$sets/110k.tar" . ;;
+zst | gz)
+    tool="zstd -q"; [ "$row" = zst ] || tool="pigz"
+    for size in 3k 110k; do
+        case $size in 3k) tree t3k --samples 50000 --mean-size 3000 ;; *) tree t110k --samples 20000 --mean-size 110000 ;; esac
+        archive $size.tar tar cf - -C "$sets/t$size" .; archive $size.tar.$row $tool -c "$sets/$size.tar"
+        compare "tar.$row, $size, $tool -dc > /dev/null" "$sets/$size.tar.$row" "$tool -dc $sets/$size.tar.$row > /dev/null"
+        compare "tar.$row, $size, the disk (cp of the plain tar)" "$sets/$size.tar.$row" cp "$sets/$size.tar" .
+    done ;;
+zip)
+    tree t3k --samples 50000 --mean-size 3000
+    [ -e "$sets/3k.zip" ] || (cd "$sets/t3k" && zip -q -0 -r "$sets/3k.zip" .)
+    compare "zip, stored, 50,000 x 3 KB, unzip" "$sets/3k.zip" unzip -q "$sets/3k.zip" ;;
+many)
+    mkdir -p "$sets/many"
+    [ -e "$sets/many/99.tar" ] || python3 - "$sets/many" << 'PYTHON'
+import io, sys, tarfile
+for number in range(100):
+    with tarfile.open(f"{sys.argv[1]}/{number:02}.tar", "w") as tar:
+        for file in range(10_000):
+            info = tarfile.TarInfo(f"{number:02}/{file}.txt")
+            info.size = len(text := b"%d\n" % file)
+            tar.addfile(info, io.BytesIO(text))
+PYTHON
+    compare "1,000,000 files of a few bytes in 100 tars, tar xf of all" "$sets/many/*.tar" "for t in $sets/many/*.tar; do tar xf \$t; done" ;;
+*) echo "unknown row '$row'" >&2; exit 2 ;;
+esac; done

@@ -74,7 +74,7 @@ pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
 /// Batches that a server lands at once from all its peers, beside those that wait to be written.
 pub const BATCHES_LANDING_MAX: usize = 16;
 /// Blocks that wait in an owner's memory to be written in shuffled order, in bytes.
-pub const SHUFFLE_LEN_MAX: usize = 64 << 20;
+pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.

@@ -29,7 +29,9 @@ pub(crate) use stage::LeadStage;
 use stage::NODE_SILENT_TIMEOUT;
 
 /// Bytes of catalog that an entry takes beside its name.
-const CATALOG_ENTRY_LEN: u64 = 84;
+const CATALOG_ENTRY_LEN: u64 = 88;
+/// Nodes to which one gives the catalog at a time.
+const CATALOG_FAN_OUT: usize = 4;
 
 /// The lead's stage-ins.
 pub(crate) struct Lead {
@@ -261,13 +263,16 @@ impl Job<'_> {
     async fn prepare(&self) -> Result<Merged, String> {
         let stage = self.stage.number;
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
+        let start = Instant::now();
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
         self.ask_all(&begin, REQUEST_TIMEOUT).await?;
         self.stage.all_begun.send_replace(true);
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
+        let read = start.elapsed();
         let runs = self.finish().await?;
+        let finished = start.elapsed();
         self.stage.progress().phase = Phase::Merging;
         let created_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         let merging = merge::Merging {
@@ -281,7 +286,10 @@ impl Job<'_> {
         let runtime = tokio::runtime::Handle::current();
         let merged = tokio::task::spawn_blocking(move || merging.run(&runtime)).await.map_err(|error| error.to_string())??;
         self.stage.progress().phase = Phase::Publishing;
+        let built = start.elapsed();
         self.spread(&merged).await?;
+        let published = start.elapsed();
+        tracing::info!(stage, ?read, ?finished, ?built, ?published, "a stage-in, since its beginning");
         Ok(merged)
     }
 
@@ -298,20 +306,23 @@ impl Job<'_> {
         Ok(runs)
     }
 
-    /// The catalog goes from node to node along a tree: who has it gives it to one more in each round.
+    /// The catalog goes from node to node along a tree: who has it gives it to a few more in each round.
     async fn spread(&self, merged: &Merged) -> Result<(), String> {
         self.server.stages().get(self.stage.number)?.set_catalog(merged.file.clone());
         let lead = self.server.config().node;
         let mut have = vec![lead];
         let mut lack: Vec<NodeId> = self.server.peers().nodes().filter(|&node| node != lead).collect();
-        self.prepare_on(lead, lead, merged).await?;
-        while !lack.is_empty() {
-            let next = lack.split_off(lack.len().saturating_sub(have.len()));
-            let preparing = next.iter().zip(&have).map(|(&node, &from)| self.prepare_on(node, from, merged));
-            join_all(preparing).await.into_iter().collect::<Result<(), String>>()?;
-            have.extend(next);
-        }
-        Ok(())
+        let others = async {
+            while !lack.is_empty() {
+                let next = lack.split_off(lack.len().saturating_sub(have.len() * CATALOG_FAN_OUT));
+                let from = have.iter().cycle();
+                let preparing = next.iter().zip(from).map(|(&node, &from)| self.prepare_on(node, from, merged));
+                join_all(preparing).await.into_iter().collect::<Result<(), String>>()?;
+                have.extend(next);
+            }
+            Ok(())
+        };
+        tokio::try_join!(self.prepare_on(lead, lead, merged), others).map(|_| ())
     }
 
     async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), String> {

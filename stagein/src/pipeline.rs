@@ -165,6 +165,7 @@ impl<S: Sink> Worker<S> {
 
     /// Takes a member that has no data.
     fn take_member(&mut self, member: Member) -> Result<(), StageInError> {
+        self.counts.hard_links += u64::from(matches!(member.kind, MemberKind::HardLink(_)));
         self.members_len += member.memory_len();
         self.members.push(member);
         self.flush_if_many()

@@ -356,6 +356,11 @@ impl Catalog {
     }
 }
 
+/// The length of a sample's block.
+pub fn block_len(size: u64, part: u32) -> u64 {
+    size.saturating_sub(u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX)
+}
+
 /// Into how many blocks a sample of so many bytes is cut.
 pub(crate) fn block_count(size: u64) -> u64 {
     size.div_ceil(BLOCK_SIZE_MAX)

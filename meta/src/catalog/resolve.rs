@@ -195,11 +195,6 @@ impl LinkCollector {
         Ok(())
     }
 
-    /// Whether there is none, so that no second pass is needed.
-    pub fn is_empty(&self) -> bool {
-        self.links.is_empty()
-    }
-
     /// Finds what each link meant at its point of the order, from a pass over all histories.
     pub fn resolve<I>(mut self, mut histories: Histories<I>) -> Result<Links, ResolveError>
     where

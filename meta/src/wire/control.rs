@@ -201,6 +201,8 @@ pub struct Counts {
     pub special: u64,
     /// Members refused: their names leave the tree or cannot be kept, or something stands in their place.
     pub refused: u64,
+    /// Hard links.
+    pub hard_links: u64,
     /// Absolute names made relative.
     pub made_relative: u64,
     /// Archives that end without their end mark.
@@ -235,6 +237,7 @@ impl Counts {
         self.bytes += more.bytes;
         self.special += more.special;
         self.refused += more.refused;
+        self.hard_links += more.hard_links;
         self.made_relative += more.made_relative;
         self.unmarked_ends += more.unmarked_ends;
         self.skipped += more.skipped;

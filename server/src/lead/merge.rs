@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
-use dayfly_meta::catalog::{Built, CatalogBuilder, Member, Source};
+use dayfly_meta::catalog::{Built, CatalogBuilder, Member, Scratch, Source};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
 use dayfly_meta::wire::peer::Request;
@@ -43,15 +43,43 @@ impl Merging {
     pub(super) fn run(self, runtime: &Handle) -> Result<Merged, String> {
         let drive = self.server.store().roomiest_drive();
         let scratch = || nameless_file(drive.path());
+        let rejected = self.stage.rejected();
+        let counts = |member: &io::Result<Member>| member.as_ref().map_or(true, |member| !rejected.contains(&member.ticket));
+        let members = self.all(runtime).filter(counts);
+        if self.stage.counts().hard_links == 0 {
+            return self.build(&scratch, Histories::new(members), &Links::default());
+        }
+        // Hard links need to be known before the catalog is built, so all members are put aside, in order.
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let (mut merged, collector) = self.merge(&scratch, runtime)?;
-        let links = match collector.is_empty() {
-            true => Links::default(),
-            false => collector.resolve(histories(&mut merged).map_err(cannot)?).map_err(|error| error.to_string())?,
+        let mut collector = LinkCollector::default();
+        let mut aside = BufWriter::new(scratch().map_err(cannot)?);
+        for member in members {
+            let member = member.map_err(cannot)?;
+            collector.see(&member).map_err(|error| error.to_string())?;
+            write_member(&mut aside, &member).map_err(cannot)?;
+        }
+        let aside = aside.into_inner().map_err(|error| cannot(error.into_error()))?;
+        let links = collector.resolve(Histories::new(read_back(&aside).map_err(cannot)?)).map_err(|error| error.to_string())?;
+        self.build(&scratch, Histories::new(read_back(&aside).map_err(cannot)?), &links)
+    }
+
+    /// The members of all runs, in order.
+    fn all<'a>(&'a self, runtime: &'a Handle) -> Merge<RunReader<'a>> {
+        let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
+        let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);
+        let reader = |&(node, run, len): &(NodeId, u32, u64)| {
+            let buffer = Vec::new();
+            RunReader { merging: self, runtime, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
         };
+        Merge::new(self.runs.iter().map(reader).collect())
+    }
+
+    fn build<I>(&self, scratch: Scratch<'_>, mut histories: Histories<I>, links: &Links) -> Result<Merged, String>
+    where
+        I: Iterator<Item = io::Result<Member>>,
+    {
         let mut builder =
-            CatalogBuilder::new(&scratch, self.seed, self.created_s, &self.sources).map_err(|error| error.to_string())?;
-        let mut histories = histories(&mut merged).map_err(cannot)?;
+            CatalogBuilder::new(scratch, self.seed, self.created_s, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
             let path = history.path.clone();
@@ -64,38 +92,13 @@ impl Merging {
         let Built { file, len, checksum, samples, bytes, others } = builder.finish().map_err(|error| error.to_string())?;
         Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused })
     }
-
-    /// All runs as one, in a file, since hard links need to be known before the catalog is built.
-    fn merge(&self, scratch: &dyn Fn() -> io::Result<File>, runtime: &Handle) -> Result<(File, LinkCollector), String> {
-        let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
-        let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);
-        let reader = |&(node, run, len): &(NodeId, u32, u64)| {
-            let buffer = Vec::new();
-            RunReader { merging: self, runtime, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
-        };
-        let rejected = self.stage.rejected();
-        let mut collector = LinkCollector::default();
-        let mut merged = BufWriter::new(scratch().map_err(cannot)?);
-        for member in Merge::new(self.runs.iter().map(reader).collect()) {
-            let member = member.map_err(cannot)?;
-            if rejected.contains(&member.ticket) {
-                continue;
-            }
-            collector.see(&member).map_err(|error| error.to_string())?;
-            write_member(&mut merged, &member).map_err(cannot)?;
-        }
-        Ok((merged.into_inner().map_err(|error| cannot(error.into_error()))?, collector))
-    }
 }
 
-type MemberFile<'a> = std::iter::FromFn<Box<dyn FnMut() -> Option<io::Result<Member>> + 'a>>;
-
-fn histories(merged: &mut File) -> io::Result<Histories<MemberFile<'_>>> {
-    merged.rewind()?;
-    let mut reader = BufReader::with_capacity(RUN_READ_AHEAD_MAX as usize, merged);
-    let next: Box<dyn FnMut() -> Option<io::Result<Member>>> = Box::new(move || read_member(&mut reader).transpose());
-    Ok(Histories::new(std::iter::from_fn(next)))
+/// Members that were put aside.
+fn read_back(mut file: &File) -> io::Result<impl Iterator<Item = io::Result<Member>>> {
+    file.rewind()?;
+    let mut reader = BufReader::with_capacity(RUN_READ_AHEAD_MAX as usize, file);
+    Ok(std::iter::from_fn(move || read_member(&mut reader).transpose()))
 }
 
 /// Reads a run wherever it lies.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use dayfly_meta::catalog::EntryId;
+use dayfly_meta::catalog::{EntryId, block_len};
 use dayfly_meta::id::BlockId;
 use dayfly_meta::wire::control::{ClassShare, NodeShare};
 
@@ -36,10 +36,10 @@ impl Spread {
             }
             let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
             spread.sizes[64 - size.leading_zeros() as usize] += 1;
-            for (part, block) in blocks.map(BlockId).enumerate() {
-                let Some((owner, (_, len))) = catalog.owner(block).zip(catalog.block(block)) else { continue };
+            for (part, block) in (0..).zip(blocks.map(BlockId)) {
+                let Some(owner) = catalog.owner(block) else { continue };
                 let Some(node) = spread.nodes.get_mut(owner.index()) else { continue };
-                node.bytes += len;
+                node.bytes += block_len(size, part);
                 if part > 0 {
                     continue;
                 }

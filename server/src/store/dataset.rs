@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dayfly_meta::catalog::{Catalog, CatalogError};
+use dayfly_meta::catalog::{Catalog, CatalogError, block_len};
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Place;
@@ -139,7 +139,7 @@ fn fill(catalog: &Catalog, locations: &Locations, me: NodeId, find: &dyn Fn(u32)
     let mut held = Held::default();
     for sample in (0..catalog.header().samples).map(SampleId) {
         let damaged = CatalogError::Damaged("a sample");
-        let Some((_, blocks)) = catalog.sample(sample) else { return Err(damaged.into()) };
+        let Some((size, blocks)) = catalog.sample(sample) else { return Err(damaged.into()) };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
             if catalog.owner(block) != Some(me) {
                 continue;
@@ -148,7 +148,7 @@ fn fill(catalog: &Catalog, locations: &Locations, me: NodeId, find: &dyn Fn(u32)
             locations.publish(block, place);
             held.samples += u64::from(part == 0);
             held.blocks += 1;
-            held.bytes += catalog.block(block).map_or(0, |(_, len)| len);
+            held.bytes += block_len(size, part);
         }
     }
     Ok(held)
