@@ -479,7 +479,7 @@ fn the_c_interface_reads_what_was_staged_in() {
     for node in 0..2 {
         let found = output_of(twin.exec_command(node).arg(&program).arg(&twin.root));
         let expected = "stat 0 300001\nsize 300001\nread 300000\nend 0\nmissing 1 No such file or directory\nfailed 1\n\
-                        sub/f1 3000\nsub/f2 6000\nmissing -2\nbig 300001\ncut 1 0\nsame 1\nlist 7 after 3\n";
+                        sub/f1 3000\nsub/f2 6000\nmissing -2\nbig 300001\ncut 1 0\nsame 1\nlist 7 after 3\nepoch 0 0 local 0 same 1 some 1\n";
         assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
     }
     twin.cluster.down();

@@ -69,6 +69,11 @@ impl Dataset {
         Some((segment, place.offset))
     }
 
+    /// Where a block lies among all that this node holds: by drive, then front to back.
+    pub(crate) fn position(&self, block: BlockId) -> Option<u64> {
+        self.locations.find(block).map(|place| place.pack())
+    }
+
     /// Says that a sample is about to be read.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };

@@ -205,6 +205,14 @@ impl View {
         Ok(count)
     }
 
+    /// The dataset that a path is in.
+    pub fn dataset_of(&self, path: &[u8]) -> Result<Arc<Dataset>, ViewError> {
+        match self.resolve(path, true)? {
+            Place::Entry(dataset, _) => Ok(dataset),
+            Place::Virtual(_) => Err(ViewError::IsADirectory),
+        }
+    }
+
     /// The path that a place has.
     fn path_of(&self, place: &Place) -> Result<Vec<u8>, ViewError> {
         Ok(match place {

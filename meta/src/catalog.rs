@@ -10,7 +10,7 @@ mod map;
 pub mod member;
 pub mod resolve;
 
-pub use build::{BuildError, Built, CatalogBuilder, Scratch};
+pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
 pub use layout::{Compression, EntryKind, Source, SourceKind};
 pub use map::{Attributes, Catalog, CatalogError, Entry, EntryId, Header, Origin, block_len};
 pub use member::{Member, MemberKey, MemberKind, StoredBlock};
@@ -54,7 +54,8 @@ mod tests {
     fn build(members: &[(Member, u32)]) -> Built {
         let mut sorted: Vec<_> = members.iter().collect();
         sorted.sort_by(|left, right| walk_order(&left.0.path, &right.0.path));
-        let mut builder = CatalogBuilder::new(&scratch, 5, 99, &[source()]).unwrap();
+        let mut builder =
+            CatalogBuilder::new(&scratch, About { seed: 5, created_s: 99, ..About::default() }, &[source()]).unwrap();
         sorted.into_iter().for_each(|(member, names)| builder.add(&member.path, member, *names).unwrap());
         builder.finish().unwrap()
     }

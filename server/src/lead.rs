@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use dayfly_meta::catalog::Source;
+use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DATASETS_MAX, OFFER_TIMEOUT, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
@@ -279,8 +279,7 @@ impl Job<'_> {
             server: self.server.clone(),
             stage: self.stage.clone(),
             runs,
-            seed,
-            created_s,
+            about: About { seed, created_s, group: self.request.selection.group },
             sources: self.sources.clone(),
         };
         let runtime = tokio::runtime::Handle::current();

@@ -12,6 +12,18 @@ static int count(const char *name, unsigned char type, void *context) {
     return strcmp(name, "link") == 0 ? 7 : 0;
 }
 
+struct order {
+    int count;
+    unsigned long long size, first;
+};
+
+static int see(const char *path, uint64_t size, void *context) {
+    struct order *order = context;
+    if (order->count++ == 0) order->first = strlen(path);
+    order->size += size;
+    return strstr(path, "//") ? 9 : 0;
+}
+
 int main(int argument_count, char **arguments) {
     (void)argument_count;
     char path[4096], *buffers[4];
@@ -45,6 +57,11 @@ int main(int argument_count, char **arguments) {
     int seen = 0;
     printf("list %d", dayfly_list(session, arguments[1], count, &seen));
     printf(" after %d\n", seen);
+    struct order all = {0, 0, 0}, again = {0, 0, 0}, local = {0, 0, 0};
+    printf("epoch %d %d", dayfly_epoch(session, arguments[1], 1, 2, see, &all), dayfly_epoch(session, arguments[1], 1, 2, see, &again));
+    printf(" local %d", dayfly_local(session, arguments[1], see, &local));
+    printf(" same %d some %d\n", all.count == again.count && all.size == again.size && all.first == again.first,
+           local.count > 0 && local.count < all.count);
     dayfly_detach(session);
     return 0;
 }

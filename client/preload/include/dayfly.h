@@ -60,6 +60,18 @@ int dayfly_stat(dayfly *session, const char *path, struct stat *out);
 int dayfly_list(dayfly *session, const char *path, int (*see)(const char *name, unsigned char type, void *context),
                 void *context);
 
+/* Called for a sample: its path as programs see it, and its size in bytes. What is not 0 ends the calls and is returned. */
+typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context);
+
+/* Calls `see` for every sample of the dataset at or above `path`, in a random order that `seed` and `epoch` decide, the same on every
+ * node: a global shuffle. With several readers, reader r of n takes each n-th, from the r-th on. Files of one --group follow
+ * each other. */
+int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
+
+/* Calls `see` for the samples of that dataset which this node owns, in the order in which they lie on its drives: a random order,
+ * the same each time, that is read at the speed of sequential reading. Over all nodes, each sample once: a local shuffle. */
+int dayfly_local(dayfly *session, const char *path, dayfly_see_sample see, void *context);
+
 #ifdef __cplusplus
 }
 #endif

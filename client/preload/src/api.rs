@@ -4,15 +4,17 @@ use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
 use dayfly_client::locate::Location;
-use dayfly_client::{Dataset, FileKind, OpenFile, Session, View};
-use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_client::{Dataset, FileKind, OpenFile, Samples, Session, View};
+use dayfly_meta::id::{BlockId, DatasetId, SampleId};
 use dayfly_meta::limits::BLOCK_SIZE_MAX;
+use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
 
 use crate::calls::kernel_form;
 use crate::memory::{Errno, array_mut, buffer, put, string};
 use crate::process::{Fault, answer};
 
+type SeeSample = extern "C" fn(*const c_char, u64, *mut c_void) -> c_int;
 type See = extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c_int;
 
 /// `struct dayfly_request`.
@@ -43,7 +45,7 @@ fn bytes<'a>(path: *const c_char) -> Result<&'a [u8], Errno> {
 
 /// Defines functions of the header.
 macro_rules! header {
-    ($(fn $name:ident($($argument:ident: $kind:ty),*) -> $result:ty $body:block)*) => {$(
+    ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) -> $result:ty $body:block)*) => {$(
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub(crate) extern "C" fn $name($($argument: $kind),*) -> $result $body
     )*};
@@ -90,6 +92,33 @@ header! {
         answer(|| Ok(put(out, kernel_form(&given(session)?.stat(bytes(path)?)?)).map(|()| 0)?))
     }
 
+    fn dayfly_epoch(
+        session: *const View,
+        path: *const c_char,
+        seed: u64,
+        epoch: u64,
+        see: Option<SeeSample>,
+        context: *mut c_void,
+    ) -> c_int {
+        answer(|| {
+            see_samples(given(session)?, bytes(path)?, see, context, |samples, _, see| {
+                let mut told = samples.epoch(seed, epoch).map(see);
+                told.find(|told| !matches!(told, Ok(0))).unwrap_or(Ok(0))
+            })
+        })
+    }
+
+    fn dayfly_local(session: *const View, path: *const c_char, see: Option<SeeSample>, context: *mut c_void) -> c_int {
+        answer(|| {
+            let view = given(session)?;
+            see_samples(view, bytes(path)?, see, context, |samples, dataset, see| {
+                let order = samples.local(dataset, view.session().node(), view.session().nodes());
+                let mut told = order.into_iter().map(see);
+                told.find(|told| !matches!(told, Ok(0))).unwrap_or(Ok(0))
+            })
+        })
+    }
+
     fn dayfly_list(session: *const View, path: *const c_char, see: Option<See>, context: *mut c_void) -> c_int {
         answer(|| {
             let see = see.ok_or(libc::EINVAL)?;
@@ -109,6 +138,27 @@ header! {
             Ok(0)
         })
     }
+}
+
+/// Tells the samples of the dataset that `path` is in, in the order that `order` makes.
+fn see_samples(
+    view: &View,
+    path: &[u8],
+    see: Option<SeeSample>,
+    context: *mut c_void,
+    order: impl Fn(&Samples, &Dataset, &mut dyn FnMut(SampleId) -> Result<c_int, Fault>) -> Result<c_int, Fault>,
+) -> Result<c_int, Fault> {
+    let see = see.ok_or(Fault::Errno(libc::EINVAL))?;
+    let dataset = view.dataset_of(path)?;
+    let samples = Samples::of(dataset.catalog());
+    let root = join(view.session().prefix(), dataset.target());
+    order(&samples, &dataset, &mut |sample| {
+        let catalog = dataset.catalog();
+        let entry = samples.entry(sample).and_then(|entry| catalog.entry(entry)).ok_or(Fault::Errno(libc::EIO))?;
+        let path = CString::new(join(&root, &catalog.path(&entry))).map_err(|_| Fault::Errno(libc::EIO))?;
+        let size = catalog.attributes(&entry).map_or(0, |attributes| attributes.size);
+        Ok(see(path.as_ptr(), size, context))
+    })
 }
 
 /// Reads whole files, block by block in the order that is best for the node.

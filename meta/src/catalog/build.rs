@@ -16,6 +16,7 @@ use super::member::{Member, MemberKey, MemberKind, StoredBlock};
 use crate::limits::{ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
+use crate::wire::control::Grouping;
 
 /// Gives new nameless files to write to.
 pub type Scratch<'a> = &'a dyn Fn() -> io::Result<File>;
@@ -67,8 +68,18 @@ pub struct CatalogBuilder<'a> {
     last_path: Vec<u8>,
     shared: HashMap<MemberKey, u32>,
     bytes: u64,
-    seed: u64,
-    created_s: i64,
+    about: About,
+}
+
+/// What a catalog says of its dataset as a whole.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct About {
+    /// Seed of the placement.
+    pub seed: u64,
+    /// Seconds of the epoch; also dates directories that no source names.
+    pub created_s: i64,
+    /// What was kept together.
+    pub group: Grouping,
 }
 
 struct ColumnWriter {
@@ -87,8 +98,8 @@ struct OpenDirectory {
 const PATCH_LEN: usize = 16;
 
 impl<'a> CatalogBuilder<'a> {
-    /// Starts a catalog. `created_s` (seconds of the epoch) also dates directories that no source names.
-    pub fn new(scratch: Scratch<'a>, seed: u64, created_s: i64, sources: &[Source]) -> Result<Self, BuildError> {
+    /// Starts a catalog.
+    pub fn new(scratch: Scratch<'a>, about: About, sources: &[Source]) -> Result<Self, BuildError> {
         let new_column = |_| Ok(ColumnWriter { file: BufWriter::new(scratch()?), len: 0 });
         let mut builder = Self {
             scratch,
@@ -99,8 +110,7 @@ impl<'a> CatalogBuilder<'a> {
             last_path: Vec::new(),
             shared: HashMap::new(),
             bytes: 0,
-            seed,
-            created_s,
+            about,
         };
         for source in sources {
             let path_offset = builder.write(Column::Names, &source.path)?;
@@ -170,14 +180,14 @@ impl<'a> CatalogBuilder<'a> {
             self.close_directory()?;
         }
         if self.open.is_empty() && !path.is_empty() {
-            self.open_directory(b"", 0o755, self.created_s, 0)?;
+            self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
         let Some((parent, _)) = split_last(path) else { return Ok(()) };
         let opened = self.open.last().map_or(0, |directory| components(&directory.path).count());
         let mut missing: Vec<u8> = self.open.last().map_or_else(Vec::new, |directory| directory.path.clone());
         for name in components(parent).skip(opened) {
             missing = crate::path::join(&missing, name);
-            self.open_directory(&missing, 0o755, self.created_s, 0)?;
+            self.open_directory(&missing, 0o755, self.about.created_s, 0)?;
         }
         Ok(())
     }
@@ -240,7 +250,7 @@ impl<'a> CatalogBuilder<'a> {
     /// Joins the columns, fills in what is known only now, and makes the path index.
     pub fn finish(mut self) -> Result<Built, BuildError> {
         if self.open.is_empty() {
-            self.open_directory(b"", 0o755, self.created_s, 0)?;
+            self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
         while !self.open.is_empty() {
             self.close_directory()?;
@@ -268,7 +278,13 @@ impl<'a> CatalogBuilder<'a> {
             from.rewind()?;
             io::copy(&mut from, &mut to)?;
         }
-        let header = HeaderRecord { seed: self.seed, created_s: self.created_s, bytes: self.bytes, columns: extents };
+        let header = HeaderRecord {
+            seed: self.about.seed,
+            created_s: self.about.created_s,
+            bytes: self.bytes,
+            group: self.about.group,
+            columns: extents,
+        };
         write_start(&file, &header, end)?;
         let mut map = map_private_file(&file)?;
         apply_patches(&mut map, &extents, self.patches)?;

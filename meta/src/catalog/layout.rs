@@ -3,6 +3,8 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use crate::wire::control::Grouping;
+
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout; any change below raises it.
@@ -63,6 +65,7 @@ pub(crate) struct HeaderRecord {
     pub(crate) seed: u64,
     pub(crate) created_s: i64,
     pub(crate) bytes: u64,
+    pub(crate) group: Grouping,
     pub(crate) columns: [Extent; COLUMNS],
 }
 

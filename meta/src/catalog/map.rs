@@ -16,6 +16,7 @@ use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
 use crate::shared::map_immutable;
+use crate::wire::control::Grouping;
 
 /// Why a file is no catalog.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +93,8 @@ pub struct Header {
     pub created_s: i64,
     /// Bytes of all samples.
     pub bytes: u64,
+    /// What was kept together.
+    pub group: Grouping,
     /// Names: files, directories and symlinks.
     pub entries: u32,
     /// Samples.
@@ -138,6 +141,7 @@ impl Catalog {
             seed: record.seed,
             created_s: record.created_s,
             bytes: record.bytes,
+            group: record.group,
             entries: count(Column::Entries)?,
             samples: count(Column::Samples)?,
             blocks: count(Column::Owners)?,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
-use dayfly_meta::catalog::{Built, CatalogBuilder, Member, Scratch, Source};
+use dayfly_meta::catalog::{About, Built, CatalogBuilder, Member, Scratch, Source};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
 use dayfly_meta::wire::peer::Request;
@@ -22,8 +22,7 @@ pub(super) struct Merging {
     pub(super) server: Arc<Server>,
     pub(super) stage: Arc<LeadStage>,
     pub(super) runs: Vec<(NodeId, u32, u64)>,
-    pub(super) seed: u64,
-    pub(super) created_s: i64,
+    pub(super) about: About,
     pub(super) sources: Vec<Source>,
 }
 
@@ -78,8 +77,7 @@ impl Merging {
     where
         I: Iterator<Item = io::Result<Member>>,
     {
-        let mut builder =
-            CatalogBuilder::new(scratch, self.seed, self.created_s, &self.sources).map_err(|error| error.to_string())?;
+        let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
             let path = history.path.clone();

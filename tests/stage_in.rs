@@ -1,0 +1,449 @@
+//! Stage-in from end to end: every kind of source comes out as its own tool unpacks it, whole or not at all, in shuffled order.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dayfly_client::Samples;
+use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use harness::{Cluster, Ground, assert_same_tree, pack, read_tree, text, tool, wait_for, wait_until};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+/// Files of many sizes in a few directories, all content different.
+fn make_tree(folder: &Path, files: usize) {
+    let mut random = StdRng::seed_from_u64(files as u64);
+    for number in 0..files {
+        let path = folder.join(format!("class-{}/{number}.bin", number % 7));
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let size = [0, 10, 3000, 70_000, 1_300_000][if number % 40 == 0 { 4 } else { number % 4 }];
+        let bytes: Vec<u8> = (0..size / 2).map(|_| random.random()).chain(std::iter::repeat_n(b'x', size - size / 2)).collect();
+        fs::write(path, bytes).unwrap();
+    }
+    std::os::unix::fs::symlink("class-0/0.bin", folder.join("link")).unwrap();
+    fs::hard_link(folder.join("class-1/1.bin"), folder.join("hard")).unwrap();
+}
+
+/// What is in the namespace, by `dayfly cp`.
+fn copied(cluster: &Cluster, from: &str, name: &str) -> harness::Tree {
+    let to = cluster.at(name);
+    cluster.ok(&["cp", "-r", from, to.to_str().unwrap()]);
+    read_tree(&to)
+}
+
+fn python(ground: &Ground, script: &str, arguments: &[&OsStr]) {
+    let script = [OsStr::new("-c"), OsStr::new(script)];
+    let output = Command::new("python3").args(script).args(arguments).current_dir(ground.work.path()).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+/// Zips a folder as Python does, directories too; the method is one of `zipfile`'s.
+fn zip(ground: &Ground, name: &str, folder: &str, method: &str) {
+    let script = "import sys, os, zipfile
+zip = zipfile.ZipFile(sys.argv[1], 'w', getattr(zipfile, sys.argv[3]))
+for root, folders, files in os.walk(sys.argv[2]):
+    for name in sorted(folders + files):
+        path = os.path.join(root, name)
+        inside = os.path.relpath(path, sys.argv[2])
+        if os.path.islink(path):
+            info = zipfile.ZipInfo(inside); info.create_system = 3; info.external_attr = 0o120777 << 16
+            zip.writestr(info, os.readlink(path))
+        else:
+            zip.write(path, inside)
+zip.close()";
+    python(ground, script, &[name, folder, method].map(OsStr::new));
+}
+
+/// A zip knows no hard links, and times only to two seconds.
+fn as_zipped(mut tree: harness::Tree) -> harness::Tree {
+    for (path, node) in &mut tree {
+        node.first = path.clone();
+        node.mtime = (0, 0);
+    }
+    tree
+}
+
+#[test]
+fn every_format_comes_out_as_it_went_in() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 400);
+    let endings = ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"];
+    for ending in endings {
+        pack(&ground.at(format!("a.{ending}")), &ground.at("tree"), &["--format=pax"]);
+    }
+    zip(&ground, "stored.zip", "tree", "ZIP_STORED");
+    zip(&ground, "deflated.zip", "tree", "ZIP_DEFLATED");
+    let expected = read_tree(&ground.at("tree"));
+    let cluster = ground.up(3);
+    for ending in endings {
+        cluster.stage(&[&cluster.at(format!("a.{ending}"))], &format!("/dayfly/{ending}"));
+        assert_same_tree(&expected, &copied(&cluster, &format!("/dayfly/{ending}"), ending), ending);
+    }
+    for name in ["stored", "deflated"] {
+        cluster.stage(&[&cluster.at(format!("{name}.zip"))], &format!("/dayfly/{name}"));
+        let found = as_zipped(copied(&cluster, &format!("/dayfly/{name}"), name));
+        assert_same_tree(&as_zipped(expected.clone()), &found, name);
+    }
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+#[test]
+fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
+    let ground = Ground::new();
+    let crates = glob::glob(&format!("{}/registry/cache/*/*.crate", cargo_home())).unwrap().map(Result::unwrap);
+    let crates: Vec<_> = crates.take(25).collect();
+    assert!(crates.len() > 10, "this was built from crates");
+    let script = "import ensurepip, glob, os; print(*glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), '_bundled', '*.whl')), *glob.glob('/usr/share/python-wheels/*.whl'), sep='\\n')";
+    let found = Command::new("python3").args(["-c", script]).output().unwrap();
+    let wheels: Vec<String> = text(&found.stdout).lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
+    fs::create_dir(ground.at("tools")).unwrap();
+    for archive in &crates {
+        tool("tar", &["-xf".as_ref(), archive.as_os_str(), "-C".as_ref(), ground.at("tools").as_os_str()]);
+    }
+    let cluster = ground.up(3);
+    let sources: Vec<&Path> = crates.iter().map(std::path::PathBuf::as_path).collect();
+    cluster.stage(&sources, "/dayfly/crates");
+    let mut found = copied(&cluster, "/dayfly/crates", "crates");
+    let mut expected = read_tree(&cluster.at("tools"));
+    // Crates name no directories; tar dates those that it makes with the time of unpacking.
+    for tree in [&mut expected, &mut found] {
+        tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
+    }
+    assert_same_tree(&expected, &found, "crates");
+    for (number, wheel) in wheels.iter().enumerate() {
+        let unpacked = format!("wheel{number}");
+        python(
+            &cluster,
+            "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])",
+            &[wheel, &unpacked].map(OsStr::new),
+        );
+        cluster.stage(&[Path::new(wheel)], &format!("/dayfly/{unpacked}"));
+        let content = |tree: harness::Tree| -> BTreeMap<Vec<u8>, Vec<u8>> {
+            tree.into_iter().filter(|(_, node)| node.kind == 'f').map(|(path, node)| (path, node.content)).collect()
+        };
+        let found = content(copied(&cluster, &format!("/dayfly/{unpacked}"), &format!("{unpacked}.out")));
+        assert!(found == content(read_tree(&cluster.at(&unpacked))), "{wheel}");
+    }
+    cluster.down();
+}
+
+fn cargo_home() -> String {
+    std::env::var("CARGO_HOME").unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").unwrap()))
+}
+
+#[test]
+fn sparse_members_are_expanded() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    for (name, pieces) in
+        [("one", vec![(1_000_000, 5000)]), ("ends", vec![(0, 100), (3 << 20, 70_000), (20 << 20, 1)]), ("hole", vec![])]
+    {
+        let mut file = fs::File::create(ground.at("tree").join(name)).unwrap();
+        for (offset, len) in pieces {
+            std::io::Seek::seek(&mut file, std::io::SeekFrom::Start(offset)).unwrap();
+            file.write_all(&vec![b'd'; len]).unwrap();
+        }
+        let len = file.metadata().unwrap().len();
+        file.set_len(len + 100_000).unwrap();
+    }
+    // Many pieces: the map does not fit one header.
+    let mut many = fs::File::create(ground.at("tree/many")).unwrap();
+    for piece in 0..100_u64 {
+        std::io::Seek::seek(&mut many, std::io::SeekFrom::Start(piece * 65_536)).unwrap();
+        many.write_all(&[piece as u8 + 1; 4096]).unwrap();
+    }
+    drop(many);
+    let expected = read_tree(&ground.at("tree"));
+    let formats = [
+        ("gnu", &["--sparse", "--format=gnu"][..]),
+        ("pax00", &["--sparse", "--format=pax", "--sparse-version=0.0"]),
+        ("pax01", &["--sparse", "--format=pax", "--sparse-version=0.1"]),
+        ("pax10", &["--sparse", "--format=pax", "--sparse-version=1.0"]),
+    ];
+    for (name, options) in formats {
+        pack(&ground.at(format!("{name}.tar")), &ground.at("tree"), options);
+        assert!(fs::metadata(ground.at(format!("{name}.tar"))).unwrap().len() < 2 << 20, "{name} is sparse");
+    }
+    let cluster = ground.up(2);
+    for (name, _) in formats {
+        cluster.stage(&[&cluster.at(format!("{name}.tar"))], &format!("/dayfly/{name}"));
+        let mut found = copied(&cluster, &format!("/dayfly/{name}"), name);
+        let mut expected = expected.clone();
+        if name == "gnu" {
+            // That format has no fractions of seconds.
+            expected.values_mut().chain(found.values_mut()).for_each(|node| node.mtime.1 = 0);
+        }
+        assert_same_tree(&expected, &found, name);
+    }
+    cluster.down();
+}
+
+#[test]
+fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 60);
+    for ending in ["tar", "tar.gz", "tar.xz", "tar.zst"] {
+        pack(&ground.at(format!("a.{ending}")), &ground.at("tree"), &[]);
+    }
+    zip(&ground, "a.zip", "tree", "ZIP_DEFLATED");
+    let cluster = ground.up(2);
+    for ending in ["tar", "tar.gz", "tar.xz", "tar.zst", "zip"] {
+        let whole = fs::read(cluster.at(format!("a.{ending}"))).unwrap();
+        let name = format!("cut.{ending}");
+        for part in 0..50 {
+            fs::write(cluster.at(&name), &whole[..whole.len() / 50 * part]).unwrap();
+            // Between two members a plain tar that breaks off cannot be told from one without an end mark.
+            let is_between = ending == "tar" && part > 0 && {
+                let listed = Command::new("tar").arg("-tf").arg(cluster.at(&name)).output().unwrap();
+                listed.status.success()
+            };
+            if is_between {
+                continue;
+            }
+            let message = cluster.fails(1, &["stage-in", &name, "/dayfly/cut"]);
+            assert!(message.contains(&name), "cut at {part}/50: {message}");
+        }
+        assert_eq!(cluster.ok(&["ls"]), "");
+        assert_eq!(cluster.used_bytes(), 0, "{ending}");
+    }
+    cluster.down();
+}
+
+#[test]
+fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 60);
+    pack(&ground.at("good.tar"), &ground.at("tree"), &[]);
+    zip(&ground, "bad.zip", "tree", "ZIP_STORED");
+    let mut bytes = fs::read(ground.at("bad.zip")).unwrap();
+    let at = bytes.windows(3000).position(|window| window.iter().all(|&byte| byte == b'x')).unwrap();
+    bytes[at + 1500] ^= 1;
+    fs::write(ground.at("bad.zip"), bytes).unwrap();
+    let cut = fs::read(ground.at("good.tar")).unwrap();
+    fs::write(ground.at("cut.tar"), &cut[..cut.len() / 2]).unwrap();
+    let cluster = ground.up(2);
+    let message = cluster.fails(1, &["stage-in", "bad.zip", "/dayfly/x"]);
+    assert!(message.contains("bad.zip") && message.contains("checksum") && message.contains("at byte"), "{message}");
+    let told = cluster.ok(&["stage-in", "--json", "--keep-going", "bad.zip", "cut.tar", "/dayfly/x"]);
+    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    let notes = last["skipped_notes"].as_array().unwrap();
+    assert!(last["skipped"].as_u64().unwrap() >= 2 && notes.len() >= 2, "{last}");
+    for name in ["bad.zip", "cut.tar"] {
+        assert!(notes.iter().any(|note| note.as_str().unwrap().contains(name)), "{name}: {notes:?}");
+    }
+    cluster.ok(&["verify"]);
+    cluster.down();
+}
+
+#[test]
+fn several_stage_ins_run_at_once_but_not_over_each_other() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 200);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
+    let expected = read_tree(&ground.at("tree"));
+    let cluster = ground.up(2);
+    // More than may run at once; slow enough to meet.
+    let start = |target: &str| {
+        let mut command = cluster.dayfly();
+        command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]);
+        command.stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut children: Vec<_> = (0..6).map(|number| start(&format!("/dayfly/d{number}"))).collect();
+    wait_until("one of them is refused", || {
+        let output = cluster.output(&["stage-in", "a.tar", "/dayfly/d0/below"]);
+        let message = text(&output.stderr);
+        assert!(!output.status.success());
+        message.contains("another stage-in to '/dayfly/d0' is running") || message.contains("overlap")
+    });
+    for child in &mut children {
+        assert!(wait_for(child, Duration::from_secs(60)).expect("it ends").success());
+    }
+    for number in 0..6 {
+        assert_same_tree(&expected, &copied(&cluster, &format!("/dayfly/d{number}"), &format!("out{number}")), "of several");
+    }
+    cluster.down();
+}
+
+#[test]
+fn a_rate_is_kept() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    (0..40).for_each(|number| fs::write(ground.at(format!("tree/{number}")), vec![1; 100_000]).unwrap());
+    let cluster = ground.up(2);
+    let start = Instant::now();
+    cluster.ok(&["stage-in", "--max-rate", "4MB", "tree", "/dayfly/x"]);
+    // Nodes do not share out what one of them leaves.
+    assert!(start.elapsed() > Duration::from_millis(800), "{:?}", start.elapsed());
+    cluster.down();
+}
+
+/// The samples of each node in their stored order, as names.
+fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
+    let of_node = |node| {
+        let view = cluster.view(node);
+        let dataset = view.dataset_of(path.as_bytes()).unwrap();
+        let samples = Samples::of(dataset.catalog());
+        let name = |sample: SampleId| {
+            let entry = dataset.catalog().entry(samples.entry(sample).unwrap()).unwrap();
+            text(&dataset.catalog().path(&entry))
+        };
+        samples.local(&dataset, NodeId(node), nodes).into_iter().map(name).collect()
+    };
+    (0..nodes).map(of_node).collect()
+}
+
+#[test]
+fn stored_order_is_random_and_complete() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    for number in 0..3000 {
+        let size = [70_000, 0, 500, 500, 500][number % 5];
+        fs::write(ground.at(format!("tree/{number:05}.bin")), vec![1; size]).unwrap();
+    }
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    let cluster = ground.up(3);
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/x");
+    let orders = local_orders(&cluster, 3, "/dayfly/x");
+    let all: BTreeSet<&String> = orders.iter().flatten().collect();
+    assert_eq!((all.len(), orders.iter().map(Vec::len).sum::<usize>()), (3000, 3000));
+    for order in &orders {
+        let ascents = order.windows(2).filter(|pair| pair[0] < pair[1]).count();
+        let share = ascents as f64 / order.len() as f64;
+        assert!((0.45..0.55).contains(&share), "{share} of the samples come after one with a lower name");
+    }
+    // The same on every node, and another in each epoch.
+    let epoch = |node, epoch| {
+        let view = cluster.view(node);
+        let dataset = view.dataset_of(b"/dayfly/x").unwrap();
+        Samples::of(dataset.catalog()).epoch(7, epoch).collect::<Vec<_>>()
+    };
+    assert!(epoch(0, 1) == epoch(2, 1) && epoch(0, 1) != epoch(0, 2));
+    assert_eq!(epoch(0, 1).into_iter().collect::<BTreeSet<_>>().len(), 3000);
+    cluster.down();
+}
+
+#[test]
+fn files_of_one_stem_are_placed_stored_and_listed_together() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    for number in 0..500 {
+        for ending in ["jpg", "json", "txt"] {
+            fs::write(ground.at(format!("tree/{number}.{ending}")), format!("{number} {ending}").repeat(50)).unwrap();
+        }
+    }
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    let cluster = ground.up(3);
+    cluster.ok(&["stage-in", "--group", "stem", "a.tar", "/dayfly/x"]);
+    let stem = |name: &String| name.split('.').next().unwrap().to_owned();
+    for order in local_orders(&cluster, 3, "/dayfly/x") {
+        assert_eq!(order.len() % 3, 0, "whole groups");
+        for group in order.chunks(3) {
+            assert!(group.iter().all(|name| stem(name) == stem(&group[0])), "{group:?}");
+        }
+    }
+    let view = cluster.view(0);
+    let dataset = view.dataset_of(b"/dayfly/x").unwrap();
+    let samples = Samples::of(dataset.catalog());
+    let order: Vec<SampleId> = samples.epoch(1, 1).collect();
+    assert_eq!(order.iter().collect::<BTreeSet<_>>().len(), 1500);
+    for group in order.chunks(3) {
+        let owner = |sample: &SampleId| dataset.catalog().owner(BlockId(dataset.catalog().sample(*sample).unwrap().1.start));
+        let parents: BTreeSet<String> = group
+            .iter()
+            .map(|&sample| {
+                let entry = dataset.catalog().entry(samples.entry(sample).unwrap()).unwrap();
+                stem(&text(entry.name))
+            })
+            .collect();
+        assert_eq!(parents.len(), 1, "{parents:?}");
+        assert!(group.iter().all(|sample| owner(sample) == owner(&group[0])));
+    }
+    cluster.down();
+}
+
+#[test]
+fn nested_archives_become_directories() {
+    let ground = Ground::new();
+    make_tree(&ground.at("n01"), 30);
+    make_tree(&ground.at("n02"), 30);
+    fs::create_dir(ground.at("inner")).unwrap();
+    pack(&ground.at("inner/n01.tar"), &ground.at("n01"), &["--format=pax"]);
+    pack(&ground.at("inner/n02.tar.gz"), &ground.at("n02"), &["--format=pax"]);
+    pack(&ground.at("outer.tar"), &ground.at("inner"), &[]);
+    let cluster = ground.up(2);
+    cluster.ok(&["stage-in", "--nested", "outer.tar", "/dayfly/x"]);
+    for class in ["n01", "n02"] {
+        assert_same_tree(
+            &read_tree(&cluster.at(class)),
+            &copied(&cluster, &format!("/dayfly/x/{class}"), &format!("{class}.out")),
+            class,
+        );
+    }
+    cluster.ok(&["stage-in", "--nested", "inner", "/dayfly/tree"]);
+    assert_same_tree(&read_tree(&cluster.at("n01")), &copied(&cluster, "/dayfly/tree/n01", "tree.out"), "in a tree");
+    cluster.down();
+}
+
+#[test]
+fn a_report_is_written_and_events_tell_each_node() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 100);
+    let cluster = ground.up(2);
+    let told = cluster.ok(&["stage-in", "--json", "--report", "out.html", "tree", "/dayfly/x"]);
+    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    assert_eq!(last["event"], "staged-in");
+    let nodes = last["nodes"].as_array().unwrap();
+    assert_eq!(nodes.iter().map(|node| node["files"].as_u64().unwrap()).sum::<u64>(), 100);
+    assert_eq!(nodes.iter().map(|node| node["source_bytes"].as_u64().unwrap()).sum::<u64>(), last["source_bytes"]);
+    let page = fs::read_to_string(cluster.at("out.html")).unwrap();
+    assert!(page.contains("class-3") && page.matches("<svg").count() == 6, "{page}");
+    cluster.down();
+}
+
+#[test]
+fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
+    let ground = Ground::new();
+    let disk = ground.at("disk");
+    fs::create_dir(&disk).unwrap();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=24m", "none"]).arg(&disk).output().unwrap();
+    if !mounted.status.success() {
+        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "no file system can be mounted here");
+        return;
+    }
+    let unmount = Unmount(disk.clone());
+    fs::create_dir(ground.at("large")).unwrap();
+    (0..300).for_each(|number| fs::write(ground.at(format!("large/{number}")), vec![7; 100_000]).unwrap());
+    pack(&ground.at("large.tar"), &ground.at("large"), &[]);
+    fs::create_dir(ground.at("small")).unwrap();
+    (0..30).for_each(|number| fs::write(ground.at(format!("small/{number}")), vec![7; 100_000]).unwrap());
+    let cluster = ground.up_with(2, &["--data-dir", disk.to_str().unwrap(), "--capacity", "100MiB"]);
+    cluster.stage(&[&cluster.at("small")], "/dayfly/small");
+    let free = || nix::sys::statvfs::statvfs(&disk).unwrap().blocks_available();
+    let before = free();
+    let message = cluster.fails(1, &["stage-in", "large.tar", "/dayfly/large"]);
+    assert!(message.contains("room") || message.contains("No space left"), "{message}");
+    wait_until("its space is free again", || free() >= before - 16);
+    assert_eq!(cluster.ok(&["ls"]).trim(), "small");
+    cluster.ok(&["verify"]);
+    cluster.ok(&["down"]);
+    drop(unmount);
+}
+
+/// Unmounts when dropped.
+struct Unmount(std::path::PathBuf);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        // Lazily: a server that is ending may have it open.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
