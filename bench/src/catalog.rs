@@ -3,7 +3,9 @@
 use std::hint::black_box;
 
 use clap::Args;
-use dayfly_meta::catalog::{self, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Source, SourceKind, StoredBlock};
+use dayfly_meta::catalog::{
+    self, About, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Source, SourceKind, StoredBlock,
+};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::path::walk_order;
 
@@ -38,7 +40,7 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
         Source { path: b"/pfs/train.tar".to_vec(), prefix: Vec::new(), kind: SourceKind::Tar, compression: Compression::None };
     let scratch = tempfile::tempfile;
     let (build_s, built) = time(|| -> Result<_, catalog::BuildError> {
-        let mut builder = CatalogBuilder::new(&scratch, 0, 0, &[source])?;
+        let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
         members.iter().try_for_each(|member| builder.add(&member.path, member, 1))?;
         builder.finish()
     });

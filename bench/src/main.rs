@@ -4,6 +4,7 @@ mod catalog;
 mod make;
 mod measure;
 mod ping_pong;
+mod placement;
 mod posix;
 mod read;
 
@@ -25,6 +26,7 @@ enum What {
     Make(make::Make),
     Posix(posix::Posix),
     PingPong(ping_pong::PingPong),
+    Placement(placement::Spread),
 }
 
 /// Whatever goes wrong ends a measurement.
@@ -37,6 +39,7 @@ fn main() -> ExitCode {
         What::Make(arguments) => make::run(&arguments),
         What::Posix(arguments) => posix::run(&arguments),
         What::PingPong(arguments) => ping_pong::run(&arguments),
+        What::Placement(arguments) => placement::run(&arguments),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

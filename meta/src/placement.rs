@@ -162,4 +162,44 @@ mod tests {
         }
         assert_eq!(fewer.without(&(0..5).map(NodeId).collect::<Vec<_>>()).owner(b"x", 0), None);
     }
+
+    /// How many samples of each of 1,000 classes of 100 lie on each of 8 nodes.
+    fn classes_by_node(seed: u64, name: impl Fn(usize, usize) -> String) -> Vec<[f64; 8]> {
+        let placement = Placement::new(seed, &equal(8));
+        let on_nodes = |class: usize| {
+            let mut counts = [0.0; 8];
+            (0..100).for_each(|sample| counts[placement.owner(name(class, sample).as_bytes(), 0).unwrap().index()] += 1.0);
+            counts
+        };
+        (0..1000).map(on_nodes).collect()
+    }
+
+    #[test]
+    fn class_and_node_are_independent() {
+        type Name = fn(usize, usize) -> String;
+        let names: [Name; 3] = [
+            |class, sample| format!("n{class:08}/n{class:08}_{sample}.JPEG"),
+            |class, sample| format!("{class}/{sample:04}.png"),
+            |class, sample| format!("{:07}.jpg", class * 100 + sample),
+        ];
+        for seed in 0..6 {
+            for name in names {
+                let counts = classes_by_node(seed, name);
+                // Given what each node holds of all, for a ring's shares are not quite equal.
+                let of_node: Vec<f64> = (0..8).map(|node| counts.iter().map(|class| class[node]).sum()).collect();
+                let chi_square: f64 = counts
+                    .iter()
+                    .flat_map(|class| class.iter().zip(&of_node))
+                    .map(|(&count, &all)| {
+                        let expected = all / 1000.0;
+                        (count - expected) * (count - expected) / expected
+                    })
+                    .sum();
+                // With so many degrees of freedom it is nearly normal.
+                let freedom = 999.0 * 7.0;
+                let deviation = (chi_square - freedom) / (2.0_f64 * freedom).sqrt();
+                assert!(deviation.abs() < 3.5, "seed {seed}: {deviation:.2} standard deviations");
+            }
+        }
+    }
 }

@@ -36,6 +36,7 @@ pub(crate) struct Ingest {
 struct State {
     window: Option<Window>,
     next_arrival: u32,
+    taken_bytes: u64,
     /// Blocks that come in pieces: where, and how long.
     in_pieces: HashMap<u32, (Place, u64)>,
 }
@@ -75,6 +76,11 @@ impl Ingest {
         self.arrivals.find(arrival)
     }
 
+    /// Bytes of all blocks that were taken.
+    pub(crate) fn taken_bytes(&self) -> u64 {
+        self.state().taken_bytes
+    }
+
     /// Takes room for a block that comes in pieces; its number, or `None` if there is no room.
     pub(crate) fn reserve(&self, block_len: u64) -> Result<Option<u32>, IngestError> {
         if block_len > BLOCK_SIZE_MAX {
@@ -89,6 +95,7 @@ impl Ingest {
             let places = self.segments.place(drive, [block_len].into_iter(), promised)?;
             let arrival = state.number(1)?;
             self.arrivals.write(arrival, &places)?;
+            state.taken_bytes += block_len;
             state.in_pieces.extend(places.into_iter().map(|place| (arrival, (place, block_len))));
             return Ok(Some(arrival));
         }
@@ -118,6 +125,7 @@ impl Ingest {
         let mut state = self.state();
         let Some(drive) = self.drive_for(&state, room)? else { return Ok(Stored::Full(slot)) };
         let arrival = state.number(blocks.len())?;
+        state.taken_bytes += len as u64;
         // Blocks that are written together lie on one drive.
         let other = state.window.take_if(|window| window.drive() != drive);
         let window = state.window.get_or_insert_with(|| Window::new(drive));

@@ -106,7 +106,7 @@ impl Drop for CancelOnDrop {
 pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
     let result = Box::pin(run(&server, request, &events)).await;
     let event = match result {
-        Ok(summary) => Event::StagedIn(summary),
+        Ok(summary) => Event::StagedIn(Box::new(summary)),
         Err(reason) => Event::Failed { reason },
     };
     // Whoever asked may be gone.

@@ -321,7 +321,8 @@ impl Server {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
             let find = |arrival| ingest.find(arrival);
-            let dataset = Dataset::prepare(id, target, &file, checksum, room, (me, nodes), &drive, segments, &find);
+            let taken = ingest.taken_bytes();
+            let dataset = Dataset::prepare(id, target, &file, checksum, room, (me, nodes), &drive, segments, taken, &find);
             stage.set_prepared(dataset.map_err(|error| error.to_string())?);
             Ok(())
         });

@@ -12,5 +12,7 @@ pub mod plan;
 pub mod runs;
 mod selection;
 mod source;
+#[cfg(test)]
+mod tests;
 
 pub use error::StageInError;

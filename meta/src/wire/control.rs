@@ -70,7 +70,7 @@ pub enum Event {
     /// How far it is.
     Progress(Progress),
     /// It is done: the dataset is visible on all nodes.
-    StagedIn(Summary),
+    StagedIn(Box<Summary>),
     /// How the session is.
     Status(Status),
     /// This node serves no longer.

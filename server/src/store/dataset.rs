@@ -14,6 +14,9 @@ use dayfly_transport::Piece;
 use super::drive::{Drive, Reservation, fill_room, nameless_file, read_only};
 use super::segment::Segments;
 
+/// Blocks that do not count are not looked for if they are no more than this.
+const UNUSED_BYTES_MAX: u64 = 1 << 20;
+
 /// Why a catalog that came from another node cannot be shown.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PrepareError {
@@ -50,7 +53,8 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Checks a catalog whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies.
+    /// Checks a catalog whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies;
+    /// `taken_bytes` is how much was, whether it came to count or not.
     #[expect(clippy::too_many_arguments, reason = "a dataset is put together here and nowhere else")]
     pub(crate) fn prepare(
         id: DatasetId,
@@ -61,6 +65,7 @@ impl Dataset {
         (me, nodes): (NodeId, usize),
         drive: &Drive,
         segments: Arc<Segments>,
+        taken_bytes: u64,
         find: &dyn Fn(u32) -> Option<Place>,
     ) -> Result<Self, PrepareError> {
         let catalog_file = read_only(file)?;
@@ -78,6 +83,10 @@ impl Dataset {
         fill_room(&table, 0, table_len)?;
         let locations = Locations::create(&table, catalog.header().blocks)?;
         let held = fill(&catalog, &locations, me, find)?;
+        if taken_bytes > held.bytes + UNUSED_BYTES_MAX {
+            let freed = segments.free_unused(|keep| each_held(&catalog, &locations, keep))?;
+            tracing::debug!(freed, "bytes that did not come to count");
+        }
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
         Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, gone, _room: room })
@@ -132,6 +141,18 @@ impl Dataset {
     pub(crate) fn give_up(&self) {
         debug_assert!(self.gone.load(Ordering::Acquire));
         self.segments.give_up();
+    }
+}
+
+/// Every block that is here, and its length.
+fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Place, u64)) {
+    for sample in (0..catalog.header().samples).map(SampleId) {
+        let Some((size, blocks)) = catalog.sample(sample) else { continue };
+        for (part, block) in (0..).zip(blocks.map(BlockId)) {
+            if let Some(place) = locations.find(block) {
+                see(place, block_len(size, part));
+            }
+        }
     }
 }
 

@@ -37,6 +37,8 @@ struct Room {
 
 /// A gap before a block that starts on a page is at most this.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
+/// Fewer unused pages in a row than this are left as they are.
+const FREED_PAGES_MIN: u64 = 8;
 /// Pieces of memory in one write; Linux takes no more.
 const SLICES_MAX: usize = 1024;
 
@@ -121,6 +123,52 @@ impl Segments {
             // A block that owns its pages can be mapped to the end of the last.
             segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE))
         })
+    }
+
+    /// Gives back the pages that no block lies in: blocks of ranges that were begun at a wrong place, and of files that others
+    /// replaced. `live` names all that count. Returns the bytes given back.
+    pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(Place, u64))) -> io::Result<u64> {
+        let mut pages: Vec<Vec<u64>> = Vec::new();
+        for segment in &self.segments {
+            pages.push(vec![0; segment.room().end.div_ceil(PAGE_SIZE).div_ceil(64) as usize]);
+        }
+        live(&mut |place, len| {
+            let Some(pages) = pages.get_mut(usize::from(place.drive)) else { return };
+            for page in place.offset / PAGE_SIZE..(place.offset + len).div_ceil(PAGE_SIZE) {
+                if let Some(word) = pages.get_mut((page / 64) as usize) {
+                    *word |= 1 << (page % 64);
+                }
+            }
+        });
+        let mut freed = 0;
+        for (segment, pages) in self.segments.iter().zip(pages) {
+            let mut room = segment.room();
+            let is_free = |page: u64| pages[(page / 64) as usize] >> (page % 64) & 1 == 0;
+            // The header is no block; the last page may be one's in part.
+            let end = room.end / PAGE_SIZE;
+            let mut page = DATA_START / PAGE_SIZE;
+            while page < end {
+                let start = page;
+                while page < end && is_free(page) {
+                    page += 1;
+                }
+                if page - start >= FREED_PAGES_MIN {
+                    let (offset, len) = (start * PAGE_SIZE, (page - start) * PAGE_SIZE);
+                    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+                    match fallocate(&segment.file, flags, offset as i64, len as i64) {
+                        Ok(()) => freed += len,
+                        // Then it stays taken until the dataset goes.
+                        Err(Errno::EOPNOTSUPP) => break,
+                        Err(error) => return Err(error.into()),
+                    }
+                    if let Some(reservation) = &mut room.reservation {
+                        reservation.shrink(len);
+                    }
+                }
+                page += 1;
+            }
+        }
+        Ok(freed)
     }
 
     /// The file of a place's drive.
@@ -240,6 +288,29 @@ mod tests {
         assert!(file.read_exact_at(&mut byte, 108_191).is_err());
         assert_eq!((file.metadata().unwrap().len(), drives[0].used()), (0, 0));
         assert!(!segments.promise(0, 1).unwrap());
+    }
+
+    #[test]
+    fn pages_of_no_block_are_given_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 24).unwrap();
+        let segments = Segments::create(&drives, DatasetId(1)).unwrap();
+        let lens = [100_000_u64; 20];
+        let promised = lens.iter().map(|&len| room_for(len)).sum();
+        assert!(segments.promise(0, promised).unwrap());
+        let places = segments.place(0, lens.into_iter(), promised).unwrap();
+        let block = vec![7; 100_000];
+        segments.write_placed(&places, lens.iter().map(|_| block.as_slice())).unwrap();
+        segments.trim().unwrap();
+        let before = drives[0].used();
+        let kept: Vec<Place> = places.iter().copied().step_by(3).collect();
+        let freed = segments.free_unused(|keep| kept.iter().for_each(|&place| keep(place, 100_000))).unwrap();
+        assert_eq!((freed, drives[0].used()), (13 * 102_400, before - freed));
+        for place in kept {
+            let mut bytes = vec![0; 100_000];
+            segments.file(0).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
+            assert!(bytes == block);
+        }
     }
 
     #[test]

@@ -94,6 +94,15 @@ impl<R: BufRead> Read for Lz4Frames<R> {
     }
 }
 
+/// What is read of a compressed stream before it is decoded.
+#[cfg(test)]
+pub(crate) fn look_at(compression: Compression, bytes: &[u8]) {
+    xz_dictionary_len(bytes);
+    if let Some(mut walk) = frames::Walk::new(compression) {
+        walk.over(bytes);
+    }
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use std::io::Write;

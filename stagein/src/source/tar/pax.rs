@@ -9,7 +9,7 @@ pub(crate) struct Extension {
     pub(super) link_path: Option<Vec<u8>>,
     pub(super) size: Option<u64>,
     pub(super) mtime: Option<(i64, u32)>,
-    pub(super) sparse: Option<PaxSparse>,
+    pub(crate) sparse: Option<PaxSparse>,
 }
 
 impl Extension {
