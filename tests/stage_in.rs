@@ -136,6 +136,70 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     cluster.down();
 }
 
+/// A command of the shell, whose first word is the program, that packs standard input to standard output in parts which can be decoded
+/// at once; and the name's ending.
+const IN_PARTS: [(&str, &str); 7] = [
+    ("pigz -i -p 2 -b 128", "tar.gz"),
+    ("bgzip -c", "tgz"),
+    ("pzstd -q -p 2 -c", "tar.zst"),
+    ("zstd -q -c", "tzst"),
+    ("xz -0 -T 2 --block-size=1MiB -c", "tar.xz"),
+    ("lz4 -q -B4 -c", "tar.lz4"),
+    ("bzip2 -c", "tbz2"),
+];
+
+#[test]
+fn what_parallel_packers_write_comes_out_as_it_went_in() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 300);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
+    let expected = read_tree(&ground.at("tree"));
+    let cluster = ground.up(2);
+    for (number, (command, ending)) in IN_PARTS.iter().enumerate() {
+        let program = command.split(' ').next().unwrap();
+        let has = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap().status.success();
+        if !has {
+            assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "{program} is not installed");
+            continue;
+        }
+        let script = format!("(head -c 10000000 | {command}; {command}) < a.tar > {number}.{ending}");
+        let packed = Command::new("bash").args(["-ec", &script]).current_dir(cluster.work.path()).output().unwrap();
+        assert!(packed.status.success(), "{command}: {}", text(&packed.stderr));
+        let target = format!("/dayfly/p{number}");
+        cluster.stage(&[&cluster.at(format!("{number}.{ending}"))], &target);
+        assert_same_tree(&expected, &copied(&cluster, &target, &format!("out{number}")), command);
+    }
+    cluster.down();
+}
+
+#[test]
+fn zips_come_out_as_unzip_unpacks_them() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 100);
+    fs::create_dir(ground.at("out")).unwrap();
+    let has =
+        |program: &str| Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap().status.success();
+    if !has("zip") || !has("unzip") {
+        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "zip or unzip is not installed");
+        return;
+    }
+    let script =
+        "cd tree && chmod 640 class-1/1.bin && chmod 750 class-2 && zip -q -y -r ../a.zip . && cd .. && unzip -q a.zip -d out";
+    let done = Command::new("bash").args(["-ec", script]).current_dir(ground.work.path()).output().unwrap();
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    let cluster = ground.up(2);
+    cluster.stage(&[&cluster.at("a.zip")], "/dayfly/x");
+    let mut expected = read_tree(&cluster.at("out"));
+    let mut found = copied(&cluster, "/dayfly/x", "found");
+    for tree in [&mut expected, &mut found] {
+        // unzip dates links with the time of unpacking.
+        tree.values_mut().filter(|node| node.kind == 'l').for_each(|node| node.mtime = (0, 0));
+        tree.values_mut().for_each(|node| node.mtime.1 = 0);
+    }
+    assert_same_tree(&expected, &found, "unzip");
+    cluster.down();
+}
+
 fn cargo_home() -> String {
     std::env::var("CARGO_HOME").unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").unwrap()))
 }

@@ -1,6 +1,7 @@
 //! Synthetic data sets, as directory trees; `tar` makes archives of them.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
 use std::path::PathBuf;
 
 use clap::Args;
@@ -22,10 +23,16 @@ pub(crate) struct Make {
     /// Sizes as those of photographs: log-normal, with this deviation of the logarithm.
     #[arg(long, value_name = "SIGMA")]
     log_normal: Option<f64>,
+    /// Tars instead of a tree, so many of them, and all samples empty: to measure what names cost.
+    #[arg(long, value_name = "N", conflicts_with_all = ["mean_size", "log_normal"])]
+    empty_in_tars: Option<u64>,
 }
 
 pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
     fs::create_dir(&arguments.folder)?;
+    if let Some(tars) = arguments.empty_in_tars {
+        return make_tars(arguments, tars.max(1));
+    }
     let mut numbers = Numbers(3);
     let mut content = Vec::new();
     for number in 0..arguments.samples {
@@ -48,4 +55,30 @@ pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
         fs::write(folder.join(format!("{number}.bin")), &content[..size])?;
     }
     Ok(())
+}
+
+fn make_tars(arguments: &Make, tars: u64) -> Result<(), Failure> {
+    for tar in 0..tars {
+        let mut file = BufWriter::new(File::create(arguments.folder.join(format!("{tar:04}.tar")))?);
+        for number in (0..arguments.samples).filter(|number| number % tars == tar) {
+            file.write_all(&empty_member(&format!("class-{:04}/{number}.txt", number % 1000)))?;
+        }
+        file.write_all(&[0; 1024])?;
+        file.flush()?;
+    }
+    Ok(())
+}
+
+/// The header of an empty file, which is all that a tar has of it.
+fn empty_member(name: &str) -> [u8; 512] {
+    let mut block = [0; 512];
+    block[..name.len()].copy_from_slice(name.as_bytes());
+    block[100..108].copy_from_slice(b"0000644\0");
+    block[124..136].copy_from_slice(b"00000000000\0");
+    block[136..148].copy_from_slice(b"14000000000\0");
+    block[148..157].copy_from_slice(b"        0");
+    block[257..265].copy_from_slice(b"ustar\x0000");
+    let sum: u32 = block.iter().map(|&byte| u32::from(byte)).sum();
+    block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    block
 }

@@ -21,6 +21,13 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (b"BZh", Compression::Bzip2),
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
+    // pzstd begins with a frame that is to be skipped; lz4 may. What follows one too long to look behind is most likely zstd.
+    if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
+        && let Some(len) = len.first_chunk()
+    {
+        let after = start.get(8 + u32::from_le_bytes(*len) as usize..).filter(|after| after.len() >= 4);
+        return after.map_or(Compression::Zstd, recognize);
+    }
     let found = MAGICS.iter().find(|(magic, _)| start.starts_with(magic));
     found.map_or(Compression::None, |&(_, compression)| compression)
 }
@@ -154,6 +161,11 @@ pub(crate) mod tests {
             assert!(unpack(compression, &packed).unwrap() == half, "{compression:?}");
             assert!(unpack(compression, &packed.repeat(2)).unwrap() == half.repeat(2), "{compression:?} twice");
         }
+        let skipped = [&0x184d_2a50_u32.to_le_bytes()[..], &4_u32.to_le_bytes(), b"abcd"].concat();
+        for compression in [Compression::Zstd, Compression::Lz4] {
+            assert_eq!(recognize(&[&skipped[..], &compress(compression, b"x")].concat()), compression);
+        }
+        assert_eq!(recognize(&skipped), Compression::Zstd);
         assert_eq!(recognize(b"ustar"), Compression::None);
     }
 

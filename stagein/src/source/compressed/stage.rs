@@ -1,7 +1,12 @@
 //! Decoding as stages of their own: one thread reads the file, others decode, and the worker takes the bytes in order. Where
 //! the format tells its frames apart, several are decoded at a time; `xz` has its own way of that.
 //!
+//! A gzip stream in independent parts is told by its first marks alone. Should one of its parts not be what it seems, all is decoded
+//! again from the start, in one piece, and what the worker has had already is passed over.
+//!
 //! Memory is bounded by the channels: a decoder that is ahead of the worker by its share waits, and so does then the reader.
+
+mod independent;
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -18,6 +23,7 @@ use super::frames::Walk;
 use super::{decoder, xz_dictionary_len};
 use crate::gauge::Gauge;
 use crate::source::plain::{PlainReader, Skip};
+use independent::{Inflated, Markers, inflate};
 
 /// Bytes that go from one stage to the next at a time.
 const CHUNK_LEN: usize = 256 << 10;
@@ -28,7 +34,10 @@ const INPUT_CHUNKS: usize = 8;
 /// Decoders with a larger window than this run one at a time on a node.
 const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
 
+/// Bytes, or why there are no more.
 type Chunk = io::Result<Vec<u8>>;
+/// What comes from a decoder.
+type Output = io::Result<Inflated>;
 
 /// How many threads may decode one source, and how many bytes they may be ahead.
 #[derive(Clone, Copy, Debug)]
@@ -40,38 +49,118 @@ pub struct Decoders {
 }
 
 /// The unpacked stream.
-pub(crate) struct Decoded {
-    pieces: Receiver<Receiver<Chunk>>,
-    piece: Option<Receiver<Chunk>>,
+pub(crate) struct Decoded<'scope, 'env> {
+    scope: &'scope Scope<'scope, 'env>,
+    file: File,
+    compression: Compression,
+    decoders: Decoders,
+    pieces: Receiver<Receiver<Output>>,
+    piece: Option<Receiver<Output>>,
     chunk: Vec<u8>,
     at: usize,
+    /// Of a stream in independent parts: what the worker has had, by number and checksum.
+    independent: Option<(u64, crc32fast::Hasher)>,
     gauge: Arc<Gauge>,
     waited: Duration,
 }
 
 /// Starts to decode `file`; all threads end when what this returns is dropped, or with the stream.
-pub(crate) fn start<'scope>(
-    scope: &'scope Scope<'scope, '_>,
+pub(crate) fn start<'scope, 'env>(
+    scope: &'scope Scope<'scope, 'env>,
     compression: Compression,
     file: File,
     decoders: Decoders,
     gauge: Arc<Gauge>,
-) -> io::Result<Decoded> {
-    let input = PlainReader::new(file, 0, u64::MAX, gauge.clone())?;
+) -> io::Result<Decoded<'scope, 'env>> {
+    let mut input = PlainReader::new(file.try_clone()?, 0, u64::MAX, gauge.clone())?;
     let (sender, pieces) = sync_channel(decoders.threads.saturating_sub(1));
+    let cuts = match Walk::new(compression) {
+        _ if decoders.threads == 1 => Cuts::None,
+        Some(_) if compression == Compression::Gzip && is_independent(&mut input)? => Cuts::Markers(Markers::default()),
+        walk => walk.map_or(Cuts::None, Cuts::Frames),
+    };
+    let independent = matches!(cuts, Cuts::Markers(_)).then(|| (0, crc32fast::Hasher::new()));
     let splitter = Splitter { scope, compression, decoders, gauge: gauge.clone(), pieces: sender };
-    scope.spawn(move || splitter.run(input));
-    Ok(Decoded { pieces, piece: None, chunk: Vec::new(), at: 0, gauge, waited: Duration::ZERO })
+    scope.spawn(move || splitter.run(input, cuts));
+    let (piece, chunk, at, waited) = (None, Vec::new(), 0, Duration::ZERO);
+    Ok(Decoded { scope, file, compression, decoders, pieces, piece, chunk, at, independent, gauge, waited })
 }
 
-impl Decoded {
+/// Whether there is a mark between parts near the start; only streams in independent parts have them.
+fn is_independent(input: &mut PlainReader) -> io::Result<bool> {
+    Ok(!Markers::default().over(input.peek(CHUNK_LEN)?).is_empty())
+}
+
+/// How a stream is cut.
+enum Cuts {
+    None,
+    Frames(Walk),
+    Markers(Markers),
+}
+
+impl Cuts {
+    fn is_between(&self) -> bool {
+        match self {
+            Self::None => false,
+            Self::Frames(walk) => walk.is_between(),
+            Self::Markers(markers) => markers.is_between(),
+        }
+    }
+
+    fn over(&mut self, bytes: &[u8]) -> Vec<usize> {
+        match self {
+            Self::None => Vec::new(),
+            Self::Frames(walk) => walk.over(bytes),
+            Self::Markers(markers) => markers.over(bytes),
+        }
+    }
+}
+
+impl Decoded<'_, '_> {
     /// For how long the worker had to wait for bytes.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }
+
+    /// Decodes again, in one piece, up to where the worker is.
+    fn restart(&mut self, passed: u64) -> io::Result<()> {
+        let decoders = Decoders { threads: 1, ..self.decoders };
+        let mut again = start(self.scope, self.compression, self.file.try_clone()?, decoders, self.gauge.clone())?;
+        again.skip(passed)?;
+        again.waited += self.waited;
+        *self = again;
+        Ok(())
+    }
+
+    /// A part's output is what it should be, or the whole is decoded again.
+    fn take(&mut self, output: Output) -> io::Result<()> {
+        let Some((passed, checksum)) = &mut self.independent else {
+            if let Inflated::Bytes(bytes) = output? {
+                (self.chunk, self.at) = (bytes, 0);
+            }
+            return Ok(());
+        };
+        let passed_now = *passed;
+        match output {
+            Ok(Inflated::Bytes(bytes)) => {
+                checksum.update(&bytes);
+                *passed += bytes.len() as u64;
+                (self.chunk, self.at) = (bytes, 0);
+                Ok(())
+            }
+            Ok(Inflated::Trailer(crc, len)) if (crc, len) == (checksum.clone().finalize(), passed_now as u32) => {
+                self.independent = None;
+                Ok(())
+            }
+            Ok(Inflated::Trailer(..)) => {
+                Err(io::Error::new(io::ErrorKind::InvalidData, "corrupt gzip stream does not have a matching checksum"))
+            }
+            Err(_) => self.restart(passed_now),
+        }
+    }
 }
 
-impl Read for Decoded {
+impl Read for Decoded<'_, '_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         while self.at == self.chunk.len() {
             if self.gauge.is_cancelled() {
@@ -83,10 +172,14 @@ impl Read for Decoded {
                 None => None,
             };
             match next {
-                Some(chunk) => (self.chunk, self.at) = (chunk?, 0),
+                Some(output) => self.take(output)?,
                 None => match self.pieces.recv() {
                     Ok(piece) => self.piece = Some(piece),
-                    Err(_) => return Ok(0),
+                    // The trailer did not come: the stream breaks off, or is not what it seemed.
+                    Err(_) => match &self.independent {
+                        Some((passed, _)) => self.restart(*passed)?,
+                        None => return Ok(0),
+                    },
                 },
             }
             self.waited += start.elapsed();
@@ -98,7 +191,7 @@ impl Read for Decoded {
     }
 }
 
-impl Skip for Decoded {}
+impl Skip for Decoded<'_, '_> {}
 
 /// Reads the file, cuts it between frames, and gives each piece a thread.
 struct Splitter<'scope, 'env> {
@@ -106,15 +199,14 @@ struct Splitter<'scope, 'env> {
     compression: Compression,
     decoders: Decoders,
     gauge: Arc<Gauge>,
-    pieces: SyncSender<Receiver<Chunk>>,
+    pieces: SyncSender<Receiver<Output>>,
 }
 
 impl Splitter<'_, '_> {
     /// Ends early when nobody wants the bytes any more.
-    fn run(self, mut input: PlainReader) {
+    fn run(self, mut input: PlainReader, mut cuts: Cuts) {
         let gauge = self.gauge.clone();
         let _alone;
-        let mut walk = Walk::new(self.compression).filter(|_| self.decoders.threads > 1);
         let mut threads = self.decoders.threads;
         let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
         let mut needs_much = self.compression == Compression::Xz && xz_dictionary_len(&start) > WINDOW_LEN_SHARED_MAX;
@@ -130,9 +222,11 @@ impl Splitter<'_, '_> {
         if needs_much {
             // Held until the whole file is decoded. The frames then are not told apart, so there is one decoder.
             _alone = gauge.large_window().lock().unwrap_or_else(PoisonError::into_inner);
-            (walk, threads) = (None, 1);
+            (cuts, threads) = (Cuts::None, 1);
         }
-        let Some(mut piece) = self.piece(threads) else { return };
+        let is_independent = matches!(cuts, Cuts::Markers(_));
+        let part = |is_first| if is_independent { Part::Independent { is_first } } else { Part::Whole };
+        let Some(mut piece) = self.piece(threads, part(true)) else { return };
         let mut piece_len = 0;
         loop {
             let count = match first {
@@ -145,17 +239,15 @@ impl Splitter<'_, '_> {
             };
             let bytes = &chunk[..count];
             let mut sent = 0;
-            if let Some(walk) = &mut walk {
-                let begins = walk.is_between().then_some(0);
-                for at in begins.into_iter().chain(walk.over(bytes)) {
-                    if piece_len + at - sent >= PIECE_LEN_MIN {
-                        if at > sent && piece.send(Ok(bytes[sent..at].to_vec())).is_err() {
-                            return;
-                        }
-                        drop(piece);
-                        let Some(next) = self.piece(threads) else { return };
-                        (piece, piece_len, sent) = (next, 0, at);
+            let begins = cuts.is_between().then_some(0);
+            for at in begins.into_iter().chain(cuts.over(bytes)) {
+                if piece_len + at - sent >= PIECE_LEN_MIN {
+                    if at > sent && piece.send(Ok(bytes[sent..at].to_vec())).is_err() {
+                        return;
                     }
+                    drop(piece);
+                    let Some(next) = self.piece(threads, part(false)) else { return };
+                    (piece, piece_len, sent) = (next, 0, at);
                 }
             }
             if piece.send(Ok(bytes[sent..].to_vec())).is_err() {
@@ -167,18 +259,47 @@ impl Splitter<'_, '_> {
     }
 
     /// A thread that decodes what is sent to it.
-    fn piece(&self, threads: usize) -> Option<SyncSender<Chunk>> {
+    fn piece(&self, threads: usize, part: Part) -> Option<SyncSender<Chunk>> {
         let (input, compressed) = sync_channel(INPUT_CHUNKS);
         let ahead = self.decoders.ahead_len / CHUNK_LEN / threads.max(1);
         let (sender, output) = sync_channel(ahead.max(1));
         self.pieces.send(output).ok()?;
         let (compression, gauge) = (self.compression, self.gauge.clone());
-        self.scope.spawn(move || decode(compression, compressed, &sender, threads, &gauge));
+        self.scope.spawn(move || match part {
+            Part::Whole => decode(compression, compressed, &sender, threads, &gauge),
+            Part::Independent { is_first } => decode_part(is_first, compressed, &sender, &gauge),
+        });
         Some(input)
     }
 }
 
-fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSender<Chunk>, threads: usize, gauge: &Gauge) {
+/// How a piece is decoded.
+#[derive(Clone, Copy)]
+enum Part {
+    /// As a stream of its own.
+    Whole,
+    /// As a part of one.
+    Independent { is_first: bool },
+}
+
+fn decode_part(is_first: bool, compressed: Receiver<Chunk>, output: &SyncSender<Output>, gauge: &Gauge) {
+    let mut input = ChunkReader { chunks: compressed, chunk: Vec::new(), at: 0, waited: Duration::ZERO };
+    let start = Instant::now();
+    let mut sending = Duration::ZERO;
+    let inflated = inflate(&mut input, is_first, CHUNK_LEN, &mut |inflated| {
+        let start = Instant::now();
+        let is_wanted = output.send(Ok(inflated)).is_ok();
+        sending += start.elapsed();
+        is_wanted
+    });
+    if let Err(error) = inflated {
+        // Whoever would be told may be gone.
+        let _ = output.send(Err(error));
+    }
+    gauge.busy(Step::Decoding, start.elapsed().saturating_sub(input.waited + sending));
+}
+
+fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSender<Output>, threads: usize, gauge: &Gauge) {
     let mut input = ChunkReader { chunks: compressed, chunk: Vec::new(), at: 0, waited: Duration::ZERO };
     let mut busy = Duration::ZERO;
     let mut failure = None;
@@ -195,7 +316,7 @@ fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSe
                 let filled = fill(&mut decoder, &mut chunk, &mut failure);
                 busy += start.elapsed();
                 chunk.truncate(filled);
-                if filled == 0 || output.send(Ok(chunk)).is_err() || failure.is_some() {
+                if filled == 0 || output.send(Ok(Inflated::Bytes(chunk))).is_err() || failure.is_some() {
                     break;
                 }
             },
@@ -328,6 +449,48 @@ mod tests {
             let unpacked = unpack(compression, &damaged, 3);
             // Not every stream has a checksum of what is in it.
             assert!(compression == Compression::Zstd || unpacked.is_err(), "{compression:?}");
+        }
+    }
+
+    /// As `pigz --independent` writes: a full flush after each part, and an empty block more.
+    fn in_parts(content: &[u8], part_len: usize, is_independent: bool) -> Vec<u8> {
+        let mut deflate = flate2::Compress::new(flate2::Compression::fast(), false);
+        let mut packed = vec![0x1f, 0x8b, 8, 8, 0, 0, 0, 0, 0, 3, b'n', 0];
+        let parts: Vec<&[u8]> = content.chunks(part_len).collect();
+        for (number, part) in parts.iter().enumerate() {
+            let mut out = Vec::with_capacity(part.len() * 2 + 1000);
+            let is_last = number + 1 == parts.len();
+            let flush = if is_independent { flate2::FlushCompress::Full } else { flate2::FlushCompress::Sync };
+            let flush = if is_last { flate2::FlushCompress::Finish } else { flush };
+            deflate.compress_vec(part, &mut out, flush).unwrap();
+            packed.extend(out);
+            if !is_last {
+                packed.extend([0, 0, 0, 0xff, 0xff]);
+            }
+        }
+        packed.extend(crc32fast::hash(content).to_le_bytes());
+        packed.extend((content.len() as u32).to_le_bytes());
+        packed
+    }
+
+    #[test]
+    fn independent_parts_come_out_in_order_and_false_ones_are_decoded_again() {
+        let content: Vec<u8> =
+            (0..2_000_000_u32).flat_map(|number| (number / 3).wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+        let true_parts = in_parts(&content, 100_000, true);
+        assert!(true_parts.len() > 3 * PIECE_LEN_MIN, "there are several pieces");
+        let false_parts = in_parts(&content, 100_000, false);
+        let two = [&true_parts[..], &true_parts].concat();
+        for threads in [1, 3] {
+            assert!(unpack(Compression::Gzip, &true_parts, threads).unwrap() == content, "by {threads}");
+            assert!(unpack(Compression::Gzip, &false_parts, threads).unwrap() == content, "by {threads}");
+            assert!(unpack(Compression::Gzip, &two, threads).unwrap() == content.repeat(2), "by {threads}");
+            assert!(unpack(Compression::Gzip, &true_parts[..true_parts.len() - 1], threads).is_err());
+            for at in [true_parts.len() - 6, true_parts.len() / 2] {
+                let mut damaged = true_parts.clone();
+                damaged[at] ^= 1;
+                assert!(unpack(Compression::Gzip, &damaged, threads).is_err(), "{at} by {threads}");
+            }
         }
     }
 
