@@ -22,6 +22,8 @@ pub const SYMLINK_LEN_MAX: usize = 4095;
 pub const SYMLINKS_FOLLOWED_MAX: usize = 40;
 /// A tar's extended header or long name: real ones are hundreds of bytes; more is an attack on our memory.
 pub const TAR_EXTENSION_LEN_MAX: u64 = 1 << 20;
+/// What global extended headers may say, for it goes from worker to worker with where they are in the archive.
+pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
 /// Memory that a decoder may take for its window, xz and zstd alike: `xz -9` needs 65 MiB, `zstd --long=27` 128 MiB.
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
@@ -97,6 +99,10 @@ pub const RANGE_LEN_MAX: u64 = 64 << 20;
 pub const TAR_LOOK_BACK: u64 = 4 << 10;
 /// Pieces of a sparse file in a tar, 16 bytes each in memory.
 pub const SPARSE_PIECES_MAX: usize = 1 << 20;
+/// A zip within an archive is put aside while it is read; a longer one stays a file.
+pub const NESTED_ZIP_LEN_MAX: u64 = 1 << 30;
+/// Memory of a decoder of a zip's member or of an archive within an archive: several may run at once.
+pub const NESTED_DECODER_MEMORY_MAX: u64 = 64 << 20;
 /// Archives within archives within archives: deeper ones stay files.
 pub const NESTED_DEPTH_MAX: usize = 4;
 /// Bytes that decoders may be ahead of the worker that takes their output, all of one source together.

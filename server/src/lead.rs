@@ -5,7 +5,7 @@ mod rates;
 mod spread;
 mod stage;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -14,7 +14,7 @@ use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DATASETS_MAX, OFFER_TIMEOUT, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
-use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::handing::Handing;
 use dayfly_stagein::plan::{self, Wanted};
@@ -39,13 +39,21 @@ pub(crate) struct Lead {
     running: Mutex<HashMap<u64, Arc<LeadStage>>>,
     /// Where the datasets of those that run will be.
     targets: Mutex<Vec<Vec<u8>>>,
+    /// Those that have become datasets: a node that did not hear of it asks.
+    published: Mutex<HashSet<u64>>,
     last: AtomicU64,
 }
 
 impl Default for Lead {
     fn default() -> Self {
         let permits = Semaphore::new(STAGE_INS_MAX);
-        Self { permits, running: Mutex::default(), targets: Mutex::default(), last: AtomicU64::new(0) }
+        Self {
+            permits,
+            running: Mutex::default(),
+            targets: Mutex::default(),
+            published: Mutex::default(),
+            last: AtomicU64::new(0),
+        }
     }
 }
 
@@ -53,6 +61,19 @@ impl Lead {
     /// The stage-in of this number, if it runs.
     pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
         self.running().get(&number).cloned()
+    }
+
+    /// What a node is told that reports on a stage-in.
+    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted) -> Reply {
+        match self.stage(number) {
+            Some(stage) => stage.report(node, counted),
+            None if self.published().contains(&number) => Reply::Stop,
+            None => Reply::Undone,
+        }
+    }
+
+    fn published(&self) -> MutexGuard<'_, HashSet<u64>> {
+        self.published.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn running(&self) -> MutexGuard<'_, HashMap<u64, Arc<LeadStage>>> {
@@ -168,14 +189,15 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     };
     let result = match published {
         Ok(merged) => {
+            server.lead().published().insert(number);
             // All show it. A node that does not hear this now settles when its next report is answered with `Stop`.
             let settled = job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await;
             job.summary(merged, settled.err(), start).await
         }
         Err(reason) => {
             // Nodes that are lost have nothing to forget; the first failure is what the user needs to know.
-            stage.fail(reason.clone());
             let _ = job.ask_all(&Request::Abort { stage: number }, REQUEST_TIMEOUT).await;
+            stage.fail(reason.clone());
             Err(reason)
         }
     };

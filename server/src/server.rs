@@ -235,10 +235,7 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress } => {
-                let reply = self.lead.stage(stage).map_or(Reply::Stop, |stage| stage.report(from, progress));
-                Ok((reply, Vec::new()))
-            }
+            Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(reason);
@@ -298,8 +295,12 @@ impl Server {
         len: u64,
         checksum: u32,
     ) -> Result<(), String> {
-        let drive = self.store.roomiest_drive();
-        let room = drive.reserve(len).ok_or("no room for the catalog; give more with --capacity")?;
+        let (drive, mut room) = stage.take_catalog_room();
+        let more = len.saturating_sub(room.bytes());
+        if !room.grow(more) {
+            return Err("no room for the catalog; give more with --capacity".to_owned());
+        }
+        room.shrink_to(len);
         let cannot = |error: io::Error| format!("cannot write the catalog: {error}");
         if from != self.config.node {
             let file = Arc::new(nameless_file(drive.path()).map_err(cannot)?);

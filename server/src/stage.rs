@@ -23,9 +23,12 @@ use tokio::task::JoinSet;
 
 use crate::ingest::{Ingest, Stored};
 use crate::server::Server;
-use crate::store::{Dataset, Segments, nameless_file};
+use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
 use memory::Memory;
 use sink::ServerSink;
+
+/// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
+const CATALOG_FILE_LEN: u64 = 128;
 
 /// A batch that finds no room to land in waits for so long before what lies there is written out early.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -77,6 +80,9 @@ pub(crate) struct Stage {
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
     outcome: Mutex<Outcome>,
+    /// Room for the catalog, taken while files are found, so that blocks do not take it.
+    catalog_room: Mutex<Option<Reservation>>,
+    catalog_drive: Arc<Drive>,
     /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -103,6 +109,7 @@ impl Stage {
         let segments = Segments::create(server.store().drives(), DatasetId(number as u32)).map_err(cannot)?;
         let memory = Memory::part(server.config().stage_memory, server.config().workers);
         let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
+        let catalog_drive = server.store().roomiest_drive();
         let arrivals = nameless_file(server.store().roomiest_drive().path()).map_err(cannot)?;
         let gauge = Arc::new(Gauge::new(max_rate));
         let stage = Arc::new(Self {
@@ -116,6 +123,8 @@ impl Stage {
             gauge,
             runs: watch::Sender::new(None),
             outcome: Mutex::default(),
+            catalog_room: Mutex::new(catalog_drive.reserve(0)),
+            catalog_drive,
             tasks: Mutex::default(),
         });
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
@@ -213,6 +222,24 @@ impl Stage {
         let catalog = self.catalog()?;
         let len = catalog.metadata().map_err(|error| error.to_string())?.len();
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
+    }
+
+    /// Takes room for the catalog of so many files, as far as there is any.
+    fn keep_catalog_room(&self, files: u64) {
+        let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(room) = &mut *room {
+            let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+            // If there is none, that will be told when the catalog comes.
+            let _ = room.grow(more);
+        }
+    }
+
+    /// The room that was kept for the catalog, and where.
+    pub(crate) fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
+        let kept = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Nothing always fits.
+        let empty = || Reservation::empty(&self.catalog_drive);
+        (self.catalog_drive.clone(), kept.unwrap_or_else(empty))
     }
 
     pub(crate) fn set_prepared(&self, dataset: Dataset) {
@@ -339,6 +366,7 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
 
 /// Tells the lead how far we are, and hears whether to go on; a lead that is lost ends the stage-in here.
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
+    let mut is_undone = false;
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
@@ -347,7 +375,11 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             reply = server.ask(stage.lead, request, REQUEST_TIMEOUT).await;
         }
         match reply {
-            Ok(Reply::Done) => {}
+            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Undone) => {
+                is_undone = true;
+                break;
+            }
             Ok(_) => break,
             Err(error) => {
                 tracing::warn!(%error, "a stage-in ends here, for its lead does not answer");
@@ -358,6 +390,6 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     stage.gauge.cancel();
     if server.stages().remove(stage.number).is_some() {
         // Not from within: this very task is among those that `abort` ends.
-        tokio::spawn(async move { if stage.is_shown() { stage.settle(&server) } else { stage.abort(&server) } });
+        tokio::spawn(async move { if stage.is_shown() && !is_undone { stage.settle(&server) } else { stage.abort(&server) } });
     }
 }

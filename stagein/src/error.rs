@@ -112,11 +112,11 @@ impl StageInError {
             | Self::Unsupported { .. }
             | Self::Changed { .. }
             | Self::TooLarge { .. }
+            | Self::NotAnArchive { .. }
             | Self::Crowded { .. } => true,
             Self::NoMatch(_)
             | Self::Pattern { .. }
             | Self::Special { .. }
-            | Self::NotAnArchive { .. }
             | Self::NoRoom { .. }
             | Self::Scratch(_)
             | Self::Ship { .. }

@@ -93,6 +93,9 @@ impl Handing {
     pub fn take_back(&mut self, report: UnitReport) -> Judged {
         let mut judged = Judged::default();
         let Some(Out { source, range }) = self.out.remove(&report.ticket) else { return judged };
+        if report.withdrawn {
+            self.rejected.insert(report.ticket);
+        }
         let (Some((number, globals)), Some(chain)) = (range, self.chains.get_mut(&source)) else {
             judged.counts.push(report.counts);
             return judged;

@@ -9,7 +9,7 @@ mod range;
 mod read;
 mod zip;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read};
 use std::ops::DerefMut;
 use std::sync::Arc;
@@ -31,6 +31,9 @@ pub use crate::gauge::Gauge;
 use crate::runs::RunWriter;
 use crate::selection::Selector;
 pub use crate::source::compressed::stage::Decoders;
+
+/// The ticket of members that were taken back.
+const WITHDRAWN: u32 = u32::MAX;
 
 /// Where blocks go. All calls may wait.
 pub trait Sink {
@@ -101,6 +104,10 @@ pub struct Worker<S: Sink> {
     shipping: Duration,
     /// Whether members of the present unit are in the runs already.
     has_flushed: bool,
+    /// Whether what the present unit gives must not count.
+    withdrawn: bool,
+    /// Batches that came back, to be placed anew.
+    returned: VecDeque<Batch<Box<[u8]>>>,
 }
 
 impl<S: Sink> Worker<S> {
@@ -126,20 +133,22 @@ impl<S: Sink> Worker<S> {
             reading: Duration::ZERO,
             shipping: Duration::ZERO,
             has_flushed: false,
+            withdrawn: false,
+            returned: VecDeque::new(),
         })
     }
 
     /// Reads a unit; when this returns, all of its blocks are with their owners.
     pub fn run(&mut self, unit: &Unit) -> Result<UnitReport, StageInError> {
         let start = Instant::now();
-        (self.counts, self.ticket, self.has_flushed) = (Counts::default(), unit.ticket, false);
+        (self.counts, self.ticket, self.has_flushed, self.withdrawn) = (Counts::default(), unit.ticket, false, false);
         (self.source_bytes, self.reading, self.shipping) = (0, Duration::ZERO, Duration::ZERO);
         let range = self.read_unit(unit)?;
         self.flush()?;
         self.gauge.busy(Step::Shipping, self.shipping);
         self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
         let (counts, source_bytes) = (std::mem::take(&mut self.counts), self.source_bytes);
-        Ok(UnitReport { ticket: unit.ticket, source_bytes, range, counts })
+        Ok(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn: self.withdrawn })
     }
 
     /// What all units gave, in sorted runs.
@@ -209,10 +218,19 @@ impl<S: Sink> Worker<S> {
             }
             taken?;
         }
+        self.place_returned()?;
         self.counts.files += 1;
         self.counts.bytes += size;
         self.gauge.file(size);
-        self.flush_if_many()
+        Ok(())
+    }
+
+    /// Takes back the file that was taken last: its bytes are not what they should be.
+    fn withdraw_last(&mut self) {
+        if let Some(member) = self.members.last_mut() {
+            member.ticket = WITHDRAWN;
+            self.counts.files = self.counts.files.saturating_sub(1);
+        }
     }
 
     fn take_small_block(
@@ -329,6 +347,8 @@ impl<S: Sink> Worker<S> {
                 && let Some(batch) = self.open.remove(&owner)
             {
                 self.ship(owner, batch)?;
+            } else {
+                return Err(StageInError::Ship { node: owner, reason: "there is no memory for a batch".to_owned() });
             }
         }
     }
@@ -371,12 +391,21 @@ impl<S: Sink> Worker<S> {
             Settled::Full(node, batch) => (node, batch),
         };
         self.mark_full(node);
-        for ((index, part), _, bytes) in batch.iter() {
-            let owner = self.owner(index, part)?;
-            self.append(owner, (index, part), bytes.len(), &mut |space| {
-                space.copy_from_slice(bytes);
-                Ok(())
-            })?;
+        // Its memory is needed to ship it again, so it waits elsewhere.
+        self.returned.push_back(batch.to_owned());
+        Ok(())
+    }
+
+    /// Gives blocks whose owner was full to the next on the ring.
+    fn place_returned(&mut self) -> Result<(), StageInError> {
+        while let Some(batch) = self.returned.pop_front() {
+            for ((index, part), _, bytes) in batch.iter() {
+                let owner = self.owner(index, part)?;
+                self.append(owner, (index, part), bytes.len(), &mut |space| {
+                    space.copy_from_slice(bytes);
+                    Ok(())
+                })?;
+            }
         }
         Ok(())
     }
@@ -390,14 +419,16 @@ impl<S: Sink> Worker<S> {
 
     /// Ships what is open, waits until all is stored, and puts the members into the runs.
     fn flush(&mut self) -> Result<(), StageInError> {
-        while !self.open.is_empty() || self.sink.in_flight() > 0 {
+        while !self.open.is_empty() || self.sink.in_flight() > 0 || !self.returned.is_empty() {
+            self.place_returned()?;
             match self.open.pop_first() {
                 Some((owner, batch)) => self.ship(owner, batch)?,
-                None => self.settle()?,
+                None if self.sink.in_flight() > 0 => self.settle()?,
+                None => {}
             }
         }
         self.members_len = 0;
-        for member in std::mem::take(&mut self.members) {
+        for member in std::mem::take(&mut self.members).into_iter().filter(|member| member.ticket != WITHDRAWN) {
             self.runs.push(member).map_err(StageInError::Scratch)?;
         }
         Ok(())
@@ -406,6 +437,7 @@ impl<S: Sink> Worker<S> {
     /// Forgets the present unit's members, as far as they are not in the runs. Their blocks stay unnamed.
     fn discard(&mut self) -> Result<(), StageInError> {
         self.open.clear();
+        self.returned.clear();
         while self.sink.in_flight() > 0 {
             self.sink.settle()?;
         }

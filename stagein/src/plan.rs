@@ -105,9 +105,10 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, is_cancelled: &dyn Fn() -> bool)
         // As cp: a single directory becomes the target, several lie in it under their names.
         let prefix = if is_alone || ends_with_dot { Vec::new() } else { name_of(&path)? };
         if metadata.is_dir() {
-            planner.tree(path, prefix, selection.strip_components)?;
+            let planned = planner.tree(path, prefix, selection.strip_components);
+            planned.or_else(|error| planner.forgive(error))?;
         } else if metadata.is_file() {
-            planner.file(path, Vec::new(), &metadata)?;
+            planner.file(path, Vec::new(), &metadata).or_else(|error| planner.forgive(error))?;
         } else {
             return Err(StageInError::Special { path });
         }
@@ -178,6 +179,15 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
+    /// With `--keep-going`, what cannot be read is left out.
+    fn forgive(&mut self, error: StageInError) -> Result<(), StageInError> {
+        if !self.selection.keep_going || !error.is_of_source() {
+            return Err(error);
+        }
+        self.plan.counts.skip(&error.to_string());
+        Ok(())
+    }
+
     fn source(&mut self, source: Source) -> u32 {
         self.plan.sources.push(source);
         (self.plan.sources.len() - 1) as u32
@@ -260,6 +270,7 @@ impl Planner<'_> {
         let result = walk(&root, &selector, &mut |found| {
             match found {
                 Found::Special => self.plan.counts.special += 1,
+                Found::Unreadable(error) => self.forgive(error)?,
                 Found::TooLong(path) => {
                     self.plan.counts.refused += 1;
                     self.plan.counts.note(&format!("'{}' is refused: its path is too long", path.display()));
@@ -270,8 +281,10 @@ impl Planner<'_> {
                         && let Some(stem) = without_archive_ending(&entry.path)
                     {
                         let file = root.join(OsStr::from_bytes(&entry.path));
-                        let metadata = fs::metadata(&file).map_err(|error| StageInError::Read { path: file.clone(), error })?;
-                        return self.file(file, join(&prefix, stem), &metadata);
+                        let unreadable = |error| StageInError::Read { path: file.clone(), error };
+                        let planned = fs::metadata(&file).map_err(unreadable);
+                        let planned = planned.and_then(|metadata| self.file(file, join(&prefix, stem), &metadata));
+                        return planned.or_else(|error| self.forgive(error));
                     }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;

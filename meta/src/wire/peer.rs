@@ -59,7 +59,7 @@ pub enum Request {
         /// The unit just finished, if any.
         finished: Option<UnitReport>,
     },
-    /// To the lead, now and then: how far we are. Reply: `Done` or `Stop`.
+    /// To the lead, now and then: how far we are. Reply: `Go`, `Stop` or `Undone`.
     Report {
         /// The stage-in.
         stage: u64,
@@ -152,8 +152,16 @@ pub enum Reply {
     Wait,
     /// There is none, and will be none.
     NoUnit,
-    /// The stage-in is over, by a failure elsewhere or by its user.
+    /// The stage-in is over, by a failure elsewhere or by its user. To a report: it has become a dataset; give up what that
+    /// replaced.
     Stop,
+    /// To a report: the stage-in goes on. So many files were found on all nodes.
+    Go {
+        /// Each takes room in the catalog, which every node will have.
+        files: u64,
+    },
+    /// To a report: the stage-in has failed; forget all of it, also if it is shown already.
+    Undone,
     /// Lengths of this node's runs.
     Runs {
         /// In bytes, one a run.
@@ -317,4 +325,6 @@ pub struct UnitReport {
     pub range: Option<RangeReport>,
     /// What was met.
     pub counts: Counts,
+    /// What was found must not count: its source changed meanwhile.
+    pub withdrawn: bool,
 }

@@ -133,7 +133,7 @@ impl LeadStage {
             *reported = Instant::now();
         }
         self.count(node, counted);
-        if self.has_failed() { Reply::Stop } else { Reply::Done }
+        if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files } }
     }
 
     /// Adds what a node has done since it was last heard of.

@@ -76,6 +76,11 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
+    /// Of nothing yet.
+    pub(crate) fn empty(drive: &Arc<Drive>) -> Self {
+        Self { drive: drive.clone(), bytes: 0 }
+    }
+
     /// Takes more room; `false`, and nothing taken, if it is not there.
     pub(crate) fn grow(&mut self, bytes: u64) -> bool {
         let capacity = self.drive.capacity();
@@ -87,6 +92,16 @@ impl Reservation {
 }
 
 impl Reservation {
+    /// How much it is.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Gives back what is more than `bytes`.
+    pub(crate) fn shrink_to(&mut self, bytes: u64) {
+        self.shrink(self.bytes.saturating_sub(bytes));
+    }
+
     /// Gives some of it back.
     pub(crate) fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);

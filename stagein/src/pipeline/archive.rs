@@ -5,13 +5,13 @@ use std::io::{self, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind};
-use dayfly_meta::limits::{NESTED_DEPTH_MAX, SYMLINK_LEN_MAX};
+use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, NESTED_DEPTH_MAX, NESTED_ZIP_LEN_MAX, SYMLINK_LEN_MAX};
 use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
 use crate::selection::Named;
-use crate::source::compressed::{decoder, recognize, stage};
+use crate::source::compressed::{decoder_within, recognize, stage};
 use crate::source::plain::{Skip, version};
 use crate::source::tar::{BLOCK_LEN, End, Next, TarError, TarKind, TarMember, TarReader, is_tar};
 use crate::source::{is_archive_start, without_archive_ending, zip};
@@ -136,7 +136,7 @@ impl<S: Sink> Worker<S> {
         tar: &mut TarReader<R>,
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
-        let TarMember { name, kind, size, mode, mtime_s, mtime_ns, data_offset } = member;
+        let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset } = member;
         let key = keys.key(archive, data_offset)?;
         let found = Found { name, key, mode, mtime_s, mtime_ns };
         let kind = match kind {
@@ -146,7 +146,11 @@ impl<S: Sink> Worker<S> {
             }
             TarKind::File => {
                 if let Some(inner) = self.nested(archive, &found.name) {
-                    let end = key.offset.saturating_add(size);
+                    let mut counted =
+                        Keys::Count { next: key.offset.saturating_add(1), end: key.offset.saturating_add(stored_len) };
+                    // What lies in a sparse file lies elsewhere in the archive.
+                    let keys = if stored_len == size { keys } else { &mut counted };
+                    let end = key.offset.saturating_add(stored_len);
                     return self.take_nested(&inner, found, (size, end), tar, keys);
                 }
                 let path = archive.path.as_path();
@@ -176,7 +180,8 @@ impl<S: Sink> Worker<S> {
         let Found { key, mode, mtime_s, mtime_ns, .. } = found;
         let kind = MemberKind::File { size: 0, blocks: Vec::new() };
         let member = Member { path, key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind };
-        self.take_file(member, size, data, damaged).or_else(|error| self.forgive(error))
+        self.take_file(member, size, data, damaged).or_else(|error| self.forgive(error))?;
+        self.flush_if_many()
     }
 
     /// What is not a file.
@@ -261,7 +266,8 @@ impl<S: Sink> Worker<S> {
         }
         let compression = recognize(&start);
         let mut input = Inner(start.chain(data));
-        if compression == Compression::None && !is_archive_start(&start) {
+        let is_too_long = zip::is_zip(&start) && size > NESTED_ZIP_LEN_MAX;
+        if compression == Compression::None && !is_archive_start(&start) || is_too_long {
             let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
             let name = self.nested_name(archive, &found.name);
             return self.take_data(&outer, Found { name, ..found }, size, &mut input, &|error| damaged(0, error));
@@ -276,13 +282,17 @@ impl<S: Sink> Worker<S> {
         let result = if zip::is_zip(&start) {
             self.read_spooled_zip(archive, &mut input, keys)
         } else if compression == Compression::None {
-            self.read_members(archive, &mut TarReader::new(input), keys)
+            let mut tar = TarReader::new(input);
+            self.read_members(archive, &mut tar, keys)
+                .and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive.path, error)))
         } else {
-            decoder(compression, &mut input).map_err(|error| damaged(0, error)).and_then(|decoder| {
-                let mut tar = TarReader::new(decoder);
-                self.read_members(archive, &mut tar, keys)?;
-                tar.drain().map_err(|error| self.tar_error(&archive.path, error))
-            })
+            decoder_within(compression, &mut input, NESTED_DECODER_MEMORY_MAX).map_err(|error| damaged(0, error)).and_then(
+                |decoder| {
+                    let mut tar = TarReader::new(decoder);
+                    self.read_members(archive, &mut tar, keys)?;
+                    tar.drain().map_err(|error| self.tar_error(&archive.path, error))
+                },
+            )
         };
         result.or_else(|error| self.forgive(error))
     }
@@ -307,6 +317,9 @@ impl<S: Sink> Worker<S> {
         let mut file = self.runs.scratch().map_err(StageInError::Scratch)?;
         let mut chunk = vec![0; 256 << 10];
         loop {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
             let count = input.read(&mut chunk).map_err(|error| StageInError::Damaged {
                 path: archive.path.clone(),
                 offset: 0,

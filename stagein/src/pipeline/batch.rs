@@ -42,6 +42,12 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Self { buffer, len: table.len, blocks: table.blocks, members: table.members }
     }
 
+    /// The same in memory that nobody lent.
+    pub(super) fn to_owned(&self) -> Batch<Box<[u8]>> {
+        let buffer = self.buffer[..self.len].to_vec().into_boxed_slice();
+        Batch { buffer, len: self.len, blocks: self.blocks.clone(), members: self.members.clone() }
+    }
+
     /// Where the next `len` bytes go; the caller has seen to it that there is room.
     pub(super) fn space(&mut self, len: usize) -> &mut [u8] {
         &mut self.buffer[self.len..self.len + len]

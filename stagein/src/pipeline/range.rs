@@ -90,8 +90,9 @@ impl<S: Sink> Worker<S> {
                         return Ok(report);
                     }
                     if self.has_flushed {
-                        report.failure = Some("an archive within an archive".to_owned());
-                        return Ok(report);
+                        // It cannot be told here which it is, nor undone: if the range was begun at the right place, it is
+                        // read again from there.
+                        return Ok(RangeReport::default());
                     }
                     self.discard()?;
                 }
@@ -130,7 +131,11 @@ impl<S: Sink> Worker<S> {
             if offset >= range.to {
                 if offset > tar.input().size() {
                     let (path, reason) = (archive.path.clone(), "it breaks off".to_owned());
-                    return Err(StageInError::Damaged { path, offset: tar.input().size(), reason });
+                    let error = StageInError::Damaged { path, offset: tar.input().size(), reason };
+                    if first.is_none() {
+                        return Err(error);
+                    }
+                    return self.forgive(error).map(|()| Passed::End);
                 }
                 return Ok(Passed::To(TarPosition { offset, globals: tar.globals().records() }));
             }

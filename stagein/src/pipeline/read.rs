@@ -22,10 +22,19 @@ impl<S: Sink> Worker<S> {
         match &unit.work {
             Work::Tar { path, compression } => {
                 let read = self.read_compressed(unit, Path::new(OsStr::from_bytes(path)), *compression);
-                read.or_else(|error| self.forgive(error)).map(|()| None)
+                read.or_else(|error| self.leave_out(error)).map(|()| None)
             }
-            Work::TarRange(range) => self.read_range(unit, range).map(Some),
-            Work::Zip(part) => self.read_zip(unit, part).or_else(|error| self.forgive(error)).map(|()| None),
+            Work::TarRange(range) => {
+                let read = self.read_range(unit, range);
+                let left_out = |worker: &mut Self, error| {
+                    worker.forgive(error)?;
+                    worker.withdrawn = true;
+                    // As if the archive ended here.
+                    Ok(RangeReport { first: range.start.as_ref().map(|start| start.offset), next: None, failure: None })
+                };
+                read.or_else(|error| left_out(self, error)).map(Some)
+            }
+            Work::Zip(part) => self.read_zip(unit, part).or_else(|error| self.leave_out(error)).map(|()| None),
             Work::Tree { root, entries } => {
                 let root = Path::new(OsStr::from_bytes(root));
                 for entry in entries {
@@ -34,6 +43,12 @@ impl<S: Sink> Worker<S> {
                 Ok(None)
             }
         }
+    }
+
+    /// As [`Self::forgive`]; of an archive that changed, nothing counts that this unit found.
+    fn leave_out(&mut self, error: StageInError) -> Result<(), StageInError> {
+        self.withdrawn = matches!(error, StageInError::Changed { .. });
+        self.forgive(error)
     }
 
     fn read_entry(&mut self, unit: &Unit, root: &Path, entry: &TreeEntry) -> Result<(), StageInError> {
@@ -75,7 +90,11 @@ impl<S: Sink> Worker<S> {
         self.count_reading(spent, bytes);
         self.gauge.busy(Step::Reading, spent);
         taken?;
-        if version(&file).map_err(unreadable)? == as_planned { Ok(()) } else { Err(changed()) }
+        if version(&file).map_err(unreadable)? != as_planned {
+            self.withdraw_last();
+            return Err(changed());
+        }
+        self.flush_if_many()
     }
 
     /// Notes for how long this thread waited for so many bytes of a source.

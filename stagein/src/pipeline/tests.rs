@@ -25,6 +25,7 @@ struct MemorySink {
     stored: HashMap<(NodeId, u32), Vec<u8>>,
     under_way: VecDeque<UnderWay>,
     lent: Rc<()>,
+    buffers: usize,
     arrivals: u32,
 }
 
@@ -52,7 +53,14 @@ enum UnderWay {
 
 impl MemorySink {
     fn new(room: &[u64]) -> Self {
-        Self { room: room.to_vec(), stored: HashMap::new(), under_way: VecDeque::new(), lent: Rc::default(), arrivals: 0 }
+        Self {
+            room: room.to_vec(),
+            stored: HashMap::new(),
+            under_way: VecDeque::new(),
+            lent: Rc::default(),
+            buffers: BATCHES_PER_WORKER_MAX,
+            arrivals: 0,
+        }
     }
 
     fn take(&mut self, owner: NodeId, batch: Batch<Lent>) -> Settled<Lent> {
@@ -71,7 +79,7 @@ impl Sink for &mut MemorySink {
     type Buffer = Lent;
 
     fn buffer(&mut self, _owner: NodeId) -> Result<Option<Lent>, StageInError> {
-        let is_left = Rc::strong_count(&self.lent) <= BATCHES_PER_WORKER_MAX;
+        let is_left = Rc::strong_count(&self.lent) <= self.buffers;
         Ok(is_left.then(|| Lent(vec![0; BATCH_LEN_MAX], self.lent.clone())))
     }
 
@@ -152,8 +160,20 @@ fn run(
     workers: usize,
     turns: &mut dyn FnMut(usize) -> usize,
 ) -> Result<Staged, StageInError> {
-    let mut sink = MemorySink::new(room);
-    let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
+    run_within(plan, selection, MemorySink::new(room), 1 << 20, workers, turns)
+}
+
+/// The same, with so much memory for members.
+fn run_within(
+    plan: Plan,
+    selection: &Selection,
+    mut sink: MemorySink,
+    run_len: usize,
+    workers: usize,
+    turns: &mut dyn FnMut(usize) -> usize,
+) -> Result<Staged, StageInError> {
+    let room = sink.room.clone();
+    let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
     let decoders = Decoders { threads: 2, ahead_len: 4 << 20 };
     let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders };
     let gauge: Arc<Gauge> = Arc::default();
@@ -243,6 +263,21 @@ fn a_full_node_passes_blocks_on() {
 }
 
 #[test]
+fn all_buffers_come_back_at_once_and_are_placed_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    (0..400).for_each(|number| fs::write(folder.path().join(format!("f{number}")), vec![number as u8; 60_000]).unwrap());
+    let selection = Selection::default();
+    for buffers in [3, 4, 9] {
+        let mut room = vec![1 << 20; 6];
+        room[5] = 1 << 40;
+        let sink = MemorySink { buffers, ..MemorySink::new(&room) };
+        let plan = planned(&[folder.path()], &selection).unwrap();
+        let staged = run_within(plan, &selection, sink, 1 << 20, 1, &mut |_| 0).unwrap();
+        assert_eq!(staged.members.len(), 401, "with {buffers} buffers");
+    }
+}
+
+#[test]
 fn no_room_anywhere_is_an_error_that_names_the_sample() {
     for sizes in [&[10_000; 500][..], &[5 << 20; 3]] {
         let error = stage(sizes, &[1 << 20, 2 << 20]).unwrap_err();
@@ -291,6 +326,7 @@ fn a_source_that_changed_since_it_was_listed_is_named() {
                 Ok(staged) => {
                     assert!(keep_going && staged.counts.skipped == 1, "{what}");
                     assert!(staged.counts.skipped_notes[0].contains("changed"), "{:?}", staged.counts.skipped_notes);
+                    assert_eq!(staged.tree().len(), 1, "only the directory");
                 }
             }
         }

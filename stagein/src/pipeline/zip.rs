@@ -16,6 +16,9 @@ use crate::StageInError;
 use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
+/// Numbers for the members of each member of a zip, should that be an archive: they come after it and before the next.
+const NESTED_ZIP_KEYS: u64 = 1 << 22;
+
 impl<S: Sink> Worker<S> {
     pub(super) fn read_zip(&mut self, unit: &Unit, part: &ZipPart) -> Result<(), StageInError> {
         let path = PathBuf::from(OsStr::from_bytes(&part.path));
@@ -85,6 +88,11 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let Record { kind, mode, mtime_s, mtime_ns, size, .. } = *record;
         let key = match keys {
+            Keys::Offset(_) if self.selection.nested => {
+                let crowded = || StageInError::Crowded { path: archive.path.clone() };
+                let offset = record.offset.checked_mul(NESTED_ZIP_KEYS).filter(|&key| key < 1 << 63).ok_or_else(crowded)?;
+                MemberKey { source: archive.source, offset }
+            }
             Keys::Offset(_) => MemberKey { source: archive.source, offset: record.offset },
             Keys::Count { .. } => keys.key(archive, 0)?,
         };
@@ -112,8 +120,7 @@ impl<S: Sink> Worker<S> {
             return self.take_found(archive, found, MemberKind::Symlink(target));
         }
         if let Some(inner) = self.nested(archive, &found.name) {
-            // Numbers between its own bytes in the archive: nothing else is numbered by these.
-            let mut inner_keys = Keys::Count { next: record.local, end: record.local + record.stored_len };
+            let mut inner_keys = Keys::Count { next: key.offset + 1, end: key.offset + NESTED_ZIP_KEYS };
             let keys = if matches!(keys, Keys::Offset(_)) { &mut inner_keys } else { keys };
             return self.take_nested(&inner, found, (size, 0), &mut data, keys);
         }

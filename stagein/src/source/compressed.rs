@@ -34,22 +34,82 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
 
 /// A reader of the unpacked stream.
 pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a) -> io::Result<Box<dyn Read + Send + 'a>> {
+    decoder_within(compression, input, DECODER_MEMORY_MAX)
+}
+
+/// The same, whose window may take so much memory.
+pub(crate) fn decoder_within<'a>(
+    compression: Compression,
+    input: impl Read + Send + 'a,
+    memory_max: u64,
+) -> io::Result<Box<dyn Read + Send + 'a>> {
     let input = BufReader::with_capacity(READ_LEN, input);
     Ok(match compression {
         Compression::None => Box::new(input),
-        Compression::Gzip => Box::new(flate2::bufread::MultiGzDecoder::new(input)),
-        Compression::Bzip2 => Box::new(bzip2::bufread::MultiBzDecoder::new(input)),
+        Compression::Gzip => {
+            Streams::boxed(input, |input| Ok(flate2::bufread::GzDecoder::new(input)), flate2::bufread::GzDecoder::into_inner)?
+        }
+        Compression::Bzip2 => {
+            Streams::boxed(input, |input| Ok(bzip2::bufread::BzDecoder::new(input)), bzip2::bufread::BzDecoder::into_inner)?
+        }
         Compression::Xz => {
-            let stream = liblzma::stream::Stream::new_stream_decoder(DECODER_MEMORY_MAX, liblzma::stream::CONCATENATED)?;
+            // Beside the dictionary, some memory of its own.
+            let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + (1 << 20), liblzma::stream::CONCATENATED)?;
             Box::new(liblzma::bufread::XzDecoder::new_stream(input, stream))
         }
         Compression::Zstd => {
             let mut decoder = zstd::stream::read::Decoder::with_buffer(input)?;
-            decoder.window_log_max(DECODER_MEMORY_MAX.ilog2())?;
+            decoder.window_log_max(memory_max.ilog2())?;
             Box::new(decoder)
         }
         Compression::Lz4 => Box::new(Lz4Frames { frame: lz4_flex::frame::FrameDecoder::new(input) }),
     })
+}
+
+/// Streams one after another, for decoders that end with the first. Zeros between them and behind the last are padding, as it comes
+/// from tapes and blocks.
+pub(super) struct Streams<R, D> {
+    /// `None` at the end, and while one makes way for the next.
+    decoder: Option<D>,
+    open: Box<dyn Fn(R) -> io::Result<D> + Send>,
+    close: fn(D) -> R,
+}
+
+impl<'a, R: BufRead + Send + 'a, D: Read + Send + 'a> Streams<R, D> {
+    pub(super) fn boxed(
+        input: R,
+        open: impl Fn(R) -> io::Result<D> + Send + 'static,
+        close: fn(D) -> R,
+    ) -> io::Result<Box<dyn Read + Send + 'a>>
+    where
+        R: 'a,
+    {
+        let decoder = Some(open(input)?);
+        Ok(Box::new(Self { decoder, open: Box::new(open), close }))
+    }
+}
+
+impl<R: BufRead, D: Read> Read for Streams<R, D> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while let Some(decoder) = &mut self.decoder {
+            let count = decoder.read(buffer)?;
+            if count > 0 || buffer.is_empty() {
+                return Ok(count);
+            }
+            let Some(mut input) = self.decoder.take().map(self.close) else { break };
+            loop {
+                let zeros = input.fill_buf()?.iter().take_while(|&&byte| byte == 0).count();
+                if zeros == 0 {
+                    break;
+                }
+                input.consume(zeros);
+            }
+            if !input.fill_buf()?.is_empty() {
+                self.decoder = Some((self.open)(input)?);
+            }
+        }
+        Ok(0)
+    }
 }
 
 /// The dictionary of an xz file's first block, in bytes: what its decoder needs. Unknown counts as large.
@@ -166,6 +226,11 @@ pub(crate) mod tests {
             assert_eq!(recognize(&[&skipped[..], &compress(compression, b"x")].concat()), compression);
         }
         assert_eq!(recognize(&skipped), Compression::Zstd);
+        for compression in [Compression::Gzip, Compression::Bzip2] {
+            let packed = compress(compression, &half);
+            let padded = [&packed[..], &[0; 700], &packed, &[0; 10_000]].concat();
+            assert!(unpack(compression, &padded).unwrap() == half.repeat(2), "{compression:?} with zeros");
+        }
         assert_eq!(recognize(b"ustar"), Compression::None);
     }
 

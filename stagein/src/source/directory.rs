@@ -21,6 +21,8 @@ pub(crate) enum Found {
     Entry(TreeEntry),
     /// A device, FIFO or socket.
     Special,
+    /// What cannot be looked at, or into. The walk goes on if that does not matter.
+    Unreadable(StageInError),
     /// A path too long to keep.
     TooLong(PathBuf),
 }
@@ -39,7 +41,13 @@ pub(crate) fn walk(
     // Directories yet to be read, so that depth costs memory and not stack.
     let mut waiting = vec![(root.to_owned(), Vec::new())];
     while let Some((path, name)) = waiting.pop() {
-        let metadata = fs::symlink_metadata(&path).map_err(|error| unreadable(&path, error))?;
+        let metadata = match fs::symlink_metadata(&path) {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                found(Found::Unreadable(unreadable(&path, error)))?;
+                continue;
+            }
+        };
         let is_root = name.is_empty();
         if name.len() > PATH_LEN_MAX {
             found(Found::TooLong(path))?;
@@ -51,14 +59,21 @@ pub(crate) fn walk(
         }
         if is_root || selector.includes(&name, is_directory) {
             let metadata = if is_root { fs::metadata(&path).map_err(|error| unreadable(&path, error))? } else { metadata };
-            match kind_of(&path, &name, &metadata, &mut links).map_err(|error| unreadable(&path, error))? {
-                Some(kind) => found(Found::Entry(entry(number, name.clone(), &metadata, kind)))?,
-                None => found(Found::Special)?,
+            match kind_of(&path, &name, &metadata, &mut links) {
+                Err(error) => found(Found::Unreadable(unreadable(&path, error)))?,
+                Ok(Some(kind)) => found(Found::Entry(entry(number, name.clone(), &metadata, kind)))?,
+                Ok(None) => found(Found::Special)?,
             }
             number += 1;
         }
         if is_directory {
-            let names = sorted_names(&path).map_err(|error| unreadable(&path, error))?;
+            let names = match sorted_names(&path) {
+                Ok(names) => names,
+                Err(error) => {
+                    found(Found::Unreadable(unreadable(&path, error)))?;
+                    continue;
+                }
+            };
             waiting.extend(
                 names.into_iter().rev().map(|child| (path.join(std::ffi::OsStr::from_bytes(&child)), join(&name, &child))),
             );

@@ -6,7 +6,7 @@ mod sparse;
 
 use std::io::{self, Read};
 
-use dayfly_meta::limits::TAR_EXTENSION_LEN_MAX;
+use dayfly_meta::limits::{TAR_EXTENSION_LEN_MAX, TAR_GLOBALS_LEN_MAX};
 
 use header::{Header, Type};
 pub(crate) use pax::Extension;
@@ -36,6 +36,8 @@ pub(crate) struct TarMember {
     pub(crate) kind: TarKind,
     /// Bytes of data; of a sparse file, with its holes.
     pub(crate) size: u64,
+    /// Bytes of data in the archive.
+    pub(crate) stored_len: u64,
     pub(crate) mode: u32,
     pub(crate) mtime_s: i64,
     pub(crate) mtime_ns: u32,
@@ -141,6 +143,9 @@ impl<R: Skip> TarReader<R> {
                     let text = self.read_extension(offset, header.size)?;
                     self.global.parse(&text).map_err(|reason| damaged(offset, reason))?;
                     self.global.sparse = None;
+                    if self.global.records().len() > TAR_GLOBALS_LEN_MAX {
+                        return Err(damaged(offset, "a global header too long to be kept"));
+                    }
                     extension.parse(&text).map_err(|reason| damaged(offset, reason))?;
                 }
                 Type::LongName => extension.path = Some(until_nul(self.read_extension(offset, header.size)?)),
@@ -183,7 +188,8 @@ impl<R: Skip> TarReader<R> {
             let size = expansion.size();
             self.expansion = Some(expansion);
             let (data_offset, name) = (self.position, sparse_name.unwrap_or(name));
-            return Ok(TarMember { name, kind: TarKind::File, size, mode: header.mode, mtime_s, mtime_ns, data_offset });
+            let (kind, mode, stored_len) = (TarKind::File, header.mode, self.data_left);
+            return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset });
         }
         let (kind, data_len) = match header.kind {
             // Before POSIX a directory was a file whose name ends with a slash, and some still write them so.
@@ -198,7 +204,7 @@ impl<R: Skip> TarReader<R> {
         self.expect_data(data_len);
         let data_offset = self.position;
         let size = if kind == TarKind::File { size } else { 0 };
-        Ok(TarMember { name, kind, size, mode: header.mode, mtime_s, mtime_ns, data_offset })
+        Ok(TarMember { name, kind, size, stored_len: size, mode: header.mode, mtime_s, mtime_ns, data_offset })
     }
 
     fn expect_data(&mut self, len: u64) {

@@ -110,8 +110,9 @@ fn plan_of(path: &Path, cuts: &[u64]) -> Plan {
 fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
+    let run_len = [1 << 20, 4000][random.random_range(0..2)];
     let stage = |cuts: &[u64], workers: usize, turns: &mut dyn FnMut(usize) -> usize| {
-        run(plan_of(file.path(), cuts), selection, &[1 << 40; 3], workers, turns)
+        run_within(plan_of(file.path(), cuts), selection, MemorySink::new(&[1 << 40; 3]), run_len, workers, turns)
     };
     let whole = stage(&[0], 1, &mut |_| 0);
     let mut rejected = 0;
@@ -148,6 +149,22 @@ fn however_a_tar_is_cut_the_same_comes_out() {
         rejected += check(&bytes, &mut random, &Selection::default());
     }
     assert!(rejected > 100, "the traps were met: {rejected}");
+}
+
+#[test]
+fn with_keep_going_a_tar_that_breaks_off_gives_what_is_whole_however_it_is_cut() {
+    let selection = Selection { keep_going: true, ..Selection::default() };
+    for seed in 0..20 {
+        let mut random = StdRng::seed_from_u64(2000 + seed);
+        let mut bytes = Vec::new();
+        for number in 0..20 {
+            let data = vec![number; random.random_range(0..9000)];
+            bytes.extend(header(format!("m{number}").as_bytes(), b'0', data.len() as u64, MAGICS[0]));
+            bytes.extend(padded(data));
+        }
+        bytes.truncate(random.random_range(512..bytes.len()));
+        check(&bytes, &mut random, &selection);
+    }
 }
 
 #[test]

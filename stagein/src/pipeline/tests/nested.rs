@@ -73,3 +73,68 @@ fn a_member_archive_becomes_a_directory() {
     let names: Vec<String> = files(&run_simply(&[&at("plain.tar")], &only).unwrap()).into_iter().map(|(path, _)| path).collect();
     assert_eq!(names, ["n01_1.JPEG", "n02_1.JPEG", "n03_1.JPEG"]);
 }
+
+#[test]
+fn what_comes_later_stands_also_within_archives() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir(at("a")).unwrap();
+    fs::write(at("x.txt"), "second").unwrap();
+    tool(folder.path(), "tar", &["-cf", "a.tar", "x.txt"]);
+    fs::write(at("a/x.txt"), "first").unwrap();
+    tool(
+        folder.path(),
+        "python3",
+        &["-c", "import zipfile\nz = zipfile.ZipFile('o.zip', 'w')\nfor n in ['a/x.txt', 'a.tar']: z.write(n)\nz.close()"],
+    );
+    tool(folder.path(), "tar", &["-cf", "o.tar", "a/x.txt", "a.tar"]);
+    let nested = Selection { nested: true, ..Selection::default() };
+    for outer in ["o.zip", "o.tar"] {
+        assert_eq!(files(&run_simply(&[&at(outer)], &nested).unwrap()), [("a/x.txt".to_owned(), "second".to_owned())], "{outer}");
+    }
+    // A hole before what is in the inner archive, so that it lies elsewhere in the outer one than it says.
+    let hole = "import os, tarfile, io\nt = tarfile.open('in.tar', 'w')\nd = tarfile.TarInfo('pad'); d.size = 1 << 20; t.addfile(d, io.BytesIO(bytes(1 << 20)))\n\
+                d = tarfile.TarInfo('x'); d.size = 5; t.addfile(d, io.BytesIO(b'inner'))\nt.close()\nos.makedirs('in'); open('in/x', 'w').write('outer')";
+    tool(folder.path(), "python3", &["-c", hole]);
+    tool(
+        folder.path(),
+        "bash",
+        &["-ec", "cp --sparse=always in.tar s.tar && mv s.tar in.tar && tar -S -cf sparse.tar in.tar in/x"],
+    );
+    let found = files(&run_simply(&[&at("sparse.tar")], &nested).unwrap());
+    assert_eq!(found[1], ("in/x".to_owned(), "outer".to_owned()));
+}
+
+#[test]
+fn a_damaged_archive_within_a_zip_is_found_by_its_checksum() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("hello"), "hello world original").unwrap();
+    tool(folder.path(), "tar", &["-cf", "a.tar", "hello"]);
+    tool(folder.path(), "python3", &["-c", "import zipfile\nz = zipfile.ZipFile('o.zip', 'w')\nz.write('a.tar')\nz.close()"]);
+    let mut bytes = fs::read(at("o.zip")).unwrap();
+    let place = bytes.windows(5).position(|window| window == b"world").unwrap();
+    bytes[place] ^= 1;
+    fs::write(at("o.zip"), bytes).unwrap();
+    for nested in [false, true] {
+        let selection = Selection { nested, ..Selection::default() };
+        let error = run_simply(&[&at("o.zip")], &selection).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("checksum"), "{error}");
+    }
+}
+
+#[test]
+fn sources_that_are_no_archives_are_left_out_if_that_is_wanted() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("x"), "x").unwrap();
+    tool(folder.path(), "tar", &["-czf", "good.tar.gz", "x"]);
+    fs::write(at("short.tar.gz"), &fs::read(at("good.tar.gz")).unwrap()[..40]).unwrap();
+    fs::write(at("empty.tar"), "").unwrap();
+    fs::write(at("false.zip"), "PK\x03\x04 and no more").unwrap();
+    let sources = ["good.tar.gz", "short.tar.gz", "empty.tar", "false.zip"].map(at);
+    let sources: Vec<&Path> = sources.iter().map(std::path::PathBuf::as_path).collect();
+    assert!(run_simply(&sources, &Selection::default()).is_err());
+    let plan = planned(&sources, &Selection { keep_going: true, ..Selection::default() }).unwrap();
+    assert_eq!((plan.counts.skipped, plan.sources.len()), (3, 2), "{:?}", plan.counts.skipped_notes);
+}

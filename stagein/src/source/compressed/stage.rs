@@ -9,10 +9,10 @@
 mod independent;
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufReader, Read};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, PoisonError};
-use std::thread::Scope;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::Compression;
@@ -20,7 +20,7 @@ use dayfly_meta::limits::DECODER_MEMORY_MAX;
 use dayfly_meta::wire::control::Step;
 
 use super::frames::Walk;
-use super::{decoder, xz_dictionary_len};
+use super::{Streams, decoder, xz_dictionary_len};
 use crate::gauge::Gauge;
 use crate::source::plain::{PlainReader, Skip};
 use independent::{Inflated, Markers, inflate};
@@ -62,6 +62,8 @@ pub(crate) struct Decoded<'scope, 'env> {
     independent: Option<(u64, crc32fast::Hasher)>,
     gauge: Arc<Gauge>,
     waited: Duration,
+    /// After a failure there is nothing more, whatever other decoders have.
+    has_failed: bool,
 }
 
 /// Starts to decode `file`; all threads end when what this returns is dropped, or with the stream.
@@ -83,7 +85,7 @@ pub(crate) fn start<'scope, 'env>(
     let splitter = Splitter { scope, compression, decoders, gauge: gauge.clone(), pieces: sender };
     scope.spawn(move || splitter.run(input, cuts));
     let (piece, chunk, at, waited) = (None, Vec::new(), 0, Duration::ZERO);
-    Ok(Decoded { scope, file, compression, decoders, pieces, piece, chunk, at, independent, gauge, waited })
+    Ok(Decoded { scope, file, compression, decoders, pieces, piece, chunk, at, independent, gauge, waited, has_failed: false })
 }
 
 /// Whether there is a mark between parts near the start; only streams in independent parts have them.
@@ -163,6 +165,9 @@ impl Decoded<'_, '_> {
 impl Read for Decoded<'_, '_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         while self.at == self.chunk.len() {
+            if self.has_failed {
+                return Ok(0);
+            }
             if self.gauge.is_cancelled() {
                 return Err(io::Error::other("cancelled"));
             }
@@ -172,7 +177,11 @@ impl Read for Decoded<'_, '_> {
                 None => None,
             };
             match next {
-                Some(output) => self.take(output)?,
+                Some(output) => {
+                    let taken = self.take(output);
+                    self.has_failed |= taken.is_err();
+                    taken?;
+                }
                 None => match self.pieces.recv() {
                     Ok(piece) => self.piece = Some(piece),
                     // The trailer did not come: the stream breaks off, or is not what it seemed.
@@ -202,11 +211,11 @@ struct Splitter<'scope, 'env> {
     pieces: SyncSender<Receiver<Output>>,
 }
 
-impl Splitter<'_, '_> {
+impl<'scope> Splitter<'scope, '_> {
     /// Ends early when nobody wants the bytes any more.
     fn run(self, mut input: PlainReader, mut cuts: Cuts) {
         let gauge = self.gauge.clone();
-        let _alone;
+        let alone;
         let mut threads = self.decoders.threads;
         let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
         let mut needs_much = self.compression == Compression::Xz && xz_dictionary_len(&start) > WINDOW_LEN_SHARED_MAX;
@@ -221,16 +230,18 @@ impl Splitter<'_, '_> {
         }
         if needs_much {
             // Held until the whole file is decoded. The frames then are not told apart, so there is one decoder.
-            _alone = gauge.large_window().lock().unwrap_or_else(PoisonError::into_inner);
+            alone = Some(gauge.large_window().lock().unwrap_or_else(PoisonError::into_inner));
             (cuts, threads) = (Cuts::None, 1);
+        } else {
+            alone = None;
         }
         let is_independent = matches!(cuts, Cuts::Markers(_));
         let part = |is_first| if is_independent { Part::Independent { is_first } } else { Part::Whole };
-        let Some(mut piece) = self.piece(threads, part(true)) else { return };
+        let Some((mut piece, decoding)) = self.piece(threads, part(true)) else { return };
         let mut piece_len = 0;
         loop {
             let count = match first {
-                Ok(0) => return,
+                Ok(0) => break,
                 Ok(count) => count,
                 Err(error) => {
                     let _ = piece.send(Err(error));
@@ -246,7 +257,7 @@ impl Splitter<'_, '_> {
                         return;
                     }
                     drop(piece);
-                    let Some(next) = self.piece(threads, part(false)) else { return };
+                    let Some((next, _)) = self.piece(threads, part(false)) else { return };
                     (piece, piece_len, sent) = (next, 0, at);
                 }
             }
@@ -256,20 +267,25 @@ impl Splitter<'_, '_> {
             piece_len += count - sent;
             first = input.read(&mut chunk);
         }
+        drop(piece);
+        if alone.is_some() {
+            // It ends when its output is taken, or nobody wants that any more.
+            let _ = decoding.join();
+        }
     }
 
     /// A thread that decodes what is sent to it.
-    fn piece(&self, threads: usize, part: Part) -> Option<SyncSender<Chunk>> {
+    fn piece(&self, threads: usize, part: Part) -> Option<(SyncSender<Chunk>, ScopedJoinHandle<'scope, ()>)> {
         let (input, compressed) = sync_channel(INPUT_CHUNKS);
         let ahead = self.decoders.ahead_len / CHUNK_LEN / threads.max(1);
         let (sender, output) = sync_channel(ahead.max(1));
         self.pieces.send(output).ok()?;
         let (compression, gauge) = (self.compression, self.gauge.clone());
-        self.scope.spawn(move || match part {
+        let decoding = self.scope.spawn(move || match part {
             Part::Whole => decode(compression, compressed, &sender, threads, &gauge),
             Part::Independent { is_first } => decode_part(is_first, compressed, &sender, &gauge),
         });
-        Some(input)
+        Some((input, decoding))
     }
 }
 
@@ -347,48 +363,16 @@ fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error
 }
 
 /// The library decodes blocks in threads of its own where their lengths are told; streams it reads one at a time.
-struct XzStreams<R: BufRead> {
-    /// `None` only while one stream makes way for the next.
-    stream: Option<liblzma::bufread::XzDecoder<R>>,
-    threads: u32,
-}
-
-fn xz_stream<R: BufRead>(input: R, threads: u32) -> io::Result<liblzma::bufread::XzDecoder<R>> {
-    let stream = liblzma::stream::MtStreamBuilder::new()
-        .threads(threads)
-        .memlimit_threading(DECODER_MEMORY_MAX / 4)
-        .memlimit_stop(DECODER_MEMORY_MAX)
-        .decoder()?;
-    Ok(liblzma::bufread::XzDecoder::new_stream(input, stream))
-}
-
 fn xz_threads<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
-    let threads = threads as u32;
-    let stream = Some(xz_stream(BufReader::with_capacity(CHUNK_LEN, input), threads)?);
-    Ok(Box::new(XzStreams { stream, threads }))
-}
-
-impl<R: BufRead> Read for XzStreams<R> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let Some(stream) = &mut self.stream else { return Ok(0) };
-            let count = stream.read(out)?;
-            if count > 0 || out.is_empty() {
-                return Ok(count);
-            }
-            let Some(mut input) = self.stream.take().map(liblzma::bufread::XzDecoder::into_inner) else { return Ok(0) };
-            // Between streams there may be zeros.
-            let mut next = input.fill_buf()?.first().copied();
-            while next == Some(0) {
-                input.consume(1);
-                next = input.fill_buf()?.first().copied();
-            }
-            if next.is_none() {
-                return Ok(0);
-            }
-            self.stream = Some(xz_stream(input, self.threads)?);
-        }
-    }
+    let open = move |input| {
+        let stream = liblzma::stream::MtStreamBuilder::new()
+            .threads(threads as u32)
+            .memlimit_threading(DECODER_MEMORY_MAX / 4)
+            .memlimit_stop(DECODER_MEMORY_MAX)
+            .decoder()?;
+        Ok(liblzma::bufread::XzDecoder::new_stream(input, stream))
+    };
+    Streams::boxed(BufReader::with_capacity(CHUNK_LEN, input), open, liblzma::bufread::XzDecoder::into_inner)
 }
 
 /// Reads what comes through a channel.

@@ -36,11 +36,15 @@ pub(super) struct Header {
 
 /// Whether the block's checksum is that of its bytes. Some old tars summed signed bytes.
 pub(super) fn checksum_matches(block: &[u8; BLOCK_LEN]) -> bool {
-    let blank = |at: usize, byte: u8| if (148..156).contains(&at) { b' ' } else { byte };
-    let bytes = || block.iter().enumerate().map(|(at, &byte)| blank(at, byte));
-    let unsigned: i128 = bytes().map(i128::from).sum();
-    let signed: i128 = bytes().map(|byte| i128::from(byte as i8)).sum();
-    number(&block[148..156]).is_some_and(|sum| sum == unsigned || sum == signed)
+    const FIELD: std::ops::Range<usize> = 148..156;
+    // The field counts as blanks.
+    const BLANKS: i32 = 8 * b' ' as i32;
+    let Some(told) = number(&block[FIELD]) else { return false };
+    let unsigned = |bytes: &[u8]| bytes.iter().map(|&byte| i32::from(byte)).sum::<i32>();
+    let sum = unsigned(block) - unsigned(&block[FIELD]) + BLANKS;
+    // Each byte with its first bit set counts 256 less as a signed one.
+    let negative = |bytes: &[u8]| bytes.iter().filter(|&&byte| byte >= 0x80).count() as i32 * 256;
+    told == i128::from(sum) || told == i128::from(sum - negative(block) + negative(&block[FIELD]))
 }
 
 impl Header {

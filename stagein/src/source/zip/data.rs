@@ -3,7 +3,7 @@
 
 use std::io::{self, BufReader, Read, Take};
 
-use dayfly_meta::limits::DECODER_MEMORY_MAX;
+use dayfly_meta::limits::NESTED_DECODER_MEMORY_MAX;
 
 use super::{Record, ZipError, damaged, u16_at};
 use crate::source::plain::{PlainReader, Skip};
@@ -46,11 +46,12 @@ pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<B
         12 => Box::new(Checked { input: bzip2::bufread::BzDecoder::new(packed(reader)), check: checked(record.size) }),
         93 => {
             let mut decoder = zstd::stream::read::Decoder::with_buffer(packed(reader))?;
-            decoder.window_log_max(DECODER_MEMORY_MAX.ilog2())?;
+            decoder.window_log_max(NESTED_DECODER_MEMORY_MAX.ilog2())?;
             Box::new(Checked { input: decoder, check: checked(record.size) })
         }
         95 => {
-            let stream = liblzma::stream::Stream::new_stream_decoder(DECODER_MEMORY_MAX, 0).map_err(io::Error::from)?;
+            let stream =
+                liblzma::stream::Stream::new_stream_decoder(2 * NESTED_DECODER_MEMORY_MAX, 0).map_err(io::Error::from)?;
             let decoder = liblzma::bufread::XzDecoder::new_stream(packed(reader), stream);
             Box::new(Checked { input: decoder, check: checked(record.size) })
         }

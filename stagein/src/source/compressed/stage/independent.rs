@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use flate2::{Decompress, FlushDecompress, Status};
 
 /// The ends of two empty stored blocks, one behind the other.
-const MARKER: u128 = 0x0000_ffff_0000_00ff_ff;
+const MARKER: u128 = 0x00_00_ff_ff_00_00_00_ff_ff;
 const MARKER_MASK: u128 = (1 << (9 * 8)) - 1;
 /// A gzip header's longest name or comment that is passed over.
 const HEADER_LEN_MAX: usize = 128 << 10;
