@@ -5,6 +5,7 @@
 
 mod archive;
 mod batch;
+mod nested;
 mod range;
 mod read;
 mod zip;

@@ -63,8 +63,3 @@ pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
     let stem = ARCHIVE_ENDINGS.iter().find_map(ends_with)?;
     (!stem.is_empty() && !stem.ends_with(b"/")).then_some(stem)
 }
-
-/// Whether what starts so, uncompressed, is an archive.
-pub(crate) fn is_archive_start(start: &[u8]) -> bool {
-    tar::is_tar(start) || zip::is_zip(start)
-}

@@ -1,20 +1,19 @@
-//! Members of archives: what becomes of each, and archives within archives.
+//! Members of archives: what becomes of each.
 
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind};
-use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, NESTED_DEPTH_MAX, NESTED_ZIP_LEN_MAX, SYMLINK_LEN_MAX};
+use dayfly_meta::limits::SYMLINK_LEN_MAX;
 use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
 use crate::selection::Named;
-use crate::source::compressed::{decoder_within, recognize, stage};
+use crate::source::compressed::stage;
 use crate::source::plain::{Skip, version};
-use crate::source::tar::{BLOCK_LEN, End, Next, TarError, TarKind, TarMember, TarReader, is_tar};
-use crate::source::{is_archive_start, without_archive_ending, zip};
+use crate::source::tar::{End, Next, TarError, TarKind, TarMember, TarReader};
 
 /// The archive that is read.
 pub(super) struct Archive<'a> {
@@ -59,17 +58,6 @@ pub(super) struct Found {
     pub(super) mtime_ns: u32,
 }
 
-/// What stands in an archive, and what it was read through.
-struct Inner<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
-
-impl Read for Inner<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.0.read(buffer)
-    }
-}
-
-impl Skip for Inner<'_> {}
-
 impl<S: Sink> Worker<S> {
     /// A compressed tar, decoded by other threads.
     pub(super) fn read_compressed(&mut self, unit: &Unit, path: &Path, compression: Compression) -> Result<(), StageInError> {
@@ -94,7 +82,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// All members of a tar, to its end.
-    fn read_members<R: Skip + Send>(
+    pub(super) fn read_members<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
         tar: &mut TarReader<R>,
@@ -229,108 +217,5 @@ impl<S: Sink> Worker<S> {
             return StageInError::Cancelled;
         }
         StageInError::Damaged { path: path.to_owned(), offset, reason }
-    }
-
-    /// The archive that a member is, if it is to be unpacked.
-    pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
-        if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
-            return None;
-        }
-        let Archive { source, prefix, depth, .. } = *archive;
-        // A name that leads out is refused as a file would be.
-        let full = dayfly_meta::path::normalize(&join(&archive.inner, name)).ok()?;
-        let inner = without_archive_ending(&full)?.to_vec();
-        let path = archive.path.join(display(name));
-        (!self.selector.excludes(&full)).then_some(Archive { source, path, prefix, inner, depth: depth + 1 })
-    }
-
-    /// Unpacks a member that is an archive by its name. One that is none by its content stays a file. `end` bounds its members'
-    /// numbers, should they be counted.
-    pub(super) fn take_nested(
-        &mut self,
-        archive: &Archive<'_>,
-        found: Found,
-        (size, end): (u64, u64),
-        data: &mut (dyn Read + Send),
-        keys: &mut Keys,
-    ) -> Result<(), StageInError> {
-        let damaged = |offset: u64, error: io::Error| StageInError::Damaged {
-            path: archive.path.clone(),
-            offset,
-            reason: error.to_string(),
-        };
-        let mut start = Vec::new();
-        let read = data.take(BLOCK_LEN as u64).read_to_end(&mut start);
-        if let Err(error) = read {
-            return self.forgive(damaged(0, error));
-        }
-        let compression = recognize(&start);
-        let mut input = Inner(start.chain(data));
-        let is_too_long = zip::is_zip(&start) && size > NESTED_ZIP_LEN_MAX;
-        if compression == Compression::None && !is_archive_start(&start) || is_too_long {
-            let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
-            let name = self.nested_name(archive, &found.name);
-            return self.take_data(&outer, Found { name, ..found }, size, &mut input, &|error| damaged(0, error));
-        }
-        self.take_directory(archive, &found)?;
-        let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
-        let keys = match keys {
-            Keys::Offset(_) if compression == Compression::None && is_tar(&start) => &mut Keys::Offset(found.key.offset),
-            Keys::Offset(_) => &mut counted,
-            Keys::Count { .. } => keys,
-        };
-        let result = if zip::is_zip(&start) {
-            self.read_spooled_zip(archive, &mut input, keys)
-        } else if compression == Compression::None {
-            let mut tar = TarReader::new(input);
-            self.read_members(archive, &mut tar, keys)
-                .and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive.path, error)))
-        } else {
-            decoder_within(compression, &mut input, NESTED_DECODER_MEMORY_MAX).map_err(|error| damaged(0, error)).and_then(
-                |decoder| {
-                    let mut tar = TarReader::new(decoder);
-                    self.read_members(archive, &mut tar, keys)?;
-                    tar.drain().map_err(|error| self.tar_error(&archive.path, error))
-                },
-            )
-        };
-        result.or_else(|error| self.forgive(error))
-    }
-
-    /// The name by which a nested archive's file is selected when it stays a file: that of the whole path.
-    fn nested_name(&self, archive: &Archive<'_>, name: &[u8]) -> Vec<u8> {
-        let folder = dayfly_meta::path::split_last(&archive.inner).map_or(&b""[..], |(folder, _)| folder);
-        let last = dayfly_meta::path::components(name).last().unwrap_or_default();
-        join(folder, last)
-    }
-
-    /// The directory that stands for an archive within an archive.
-    fn take_directory(&mut self, archive: &Archive<'_>, found: &Found) -> Result<(), StageInError> {
-        let Named::Taken(path) = self.selector.name(&archive.inner, true) else { return Ok(()) };
-        let Found { key, mtime_s, mtime_ns, .. } = *found;
-        let path = join(archive.prefix, &path);
-        self.take_member(Member { path, key, ticket: self.ticket, mode: 0o755, mtime_s, mtime_ns, kind: MemberKind::Directory })
-    }
-
-    /// A zip is read from its end, so it is put aside first.
-    fn read_spooled_zip(&mut self, archive: &Archive<'_>, input: &mut dyn Read, keys: &mut Keys) -> Result<(), StageInError> {
-        let mut file = self.runs.scratch().map_err(StageInError::Scratch)?;
-        let mut chunk = vec![0; 256 << 10];
-        loop {
-            if self.gauge.is_cancelled() {
-                return Err(StageInError::Cancelled);
-            }
-            let count = input.read(&mut chunk).map_err(|error| StageInError::Damaged {
-                path: archive.path.clone(),
-                offset: 0,
-                reason: error.to_string(),
-            })?;
-            if count == 0 {
-                break;
-            }
-            io::Write::write_all(&mut file, &chunk[..count]).map_err(StageInError::Scratch)?;
-        }
-        file.rewind().map_err(StageInError::Scratch)?;
-        self.read_whole_zip(archive, &file, keys)
     }
 }

@@ -13,7 +13,7 @@ fn files(staged: &Staged) -> Vec<(String, String)> {
     let entries = staged.tree().into_iter();
     entries
         .filter(|(_, (kind, _))| matches!(kind, MemberKind::File { .. }))
-        .map(|(path, (_, bytes))| (path, String::from_utf8(bytes).unwrap()))
+        .map(|(path, (_, bytes))| (path, String::from_utf8_lossy(&bytes).into_owned()))
         .collect()
 }
 
@@ -38,7 +38,8 @@ fn a_member_archive_becomes_a_directory() {
         ],
     );
     fs::write(at("no.tar"), "no archive at all").unwrap();
-    let inner = ["n01.tar", "n02.tar.gz", "n03.zip", "no.tar"];
+    tool(folder.path(), "bash", &["-ec", "echo text | gzip > no.tgz"]);
+    let inner = ["n01.tar", "n02.tar.gz", "n03.zip", "no.tar", "no.tgz"];
     tool(folder.path(), "tar", &[&["-cf", "plain.tar"], &inner[..]].concat());
     tool(folder.path(), "tar", &[&["-czf", "packed.tar.gz"], &inner[..]].concat());
     tool(folder.path(), "tar", &["-cf", "deep.tar", "plain.tar"]);
@@ -47,7 +48,7 @@ fn a_member_archive_becomes_a_directory() {
         "python3",
         &[
             "-c",
-            "import zipfile\nz = zipfile.ZipFile('outer.zip', 'w')\nfor n in ['n01.tar', 'n02.tar.gz', 'n03.zip', 'no.tar']: z.write(n)\nz.close()",
+            "import zipfile\nz = zipfile.ZipFile('outer.zip', 'w')\nfor n in ['n01.tar', 'n02.tar.gz', 'n03.zip', 'no.tar', 'no.tgz']: z.write(n)\nz.close()",
         ],
     );
     fs::create_dir(at("tree")).unwrap();
@@ -60,6 +61,7 @@ fn a_member_archive_becomes_a_directory() {
     }
     let images = expect.clone();
     expect.push(("no.tar".to_owned(), "no archive at all".to_owned()));
+    expect.push(("no.tgz".to_owned(), String::from_utf8_lossy(&fs::read(at("no.tgz")).unwrap()).into_owned()));
     let nested = Selection { nested: true, ..Selection::default() };
     for outer in ["plain.tar", "packed.tar.gz", "outer.zip"] {
         assert_eq!(files(&run_simply(&[&at(outer)], &nested).unwrap()), expect, "{outer}");

@@ -1,0 +1,181 @@
+//! Archives within archives.
+
+use std::io::{self, Read, Seek};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dayfly_meta::catalog::{Compression, Member, MemberKind};
+use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, NESTED_DEPTH_MAX, NESTED_ZIP_LEN_MAX};
+use dayfly_meta::path::{components, display, join, normalize, split_last};
+
+use super::archive::{Archive, Found, Keys};
+use super::{Sink, Worker};
+use crate::StageInError;
+use crate::selection::Named;
+use crate::source::compressed::{decoder_within, recognize};
+use crate::source::plain::Skip;
+use crate::source::tar::{BLOCK_LEN, TarReader, is_tar};
+use crate::source::{without_archive_ending, zip};
+
+/// What was read to look at it, and what follows.
+struct Whole<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
+
+impl Read for Whole<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buffer)
+    }
+}
+
+impl Skip for Whole<'_> {}
+
+/// Remembers what is read through it while that may have to be read again.
+struct Recorder<R> {
+    input: R,
+    record: Vec<u8>,
+    is_on: Arc<AtomicBool>,
+}
+
+impl<R: Read> Read for Recorder<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.input.read(buffer)?;
+        if self.is_on.load(Ordering::Relaxed) {
+            self.record.extend_from_slice(&buffer[..count]);
+        }
+        Ok(count)
+    }
+}
+
+impl<S: Sink> Worker<S> {
+    /// The archive that a member is, if it is to be unpacked.
+    pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
+        if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
+            return None;
+        }
+        let Archive { source, prefix, depth, .. } = *archive;
+        // A name that leads out is refused as a file would be.
+        let full = normalize(&join(&archive.inner, name)).ok()?;
+        let inner = without_archive_ending(&full)?.to_vec();
+        let path = archive.path.join(display(name));
+        (!self.selector.excludes(&full)).then_some(Archive { source, path, prefix, inner, depth: depth + 1 })
+    }
+
+    /// Unpacks a member that is an archive by its name. One that is none by its content stays a file. `end` bounds its members'
+    /// numbers, should they be counted.
+    pub(super) fn take_nested(
+        &mut self,
+        archive: &Archive<'_>,
+        found: Found,
+        (size, end): (u64, u64),
+        data: &mut (dyn Read + Send),
+        keys: &mut Keys,
+    ) -> Result<(), StageInError> {
+        let mut start = Vec::new();
+        if let Err(error) = data.take(BLOCK_LEN as u64).read_to_end(&mut start) {
+            return self.forgive(damaged(archive, error));
+        }
+        let compression = recognize(&start);
+        let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
+        let mut offset = Keys::Offset(found.key.offset);
+        let is_plain_tar = compression == Compression::None && is_tar(&start);
+        let keys = match keys {
+            Keys::Offset(_) if is_plain_tar => &mut offset,
+            Keys::Offset(_) => &mut counted,
+            Keys::Count { .. } => keys,
+        };
+        let mut whole = Whole(start.chain(data));
+        if is_plain_tar {
+            self.take_directory(archive, &found)?;
+            return self.read_nested_tar(archive, &mut TarReader::new(whole), keys);
+        }
+        if compression != Compression::None {
+            return self.take_compressed(archive, found, (size, compression), whole, keys);
+        }
+        if zip::is_zip(&start) && size <= NESTED_ZIP_LEN_MAX {
+            self.take_directory(archive, &found)?;
+            return self.read_spooled_zip(archive, &mut whole, keys).or_else(|error| self.forgive(error));
+        }
+        self.take_as_file(archive, found, size, &mut whole)
+    }
+
+    /// What is compressed may hold a tar, or anything.
+    fn take_compressed(
+        &mut self,
+        archive: &Archive<'_>,
+        found: Found,
+        (size, compression): (u64, Compression),
+        input: Whole<'_>,
+        keys: &mut Keys,
+    ) -> Result<(), StageInError> {
+        let is_on = Arc::new(AtomicBool::new(true));
+        let mut recorder = Recorder { input, record: Vec::new(), is_on: is_on.clone() };
+        let mut head = Vec::new();
+        {
+            let opened = decoder_within(compression, &mut recorder, NESTED_DECODER_MEMORY_MAX).and_then(|mut decoder| {
+                decoder.by_ref().take(BLOCK_LEN as u64).read_to_end(&mut head)?;
+                Ok(decoder)
+            });
+            match opened {
+                Err(error) => return self.forgive(damaged(archive, error)),
+                Ok(mut decoder) if is_tar(&head) => {
+                    is_on.store(false, Ordering::Relaxed);
+                    self.take_directory(archive, &found)?;
+                    return self.read_nested_tar(archive, &mut TarReader::new(Whole(head.chain(&mut *decoder))), keys);
+                }
+                Ok(_) => {}
+            }
+        }
+        let Recorder { mut input, record, .. } = recorder;
+        self.take_as_file(archive, found, size, &mut Whole(record.chain(&mut input)))
+    }
+
+    /// To the end of the input, where a checksum may stand.
+    fn read_nested_tar<R: Skip + Send>(
+        &mut self,
+        archive: &Archive<'_>,
+        tar: &mut TarReader<R>,
+        keys: &mut Keys,
+    ) -> Result<(), StageInError> {
+        let read = self.read_members(archive, tar, keys);
+        let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive.path, error)));
+        read.or_else(|error| self.forgive(error))
+    }
+
+    fn take_as_file(&mut self, archive: &Archive<'_>, found: Found, size: u64, data: &mut dyn Read) -> Result<(), StageInError> {
+        // Its name is that in the archive that it lies in.
+        let folder = split_last(&archive.inner).map_or(&b""[..], |(folder, _)| folder);
+        let last = components(&found.name).last().unwrap_or_default();
+        let name = join(folder, last);
+        let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
+        self.take_data(&outer, Found { name, ..found }, size, data, &|error| damaged(archive, error))
+    }
+
+    /// The directory that stands for an archive within an archive.
+    fn take_directory(&mut self, archive: &Archive<'_>, found: &Found) -> Result<(), StageInError> {
+        let Named::Taken(path) = self.selector.name(&archive.inner, true) else { return Ok(()) };
+        let Found { key, mtime_s, mtime_ns, .. } = *found;
+        let path = join(archive.prefix, &path);
+        self.take_member(Member { path, key, ticket: self.ticket, mode: 0o755, mtime_s, mtime_ns, kind: MemberKind::Directory })
+    }
+
+    /// A zip is read from its end, so it is put aside first.
+    fn read_spooled_zip(&mut self, archive: &Archive<'_>, input: &mut dyn Read, keys: &mut Keys) -> Result<(), StageInError> {
+        let mut file = self.runs.scratch().map_err(StageInError::Scratch)?;
+        let mut chunk = vec![0; 256 << 10];
+        loop {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            let count = input.read(&mut chunk).map_err(|error| damaged(archive, error))?;
+            if count == 0 {
+                break;
+            }
+            io::Write::write_all(&mut file, &chunk[..count]).map_err(StageInError::Scratch)?;
+        }
+        file.rewind().map_err(StageInError::Scratch)?;
+        self.read_whole_zip(archive, &file, keys)
+    }
+}
+
+fn damaged(archive: &Archive<'_>, error: io::Error) -> StageInError {
+    StageInError::Damaged { path: archive.path.clone(), offset: 0, reason: error.to_string() }
+}
