@@ -111,6 +111,10 @@ pub const DECODED_AHEAD_MAX: usize = 32 << 20;
 pub const UNIT_FILES_MAX: usize = 1024;
 /// See [`UNIT_FILES_MAX`].
 pub const UNIT_BYTES_MAX: u64 = 64 << 20;
+/// Units that are no larger than this are handed out several at a time: what a worker has is shipped after the last.
+pub const SMALL_UNIT_BYTES_MAX: u64 = 1 << 20;
+/// So many.
+pub const SMALL_UNITS_MAX: usize = 128;
 /// Names in one unit: with records about them a unit must fit a message.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
@@ -177,6 +181,7 @@ const _: () = {
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
     assert!(ROOM_STEP.is_multiple_of(PAGE_SIZE));
+    assert!(SMALL_UNIT_BYTES_MAX < RANGE_LEN_MIN, "a range is not small");
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");

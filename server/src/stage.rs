@@ -349,14 +349,14 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
     let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders };
     let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
-    let mut finished: Option<UnitReport> = None;
+    let mut finished: Vec<UnitReport> = Vec::new();
     loop {
-        let request = Request::NextUnit { stage: stage.number, finished: finished.take() };
+        let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
         let reply = runtime.block_on(server.ask(stage.lead, request, 2 * REQUEST_TIMEOUT));
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
-            Reply::Unit(unit) => finished = Some(worker.run(&unit)?),
+            Reply::Units(units) => finished = worker.run(&units)?,
             Reply::Wait => {}
             Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
             _ => return Err(StageInError::Cancelled),

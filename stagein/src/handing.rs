@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
+use dayfly_meta::limits::{MESSAGE_LEN_MAX, SMALL_UNITS_MAX};
 use dayfly_meta::wire::control::Counts;
 use dayfly_meta::wire::peer::{TarPosition, TarRange, Unit, UnitReport, Work};
 
@@ -32,8 +33,8 @@ struct Out {
 /// What a worker gets.
 #[derive(Debug)]
 pub enum Handed {
-    /// A unit.
-    Unit(Unit),
+    /// A unit, or several small ones.
+    Units(Vec<Unit>),
     /// Nothing now; what is out may have to be handed out again.
     Nothing,
     /// Nothing any more: all is read.
@@ -60,23 +61,42 @@ impl Handing {
         Self { queue, again: VecDeque::new(), chains, out: HashMap::new(), last_ticket: 0, rejected: HashSet::new() }
     }
 
-    /// The next unit.
+    /// The next unit, or several small ones.
     pub fn hand_out(&mut self) -> Result<Handed, StageInError> {
+        let mut units = Vec::new();
+        let mut len = 0;
+        // Ranges are not small: those that are begun where a header is found, and those that are read again, go alone.
+        while let Some(small_len) = self.queue.next_small_len().filter(|_| self.again.is_empty()) {
+            len += small_len;
+            if units.len() == SMALL_UNITS_MAX || len > MESSAGE_LEN_MAX / 2 {
+                break;
+            }
+            units.extend(self.next_unit()?);
+        }
+        if units.is_empty() {
+            units.extend(self.next_unit()?);
+        }
+        match units.is_empty() {
+            false => Ok(Handed::Units(units)),
+            true if self.out.is_empty() => Ok(Handed::Done),
+            true => Ok(Handed::Nothing),
+        }
+    }
+
+    fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
         loop {
             let unit = match self.again.pop_front() {
                 Some(unit) => Some(unit),
                 None => self.queue.next_unit()?,
             };
-            let Some(mut unit) = unit else {
-                return Ok(if self.out.is_empty() { Handed::Done } else { Handed::Nothing });
-            };
+            let Some(mut unit) = unit else { return Ok(None) };
             let range = match (&unit.work, self.chains.get_mut(&unit.source)) {
                 (Work::TarRange(range), Some(chain)) => {
-                    let number = chain.cut.ranges.partition_point(|&(from, _)| from < range.from);
                     if chain.position.is_none() {
                         // The archive ended before it: what lies there is no part of it.
                         continue;
                     }
+                    let number = chain.cut.ranges.partition_point(|&(from, _)| from < range.from);
                     let globals = range.start.as_ref().map_or_else(Vec::new, |start| start.globals.clone());
                     Some((number, globals))
                 }
@@ -85,7 +105,7 @@ impl Handing {
             self.last_ticket += 1;
             unit.ticket = self.last_ticket;
             self.out.insert(unit.ticket, Out { source: unit.source, range });
-            return Ok(Handed::Unit(unit));
+            return Ok(Some(unit));
         }
     }
 

@@ -139,17 +139,26 @@ impl<S: Sink> Worker<S> {
         })
     }
 
-    /// Reads a unit; when this returns, all of its blocks are with their owners.
-    pub fn run(&mut self, unit: &Unit) -> Result<UnitReport, StageInError> {
+    /// Reads a unit, or several small ones; when this returns, all of their blocks are with their owners.
+    pub fn run(&mut self, units: &[Unit]) -> Result<Vec<UnitReport>, StageInError> {
         let start = Instant::now();
-        (self.counts, self.ticket, self.has_flushed, self.withdrawn) = (Counts::default(), unit.ticket, false, false);
-        (self.source_bytes, self.reading, self.shipping) = (0, Duration::ZERO, Duration::ZERO);
-        let range = self.read_unit(unit)?;
+        (self.reading, self.shipping) = (Duration::ZERO, Duration::ZERO);
+        let mut reports: Vec<UnitReport> = Vec::with_capacity(units.len());
+        for unit in units {
+            (self.counts, self.ticket, self.source_bytes) = (Counts::default(), unit.ticket, 0);
+            (self.has_flushed, self.withdrawn) = (false, false);
+            let range = self.read_unit(unit)?;
+            let (mut counts, source_bytes, withdrawn) = (std::mem::take(&mut self.counts), self.source_bytes, self.withdrawn);
+            // Of several, none can be begun at a wrong place; their remarks together must fit a message.
+            if let Some(first) = reports.first_mut() {
+                first.counts.add(std::mem::take(&mut counts));
+            }
+            reports.push(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn });
+        }
         self.flush()?;
         self.gauge.busy(Step::Shipping, self.shipping);
         self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
-        let (counts, source_bytes) = (std::mem::take(&mut self.counts), self.source_bytes);
-        Ok(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn: self.withdrawn })
+        Ok(reports)
     }
 
     /// What all units gave, in sorted runs.

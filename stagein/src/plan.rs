@@ -10,7 +10,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
-use dayfly_meta::limits::{UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
+use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{display, join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::{TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
@@ -229,9 +229,11 @@ impl Planner<'_> {
             let ends = ranges.iter().map(|&(from, to, _)| (from, to)).collect();
             self.plan.ranges.push((source, Cut { path: path.clone(), version, prefix: prefix.to_vec(), ranges: ends }));
         }
+        // Also what is left over at the end: a range is never one of several small units.
+        let least = if ranges.len() > 1 { RANGE_LEN_MIN } else { 0 };
         for (from, to, start) in ranges {
             let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
-            let bytes = to.min(version.size) - from.min(version.size);
+            let bytes = (to.min(version.size) - from.min(version.size)).max(least);
             self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), work }, bytes)?;
         }
         Ok(())

@@ -52,12 +52,12 @@ pub enum Request {
         /// Room on each node, in order: its weight in the placement.
         capacities: Vec<u64>,
     },
-    /// To the lead: what came of a unit, and is there another? Reply: `Unit`, `Wait`, `NoUnit` or `Stop`.
+    /// To the lead: what came of units, and are there more? Reply: `Units`, `Wait`, `NoUnit` or `Stop`.
     NextUnit {
         /// The stage-in.
         stage: u64,
-        /// The unit just finished, if any.
-        finished: Option<UnitReport>,
+        /// The units just finished.
+        finished: Vec<UnitReport>,
     },
     /// To the lead, now and then: how far we are. Reply: `Go`, `Stop` or `Undone`.
     Report {
@@ -146,8 +146,8 @@ pub enum Reply {
         /// The first block's number among all that arrived here; the others' follow.
         arrival: Option<u32>,
     },
-    /// A unit to read.
-    Unit(Unit),
+    /// A unit to read, or several small ones.
+    Units(Vec<Unit>),
     /// There is none now, but there may be: ask again.
     Wait,
     /// There is none, and will be none.

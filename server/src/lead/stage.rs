@@ -56,12 +56,13 @@ impl LeadStage {
         }
     }
 
-    /// A worker has finished a unit, or none yet, and wants another.
-    pub(crate) async fn next_unit(&self, finished: Option<UnitReport>) -> Reply {
+    /// A worker has finished units, or none yet, and wants more.
+    pub(crate) async fn next_unit(&self, finished: Vec<UnitReport>) -> Reply {
         // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
         let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
-        if let Some(report) = finished {
-            self.take_back(report);
+        if !finished.is_empty() {
+            finished.into_iter().for_each(|report| self.take_back(report));
+            self.judged.notify_waiters();
         }
         let wait = async {
             loop {
@@ -73,7 +74,7 @@ impl LeadStage {
                 }
                 let handed = self.handing().hand_out();
                 match handed {
-                    Ok(Handed::Unit(unit)) => return Reply::Unit(unit),
+                    Ok(Handed::Units(units)) => return Reply::Units(units),
                     Ok(Handed::Nothing) => {}
                     Ok(Handed::Done) => {
                         self.all_read.send_replace(true);
@@ -105,7 +106,6 @@ impl LeadStage {
         if let Some(reason) = judged.failure {
             self.fail(reason);
         }
-        self.judged.notify_waiters();
     }
 
     fn handing(&self) -> MutexGuard<'_, Handing> {

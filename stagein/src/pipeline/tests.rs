@@ -184,7 +184,7 @@ fn run_within(
     loop {
         let handed = if back.len() < workers { handing.hand_out()? } else { Handed::Nothing };
         match handed {
-            Handed::Unit(unit) => back.push(worker.run(&unit)?),
+            Handed::Units(units) => back.extend(worker.run(&units)?),
             Handed::Nothing => {
                 let report = back.swap_remove(turns(back.len()));
                 let judged = handing.take_back(report);

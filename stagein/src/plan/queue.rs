@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
 
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, UNIT_BYTES_MAX};
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, SMALL_UNIT_BYTES_MAX, UNIT_BYTES_MAX};
 use dayfly_meta::wire::peer::Unit;
 use dayfly_meta::wire::{decode, encode};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -22,8 +22,8 @@ pub struct UnitQueue {
 struct Place {
     offset: u64,
     len: u32,
-    /// Bytes of the source that it reads, as far as that decides when.
-    weight: u64,
+    /// Bytes of the source that it reads.
+    bytes: u64,
 }
 
 impl UnitQueue {
@@ -38,8 +38,7 @@ impl UnitQueue {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a unit is too long"));
         }
         self.file.write_all(&encoded)?;
-        let weight = if bytes > UNIT_BYTES_MAX { bytes } else { 0 };
-        self.places.push(Place { offset: self.end, len: encoded.len() as u32, weight });
+        self.places.push(Place { offset: self.end, len: encoded.len() as u32, bytes });
         self.end += encoded.len() as u64;
         Ok(())
     }
@@ -48,8 +47,14 @@ impl UnitQueue {
     pub(crate) fn close(&mut self, seed: u64) -> io::Result<()> {
         self.file.flush()?;
         // They are taken from the end.
-        self.places.sort_by_cached_key(|place| (place.weight, xxh3_64_with_seed(&place.offset.to_le_bytes(), seed)));
+        let weight = |place: &Place| if place.bytes > UNIT_BYTES_MAX { place.bytes } else { 0 };
+        self.places.sort_by_cached_key(|place| (weight(place), xxh3_64_with_seed(&place.offset.to_le_bytes(), seed)));
         Ok(())
+    }
+
+    /// The length of the next unit as a message, if it is a small one.
+    pub(crate) fn next_small_len(&self) -> Option<usize> {
+        self.places.last().filter(|place| place.bytes <= SMALL_UNIT_BYTES_MAX).map(|place| place.len as usize)
     }
 
     /// The next unit; `None` after the last.

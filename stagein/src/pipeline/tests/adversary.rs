@@ -5,6 +5,7 @@
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 
+use dayfly_meta::limits::RANGE_LEN_MIN;
 use dayfly_meta::wire::peer::{TarPosition, TarRange, Work};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -100,7 +101,7 @@ fn plan_of(path: &Path, cuts: &[u64]) -> Plan {
     for &(from, to) in &ranges {
         let start = (from == 0).then(TarPosition::default);
         let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
-        units.push(&Unit { source: 0, ticket: 0, prefix: Vec::new(), work }, 1).unwrap();
+        units.push(&Unit { source: 0, ticket: 0, prefix: Vec::new(), work }, RANGE_LEN_MIN).unwrap();
     }
     units.close(cuts.len() as u64).unwrap();
     let cut = Cut { path, version, prefix: Vec::new(), ranges };
