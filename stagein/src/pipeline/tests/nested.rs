@@ -140,3 +140,24 @@ fn sources_that_are_no_archives_are_left_out_if_that_is_wanted() {
     let plan = planned(&sources, &Selection { keep_going: true, ..Selection::default() }).unwrap();
     assert_eq!((plan.counts.skipped, plan.sources.len()), (3, 2), "{:?}", plan.counts.skipped_notes);
 }
+
+#[test]
+fn an_archive_that_changed_is_named() {
+    for name in ["a.tar", "a.zip"] {
+        for keep_going in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let at = |name: &str| folder.path().join(name);
+            fs::write(at("x"), "x").unwrap();
+            tool(folder.path(), "tar", &["-cf", "a.tar", "x"]);
+            tool(folder.path(), "python3", &["-c", "import zipfile\nz = zipfile.ZipFile('a.zip', 'w')\nz.write('x')\nz.close()"]);
+            let selection = Selection { keep_going, ..Selection::default() };
+            let plan = planned(&[&at(name)], &selection).unwrap();
+            let file = fs::OpenOptions::new().append(true).open(at(name)).unwrap();
+            file.set_modified(std::time::UNIX_EPOCH).unwrap();
+            match run(plan, &selection, &[1 << 20], 1, &mut |_| 0) {
+                Err(error) => assert!(!keep_going && error.to_string().contains(&format!("{name}' changed")), "{error}"),
+                Ok(staged) => assert!(keep_going && staged.members.is_empty() && staged.counts.skipped == 1, "{name}"),
+            }
+        }
+    }
+}
