@@ -51,7 +51,7 @@ pub(super) fn stage(
         replace: options.replace,
         max_rate: options.max_rate,
     };
-    let mut reporter = Reporter::new(json, &target.to_string_lossy());
+    let mut reporter = Reporter::new(json, &target.to_string_lossy(), options.max_rate);
     let mut failure = None;
     let mut summary = None;
     let ended = session.control(Command::StageIn(request), &mut |event| {

@@ -11,7 +11,7 @@ mod independent;
 use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,8 @@ const CHUNK_LEN: usize = 256 << 10;
 const PIECE_LEN_MIN: usize = 1 << 20;
 /// Compressed chunks that wait for a piece's decoder.
 const INPUT_CHUNKS: usize = 8;
+/// Chunks that are kept though nobody uses them.
+const POOL_CHUNKS_MAX: usize = 16;
 /// Decoders with a larger window than this run one at a time on a node.
 const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
 
@@ -38,6 +40,27 @@ const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
 type Chunk = io::Result<Vec<u8>>;
 /// What comes from a decoder.
 type Output = io::Result<Inflated>;
+
+/// Chunks that were used and may be used again: memory that is new costs more than what is done with it.
+#[derive(Clone, Default)]
+struct Pool {
+    chunks: Arc<Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Pool {
+    fn take(&self) -> Vec<u8> {
+        let mut chunk = self.chunks.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+        chunk.resize(CHUNK_LEN, 0);
+        chunk
+    }
+
+    fn give(&self, chunk: Vec<u8>) {
+        let mut chunks = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
+        if chunks.len() < POOL_CHUNKS_MAX && chunk.capacity() >= CHUNK_LEN {
+            chunks.push(chunk);
+        }
+    }
+}
 
 /// How many threads may decode one source, and how many bytes they may be ahead.
 #[derive(Clone, Copy, Debug)]
@@ -54,6 +77,7 @@ pub(crate) struct Decoded<'scope, 'env> {
     file: File,
     compression: Compression,
     decoders: Decoders,
+    pool: Pool,
     pieces: Receiver<Receiver<Output>>,
     piece: Option<Receiver<Output>>,
     chunk: Vec<u8>,
@@ -82,10 +106,25 @@ pub(crate) fn start<'scope, 'env>(
         walk => walk.map_or(Cuts::None, Cuts::Frames),
     };
     let independent = matches!(cuts, Cuts::Markers(_)).then(|| (0, crc32fast::Hasher::new()));
-    let splitter = Splitter { scope, compression, decoders, gauge: gauge.clone(), pieces: sender };
+    let pool = Pool::default();
+    let splitter = Splitter { scope, compression, decoders, pool: pool.clone(), gauge: gauge.clone(), pieces: sender };
     scope.spawn(move || splitter.run(input, cuts));
     let (piece, chunk, at, waited) = (None, Vec::new(), 0, Duration::ZERO);
-    Ok(Decoded { scope, file, compression, decoders, pieces, piece, chunk, at, independent, gauge, waited, has_failed: false })
+    Ok(Decoded {
+        scope,
+        file,
+        compression,
+        decoders,
+        pool,
+        pieces,
+        piece,
+        chunk,
+        at,
+        independent,
+        gauge,
+        waited,
+        has_failed: false,
+    })
 }
 
 /// Whether there is a mark between parts near the start; only streams in independent parts have them.
@@ -138,7 +177,8 @@ impl Decoded<'_, '_> {
     fn take(&mut self, output: Output) -> io::Result<()> {
         let Some((passed, checksum)) = &mut self.independent else {
             if let Inflated::Bytes(bytes) = output? {
-                (self.chunk, self.at) = (bytes, 0);
+                self.pool.give(std::mem::replace(&mut self.chunk, bytes));
+                self.at = 0;
             }
             return Ok(());
         };
@@ -147,7 +187,8 @@ impl Decoded<'_, '_> {
             Ok(Inflated::Bytes(bytes)) => {
                 checksum.update(&bytes);
                 *passed += bytes.len() as u64;
-                (self.chunk, self.at) = (bytes, 0);
+                self.pool.give(std::mem::replace(&mut self.chunk, bytes));
+                self.at = 0;
                 Ok(())
             }
             Ok(Inflated::Trailer(crc, len)) if (crc, len) == (checksum.clone().finalize(), passed_now as u32) => {
@@ -207,6 +248,7 @@ struct Splitter<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     compression: Compression,
     decoders: Decoders,
+    pool: Pool,
     gauge: Arc<Gauge>,
     pieces: SyncSender<Receiver<Output>>,
 }
@@ -219,7 +261,7 @@ impl<'scope> Splitter<'scope, '_> {
         let mut threads = self.decoders.threads;
         let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
         let mut needs_much = self.compression == Compression::Xz && xz_dictionary_len(&start) > WINDOW_LEN_SHARED_MAX;
-        let mut chunk = vec![0; CHUNK_LEN];
+        let mut chunk = self.pool.take();
         let mut first = input.read(&mut chunk);
         if let (Ok(count), Compression::Zstd) = (&first, self.compression) {
             let mut look = Walk::new(Compression::Zstd);
@@ -261,7 +303,13 @@ impl<'scope> Splitter<'scope, '_> {
                     (piece, piece_len, sent) = (next, 0, at);
                 }
             }
-            if piece.send(Ok(bytes[sent..].to_vec())).is_err() {
+            let rest = if sent > 0 {
+                bytes[sent..].to_vec()
+            } else {
+                chunk.truncate(count);
+                std::mem::replace(&mut chunk, self.pool.take())
+            };
+            if piece.send(Ok(rest)).is_err() {
                 return;
             }
             piece_len += count - sent;
@@ -281,6 +329,7 @@ impl<'scope> Splitter<'scope, '_> {
         let (sender, output) = sync_channel(ahead.max(1));
         self.pieces.send(output).ok()?;
         let (compression, gauge) = (self.compression, self.gauge.clone());
+        let compressed = ChunkReader::new(compressed, self.pool.clone());
         let decoding = self.scope.spawn(move || match part {
             Part::Whole => decode(compression, compressed, &sender, threads, &gauge),
             Part::Independent { is_first } => decode_part(is_first, compressed, &sender, &gauge),
@@ -298,8 +347,7 @@ enum Part {
     Independent { is_first: bool },
 }
 
-fn decode_part(is_first: bool, compressed: Receiver<Chunk>, output: &SyncSender<Output>, gauge: &Gauge) {
-    let mut input = ChunkReader { chunks: compressed, chunk: Vec::new(), at: 0, waited: Duration::ZERO };
+fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Output>, gauge: &Gauge) {
     let start = Instant::now();
     let mut sending = Duration::ZERO;
     let inflated = inflate(&mut input, is_first, CHUNK_LEN, &mut |inflated| {
@@ -315,8 +363,8 @@ fn decode_part(is_first: bool, compressed: Receiver<Chunk>, output: &SyncSender<
     gauge.busy(Step::Decoding, start.elapsed().saturating_sub(input.waited + sending));
 }
 
-fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSender<Output>, threads: usize, gauge: &Gauge) {
-    let mut input = ChunkReader { chunks: compressed, chunk: Vec::new(), at: 0, waited: Duration::ZERO };
+fn decode(compression: Compression, mut input: ChunkReader, output: &SyncSender<Output>, threads: usize, gauge: &Gauge) {
+    let pool = input.pool.clone();
     let mut busy = Duration::ZERO;
     let mut failure = None;
     {
@@ -327,7 +375,7 @@ fn decode(compression: Compression, compressed: Receiver<Chunk>, output: &SyncSe
         match opened {
             Err(error) => failure = Some(error),
             Ok(mut decoder) => loop {
-                let mut chunk = vec![0; CHUNK_LEN];
+                let mut chunk = pool.take();
                 let start = Instant::now();
                 let filled = fill(&mut decoder, &mut chunk, &mut failure);
                 busy += start.elapsed();
@@ -378,9 +426,16 @@ fn xz_threads<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Bo
 /// Reads what comes through a channel.
 struct ChunkReader {
     chunks: Receiver<Chunk>,
+    pool: Pool,
     chunk: Vec<u8>,
     at: usize,
     waited: Duration,
+}
+
+impl ChunkReader {
+    fn new(chunks: Receiver<Chunk>, pool: Pool) -> Self {
+        Self { chunks, pool, chunk: Vec::new(), at: 0, waited: Duration::ZERO }
+    }
 }
 
 impl Read for ChunkReader {
@@ -390,7 +445,10 @@ impl Read for ChunkReader {
             let next = self.chunks.recv();
             self.waited += start.elapsed();
             match next {
-                Ok(chunk) => (self.chunk, self.at) = (chunk?, 0),
+                Ok(chunk) => {
+                    self.pool.give(std::mem::replace(&mut self.chunk, chunk?));
+                    self.at = 0;
+                }
                 Err(_) => return Ok(0),
             }
         }

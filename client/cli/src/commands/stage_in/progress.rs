@@ -27,6 +27,7 @@ const BOTTLENECK_TOLD_MS_MIN: u64 = 1000;
 pub(super) struct Reporter {
     json: bool,
     target: String,
+    max_rate: Option<u64>,
     bars: Option<Bars>,
     last_line: Instant,
     start: Instant,
@@ -73,9 +74,9 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl Reporter {
-    pub(super) fn new(json: bool, target: &str) -> Self {
+    pub(super) fn new(json: bool, target: &str, max_rate: Option<u64>) -> Self {
         let now = Instant::now();
-        Self { json, target: target.to_owned(), bars: None, last_line: now, start: now }
+        Self { json, target: target.to_owned(), max_rate, bars: None, last_line: now, start: now }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -152,8 +153,11 @@ impl Reporter {
             balance
         );
         if summary.elapsed_ms >= BOTTLENECK_TOLD_MS_MIN {
-            let bottleneck = summary.bottleneck();
-            eprintln!("most of the time went into {}", told(bottleneck));
+            let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
+            match is_held_back {
+                true => eprintln!("--max-rate was what held it back"),
+                false => eprintln!("most of the time went into {}", told(summary.bottleneck())),
+            }
         }
         if summary.samples == 0 {
             eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
