@@ -61,7 +61,7 @@ impl Samples {
     }
 
     /// All samples in random order, which `seed` and `epoch` decide; on every node the same. Samples that were grouped follow each
-    /// other. It takes no memory, and any part of it may be taken (`skip`, `step_by`).
+    /// other. It takes no memory. Several readers share it by taking each n-th (`step_by`); that parts groups among them.
     pub fn epoch(&self, seed: u64, epoch: u64) -> impl Iterator<Item = SampleId> {
         let count = self.groups.as_ref().map_or(self.entries.len(), |groups| groups.starts.len());
         let permutation = Permutation::new(count as u64, seed, epoch);
@@ -110,14 +110,10 @@ impl Groups {
         // By directory and stem, in the order in which they are first met.
         let mut numbers: HashMap<(EntryId, Vec<u8>), usize> = HashMap::new();
         let mut members: Vec<(usize, SampleId)> = Vec::with_capacity(entries.len());
-        let mut directory = EntryId(0);
         for (sample, &id) in (0..).map(SampleId).zip(entries) {
             let Some(entry) = catalog.entry(id) else { continue };
-            if entry.parent != directory {
-                directory = entry.parent;
-            }
             let next = numbers.len();
-            let number = *numbers.entry((directory, group(entry.name).to_vec())).or_insert(next);
+            let number = *numbers.entry((entry.parent, group(entry.name).to_vec())).or_insert(next);
             members.push((number, sample));
         }
         drop(numbers);

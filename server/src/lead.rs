@@ -401,3 +401,29 @@ impl Job<'_> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_after_the_end_hears_how_it_ended() {
+        let lead = Lead::default();
+        let ask = || lead.report(5, NodeId(1), Counted::default());
+        assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
+        lead.published().insert(5);
+        assert_eq!(ask(), Reply::Stop);
+    }
+
+    #[test]
+    fn a_target_is_claimed_once_and_given_back() {
+        let lead = Lead::default();
+        let claim = Claim::take(&lead, b"a/b").ok().unwrap();
+        for other in [&b"a/b"[..], b"a", b"a/b/c"] {
+            assert_eq!(Claim::take(&lead, other).err().unwrap(), b"a/b");
+        }
+        assert!(Claim::take(&lead, b"a/bc").is_ok());
+        drop(claim);
+        assert!(Claim::take(&lead, b"a").is_ok());
+    }
+}

@@ -110,7 +110,7 @@ impl Stage {
         let memory = Memory::part(server.config().stage_memory, server.config().workers);
         let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
         let catalog_drive = server.store().roomiest_drive();
-        let arrivals = nameless_file(server.store().roomiest_drive().path()).map_err(cannot)?;
+        let arrivals = nameless_file(catalog_drive.path()).map_err(cannot)?;
         let gauge = Arc::new(Gauge::new(max_rate));
         let stage = Arc::new(Self {
             number,

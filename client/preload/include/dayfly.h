@@ -65,7 +65,7 @@ typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context)
 
 /* Calls `see` for every sample of the dataset at or above `path`, in a random order that `seed` and `epoch` decide, the same on every
  * node: a global shuffle. With several readers, reader r of n takes each n-th, from the r-th on. Files of one --group follow
- * each other. */
+ * each other; who wants them at one reader counts groups, not files. */
 int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
 
 /* Calls `see` for the samples of that dataset which this node owns, in the order in which they lie on its drives: a random order,
