@@ -12,6 +12,9 @@ pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
 /// The page that such blocks, the catalog's columns and a segment's header keep to.
 pub const PAGE_SIZE: u64 = 4096;
 
+/// Blocks travel between nodes, and lie in the arena, in pieces of this: a reader uses the first while the next are under way.
+pub const CHUNK_LEN: u64 = 4 << 20;
+
 /// One name, as `NAME_MAX` of Linux: a longer one could not be exported.
 pub const NAME_LEN_MAX: usize = 255;
 /// One path within a dataset, as `PATH_MAX` of Linux.
@@ -126,10 +129,36 @@ pub const BULK_LINKS: usize = 2;
 pub const HANDSHAKES_MAX: usize = 64;
 /// Arena of a server when `--memory` is not given.
 pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
-/// The smallest arena: two of the largest blocks, so that one can land while another is read.
-pub const ARENA_LEN_MIN: u64 = 2 * BLOCK_SIZE_MAX;
-/// Leases that one client may hold; a POSIX read holds one batch's.
-pub const LEASES_PER_CLIENT_MAX: usize = 4 * BATCH_BLOCKS_MAX;
+/// The arena gives out room in units of a cache line, so that neighbours never share one.
+pub const ARENA_UNIT: u64 = 64;
+/// The smallest arena: some chunks land while others are read.
+pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
+/// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
+pub const LEASE_SHARE: u64 = 4;
+/// Bytes that an answer to a client leases at most, so that the first of a long list can be used while the rest is under way.
+pub const FETCH_PART_LEN: u64 = 16 << 20;
+/// What is fetched ahead takes at most this part of the arena, when `tune --prefetch-memory` says nothing else.
+pub const PREFETCH_SHARE: u64 = 2;
+/// How long a server waits for processes to end the views they have, before it gives kept blocks up.
+pub const VIEWS_TIMEOUT: Duration = Duration::from_secs(2);
+/// Samples of one order that a client submits: an epoch of a large data set, 4 bytes each.
+pub const ORDER_SAMPLES_MAX: usize = 1 << 28;
+/// Samples in one message of an order.
+pub const ORDER_PART_SAMPLES: usize = 64 << 10;
+/// Orders that are read ahead at once on a node; more wait for those before them to end.
+pub const ORDERS_MAX: usize = 64;
+/// Requests for blocks that are fetched ahead, under way to one owner, at most.
+pub const PREFETCH_REQUESTS_MAX: usize = 16;
+/// An order of which nothing was read for so long gives its blocks back until something is.
+pub const ORDER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
+pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Bytes read ahead behind a reader that goes through a large file, at most.
+pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
+/// Processes of a node that `status` names, those that read most; all are counted.
+pub const CLIENTS_SHOWN_MAX: usize = 32;
+/// Answers that read drives for peers at once; each peer has its turn.
+pub const DRIVE_READERS_MAX: usize = 16;
 
 /// A process maps at most this much of its node's segments; the rest is `pread`. Page tables cost 2 MiB a mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
@@ -172,7 +201,10 @@ pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 const _: () = {
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
-    assert!(ARENA_LEN_MIN >= 2 * BLOCK_SIZE_MAX, "two of the largest blocks fit the arena");
+    assert!(BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16, "its chunks fit a word's bits");
+    assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
+    assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client reads one chunk while another lands");
+    assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
@@ -188,6 +220,5 @@ const _: () = {
     assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());
     assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
     assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
-    assert!(LEASES_PER_CLIENT_MAX >= BATCH_BLOCKS_MAX);
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -1,28 +1,33 @@
 //! The locations table: per node and dataset, where each block lies here, or that it is absent.
 //!
 //! A sparse file: one page of header, then one word for every block of the dataset, whoever owns it. A word is stored
-//! with Release once the block's bytes can be read, and loaded with Acquire; it never moves while clients live. The
-//! header's *gone* word is set before the segment's bytes are given up, so a reader that finds it clear after its copy
-//! has copied real bytes.
+//! with Release once the block's bytes can be read, and loaded with Acquire. What a node owns stays where it is; the word of
+//! a block that it only keeps, or has in the arena, is cleared before its bytes are given up. So a reader copies and then
+//! looks whether the word is what it was: if so, it has copied real bytes. The header's *gone* word does the same for all.
 
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{Ordering, fence};
 
 use crate::id::BlockId;
 use crate::limits::PAGE_SIZE;
-use crate::segment::Place;
+use crate::segment::Location;
 use crate::shared::SharedWords;
 
 /// The first eight bytes of a table, as a little-endian word.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"DAYFLYLO");
 /// Version of the layout.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 
 const MAGIC_WORD: usize = 0;
 const VERSION_WORD: usize = 1;
 const BLOCKS_WORD: usize = 2;
 const GONE_WORD: usize = 3;
 const FIRST_WORD: usize = PAGE_SIZE as usize / 8;
+
+fn word_of(block: BlockId) -> usize {
+    FIRST_WORD + block.0 as usize
+}
 
 /// A node's table for one dataset, mapped.
 pub struct Locations {
@@ -56,14 +61,39 @@ impl Locations {
         Ok(Self { words })
     }
 
-    /// Where the block lies on this node, if it is here.
-    pub fn find(&self, block: BlockId) -> Option<Place> {
-        Place::unpack(self.words.load(FIRST_WORD + block.0 as usize))
+    /// Where the block can be read on this node, if it can.
+    pub fn find(&self, block: BlockId) -> Option<Location> {
+        Location::unpack(self.words.load(word_of(block)))
+    }
+
+    /// Whether the block is still where it was found: asked after a copy, it tells whether the copy is good.
+    pub fn is_still(&self, block: BlockId, location: Location) -> bool {
+        // What was copied before is read before the word is.
+        fence(Ordering::Acquire);
+        self.words.load(word_of(block)) == location.pack()
     }
 
     /// Publishes a block whose bytes can be read now.
-    pub fn publish(&self, block: BlockId, place: Place) {
-        self.words.store(FIRST_WORD + block.0 as usize, place.pack());
+    pub fn publish(&self, block: BlockId, location: Location) {
+        self.words.store(word_of(block), location.pack());
+    }
+
+    /// Publishes a block that was absent; says whether it was.
+    pub fn publish_absent(&self, block: BlockId, location: Location) -> bool {
+        self.words.replace(word_of(block), 0, location.pack())
+    }
+
+    /// Takes a block's location back, if it is still this one, before its bytes are given up. Says whether it was.
+    pub fn withdraw(&self, block: BlockId, location: Location) -> bool {
+        let was = self.words.replace(word_of(block), location.pack(), 0);
+        // Whatever comes into its place is written after the word is.
+        fence(Ordering::SeqCst);
+        was
+    }
+
+    /// Asks the processor for the words of a block that is about to be looked for.
+    pub fn prefetch(&self, block: BlockId) {
+        self.words.prefetch(word_of(block));
     }
 
     /// Whether the dataset's bytes have been given up: anything copied before this was asked may be zeros.
@@ -86,9 +116,13 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let server = Locations::create(&file, 3).unwrap();
         let client = Locations::open(&file, 3).unwrap();
-        let place = Place { drive: 0, offset: 4096 };
+        let place = Location::Kept(crate::segment::Place { drive: 0, offset: 4096 });
+        let other = Location::Arena { unit: 9, generation: 1 };
         server.publish(BlockId(2), place);
         assert_eq!((client.find(BlockId(1)), client.find(BlockId(2)), client.find(BlockId(3))), (None, Some(place), None));
+        assert!(client.is_still(BlockId(2), place) && !client.is_still(BlockId(2), other));
+        assert!(!server.withdraw(BlockId(2), other) && client.is_still(BlockId(2), place));
+        assert!(server.withdraw(BlockId(2), place) && client.find(BlockId(2)).is_none());
         server.set_gone(true);
         assert!(client.is_gone());
         assert!(Locations::open(&file, 2).is_err());

@@ -33,7 +33,7 @@ pub fn pack(end: u64, len: u64) -> (u64, u64) {
     }
 }
 
-/// A block's place on its node: a drive, and an offset in the segment there. As a number it is never 0.
+/// A block's place on its node's drives: a data dir, and an offset in the segment there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Which of the node's data dirs.
@@ -42,17 +42,63 @@ pub struct Place {
     pub offset: u64,
 }
 
-impl Place {
-    /// The number that stands in the locations table.
+/// Where a block can be read on a node. As a word, which stands in the locations table, it is never 0.
+///
+/// ```text
+/// 63       56 55                                  0
+/// 0kdddddd    offset in the segment on drive d        k: kept beyond what the node owns, and perhaps given up again
+/// 11111111    24 bits of generation, 32 bits of unit  in the arena, for the moment
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// In the segment, as long as the dataset is there.
+    Owned(Place),
+    /// In the segment, until its room is needed.
+    Kept(Place),
+    /// In the arena, until its room is needed: from this unit of [`crate::limits::ARENA_UNIT`] bytes on.
+    Arena {
+        /// Which unit.
+        unit: u32,
+        /// Counts what was published, modulo 2^24: so no two blocks at one place look alike.
+        generation: u32,
+    },
+}
+
+const KEPT_BIT: u8 = 1 << 6;
+const ARENA_BYTE: u8 = u8::MAX;
+const OFFSET_BITS: u32 = 56;
+const GENERATION_MASK: u32 = (1 << 24) - 1;
+
+impl Location {
+    /// The word that stands in the locations table.
     pub fn pack(self) -> u64 {
-        debug_assert!(self.offset >= DATA_START && self.offset < 1 << 56);
-        u64::from(self.drive) << 56 | self.offset
+        let word = |byte: u8, rest: u64| u64::from(byte) << OFFSET_BITS | rest & ((1 << OFFSET_BITS) - 1);
+        match self {
+            Self::Owned(place) => word(place.drive, place.offset),
+            Self::Kept(place) => word(place.drive | KEPT_BIT, place.offset),
+            Self::Arena { unit, generation } => word(ARENA_BYTE, u64::from(generation & GENERATION_MASK) << 32 | u64::from(unit)),
+        }
     }
 
-    /// Reads a number of the table; `None` means that the block is absent (or the table damaged).
+    /// Reads a word of the table; `None` means that the block is absent (or the table damaged).
     pub fn unpack(word: u64) -> Option<Self> {
-        let place = Self { drive: (word >> 56) as u8, offset: word & ((1 << 56) - 1) };
-        (place.offset >= DATA_START && usize::from(place.drive) < DRIVES_MAX).then_some(place)
+        let byte = (word >> OFFSET_BITS) as u8;
+        if byte == ARENA_BYTE {
+            return Some(Self::Arena { unit: word as u32, generation: (word >> 32) as u32 & GENERATION_MASK });
+        }
+        let place = Place { drive: byte & !KEPT_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
+        if place.offset < DATA_START || usize::from(place.drive) >= DRIVES_MAX {
+            return None;
+        }
+        Some(if byte & KEPT_BIT == 0 { Self::Owned(place) } else { Self::Kept(place) })
+    }
+
+    /// Where in a segment it is, if it is in one.
+    pub fn place(self) -> Option<Place> {
+        match self {
+            Self::Owned(place) | Self::Kept(place) => Some(place),
+            Self::Arena { .. } => None,
+        }
     }
 }
 
@@ -70,12 +116,21 @@ mod tests {
     }
 
     #[test]
-    fn places_read_back_and_absent_is_zero() {
-        let place = Place { drive: 3, offset: 1 << 40 };
-        assert_eq!(Place::unpack(place.pack()), Some(place));
-        assert_eq!(Place::unpack(0), None);
-        assert_eq!(Place::unpack(DATA_START - 1), None);
-        assert_eq!(Place::unpack(u64::MAX), None);
+    fn locations_read_back_and_absent_is_zero() {
+        let place = Place { drive: 63, offset: 1 << 40 };
+        for location in [
+            Location::Owned(place),
+            Location::Kept(place),
+            Location::Arena { unit: 0, generation: 0 },
+            Location::Arena { unit: u32::MAX, generation: GENERATION_MASK },
+        ] {
+            assert_eq!(Location::unpack(location.pack()), Some(location));
+        }
+        for absent in [0, DATA_START - 1, 1 << 63 | 1 << 40] {
+            assert_eq!(Location::unpack(absent), None, "{absent:x}");
+        }
+        assert_eq!(Location::Kept(Place { drive: 1, offset: 4096 }).pack(), 0x4100_0000_0000_1000, "golden");
+        assert_eq!(Location::Arena { unit: 7, generation: 2 }.pack(), 0xff00_0002_0000_0007, "golden");
     }
 
     #[test]

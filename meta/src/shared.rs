@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use memmap2::{Mmap, MmapMut, MmapOptions, MmapRaw};
 
@@ -75,6 +75,23 @@ impl SharedWords {
         }
     }
 
+    /// Writes a word if it has a certain value; says whether it had.
+    pub fn replace(&self, index: usize, from: u64, to: u64) -> bool {
+        let exchange = |word: &AtomicU64| word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
+        self.writable_word(index).is_some_and(exchange)
+    }
+
+    /// Asks the processor for a word that will be read soon.
+    pub fn prefetch(&self, index: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(word) = self.word(index) {
+            // SAFETY: a hint, which never faults; the pointer is to a live word.
+            unsafe {
+                core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(word).cast());
+            }
+        }
+    }
+
     fn writable_word(&self, index: usize) -> Option<&AtomicU64> {
         if self.writable { self.word(index) } else { None }
     }
@@ -87,6 +104,49 @@ impl SharedWords {
         // so the pointer is in bounds and aligned. All processes access these words only atomically; on a read-only
         // mapping only loads are made (`store` and `add` check `writable`), which are plain loads for 64-bit words.
         Some(unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(index)) })
+    }
+}
+
+/// Small counters in a file shared with other processes: marks that may get lost, but never mean anything else.
+pub struct SharedMarks {
+    map: MmapRaw,
+}
+
+impl SharedMarks {
+    /// Maps `len` marks of `file`, to be read and written.
+    pub fn map(file: &File, len: usize) -> io::Result<Self> {
+        if file.metadata()?.len() < len as u64 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the shared file is shorter than its marks"));
+        }
+        Ok(Self { map: MmapOptions::new().len(len).map_raw(file)? })
+    }
+
+    /// Counts one more, up to 255. Of two who do so at once, one may be lost.
+    pub fn add(&self, index: usize) {
+        if let Some(mark) = self.mark(index) {
+            mark.store(mark.load(Ordering::Relaxed).saturating_add(1), Ordering::Relaxed);
+        }
+    }
+
+    /// How often it was counted. Out of range reads 0.
+    pub fn get(&self, index: usize) -> u8 {
+        self.mark(index).map_or(0, |mark| mark.load(Ordering::Relaxed))
+    }
+
+    /// Sets a count.
+    pub fn set(&self, index: usize, value: u8) {
+        if let Some(mark) = self.mark(index) {
+            mark.store(value, Ordering::Relaxed);
+        }
+    }
+
+    fn mark(&self, index: usize) -> Option<&AtomicU8> {
+        if index >= self.map.len() {
+            return None;
+        }
+        // SAFETY: in bounds, as just checked, of a mapping that lives as long as `self`; a byte needs no alignment. All
+        // processes access it only atomically.
+        Some(unsafe { AtomicU8::from_ptr(self.map.as_mut_ptr().add(index)) })
     }
 }
 
@@ -106,5 +166,20 @@ mod tests {
         reader.store(7, 0);
         assert_eq!((reader.load(7), reader.load(8)), (42, 0));
         assert!(SharedWords::map(&file, 9, false).is_err());
+        assert!(!writer.replace(7, 1, 2) && writer.replace(7, 42, 43) && !reader.replace(7, 43, 1));
+        assert_eq!(reader.load(7), 43);
+    }
+
+    #[test]
+    fn marks_count_up_to_their_end() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8).unwrap();
+        let (one, other) = (SharedMarks::map(&file, 8).unwrap(), SharedMarks::map(&file, 8).unwrap());
+        (0..300).for_each(|_| one.add(7));
+        one.add(8);
+        assert_eq!((other.get(7), other.get(6), other.get(8)), (255, 0, 0));
+        other.set(7, 1);
+        assert_eq!(one.get(7), 1);
+        assert!(SharedMarks::map(&file, 9).is_err());
     }
 }

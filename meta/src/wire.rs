@@ -7,6 +7,7 @@ pub mod control;
 pub mod frame;
 pub mod local;
 pub mod peer;
+pub mod status;
 
 use rkyv::api::high::{HighDeserializer, HighSerializer, HighValidator};
 use rkyv::bytecheck::CheckBytes;
@@ -17,7 +18,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Version of all messages and frames; any change to them raises it. Both ends must be of one version: a session is one
 /// binary, started together.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Bytes that are no message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -52,7 +53,7 @@ mod tests {
     fn messages_read_back() {
         let message = local::FromClient::Fetch {
             dataset: crate::id::DatasetId(3),
-            blocks: vec![crate::id::BlockId(1), crate::id::BlockId(9)],
+            chunks: vec![crate::chunk::Chunk { block: crate::id::BlockId(1), index: 3 }],
         };
         assert_eq!(decode::<local::FromClient>(&encode(&message)).as_ref(), Ok(&message));
         assert_eq!(decode::<local::FromClient>(&encode(&message)[1..]), Err(InvalidMessage));

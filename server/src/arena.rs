@@ -1,21 +1,38 @@
-//! The arena: memory into which blocks of other nodes land, and from which this node's processes read them.
+//! The arena: memory into which chunks of other nodes' blocks land, and from which this node's processes read them.
 //!
-//! A block is in one of three states here: loading (others who want it wait for the one who loads it), leased, or idle.
-//! Idle blocks stay until their room is needed; the one idle longest goes first.
+//! A chunk here is being loaded (others who want it wait for the one who loads it), leased, or idle. Idle ones stay until their
+//! room is needed; a scan-resistant policy says which goes first (`table`). A block that is one chunk is published in its
+//! dataset's locations for as long as it is here, so that processes find it without asking; what they read so, they mark.
 
-use std::collections::{BTreeMap, HashMap};
+mod table;
+
 use std::fs::File;
 use std::io;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::{BlockId, DatasetId, NodeId};
+use dayfly_meta::limits::ARENA_UNIT;
+use dayfly_meta::locations::Locations;
+use dayfly_meta::segment::Location;
+use dayfly_meta::shared::SharedMarks;
 use dayfly_transport::{Region, Slot};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout_at};
 
-/// A block's name on this node.
-pub(crate) type Key = (DatasetId, BlockId);
+use crate::store::Dataset;
+use table::{Resident, Table, Wish};
+
+/// A chunk's name on this node.
+pub(crate) type Key = (DatasetId, Chunk);
+
+/// So much makes room at once, where a little would do: what is evicted with one look costs less.
+const EVICTED_TOGETHER: u64 = 256 << 10;
+/// The policy is prepared for entries of this size in the mean.
+const TYPICAL_LEN: u64 = 32 << 10;
 
 /// The arena; clones share it.
 #[derive(Clone)]
@@ -26,122 +43,231 @@ pub(crate) struct Arena {
 struct Inner {
     region: Region,
     reader: File,
-    state: Mutex<State>,
+    marks_file: File,
+    marks: Arc<SharedMarks>,
+    table: Mutex<Table<Key, Held, Loading>>,
+    generation: AtomicU32,
+    leases: AtomicU64,
+    /// One who waits for room holds this; others queue for it, first come, first served.
+    turn: tokio::sync::Mutex<()>,
+    waiting: AtomicU64,
+    waited: AtomicU64,
     idled: Notify,
 }
 
-#[derive(Default)]
-struct State {
-    blocks: HashMap<Key, Block>,
-    /// Idle blocks, by when they became so.
-    idle: BTreeMap<u64, Key>,
-    tick: u64,
-    leases: u64,
-}
-
-enum Block {
-    Loading(Loading),
-    Held { slot: Arc<Slot>, leases: usize, idle_since: u64 },
+/// A chunk in the arena. When it is dropped, its location has been taken back before its room is.
+struct Held {
+    slot: Slot,
+    published: Option<(Arc<Locations>, BlockId, Location)>,
+    marks: Arc<SharedMarks>,
 }
 
 /// Tells those who wait for a load that it ended: closed without a word it succeeded or was given up, else it failed so.
 pub(crate) type Loading = watch::Receiver<Option<Arc<str>>>;
 
-/// What becomes of a wish for a block.
-pub(crate) enum Claim {
-    /// It is here.
-    Held(Lease),
-    /// Somebody loads it; when the channel closes without a failure, claim again.
-    Wait(Loading),
-    /// It is for the claimer to load.
-    Load(Ticket),
+/// What is wanted.
+#[derive(Clone)]
+pub(crate) struct Wanted {
+    /// Its place in the request.
+    pub(crate) at: u32,
+    pub(crate) chunk: Chunk,
+    pub(crate) len: u64,
+    pub(crate) owner: NodeId,
 }
 
-/// The right, and the duty, to load a block. Dropped unfilled, it passes to the next who claims.
+/// What became of many wishes. What is not named had no room.
+#[derive(Default)]
+pub(crate) struct Claimed {
+    /// What is here.
+    pub(crate) held: Vec<(u32, Lease)>,
+    /// What somebody loads; when the channel closes without a failure, wish again.
+    pub(crate) loading: Vec<(u32, Key, Loading)>,
+    /// What is for the claimer to load, by owner.
+    pub(crate) loads: Vec<Ticket>,
+    /// What is loaded by these, in bytes.
+    pub(crate) load_bytes: u64,
+}
+
+impl Claimed {
+    /// Whether there was no room for anything.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.held.is_empty() && self.loading.is_empty() && self.loads.is_empty()
+    }
+}
+
+/// The right, and the duty, to load chunks of one owner. What is not filled when it is dropped passes to the next who wishes.
 pub(crate) struct Ticket {
     arena: Arena,
-    key: Key,
-    loaded: watch::Sender<Option<Arc<str>>>,
-    is_filled: bool,
+    pub(crate) owner: NodeId,
+    dataset: Arc<Dataset>,
+    loads: Vec<Load>,
+    ended: watch::Sender<Option<Arc<str>>>,
 }
 
-/// The right to read a block; dropping it ends it.
+struct Load {
+    at: u32,
+    chunk: Chunk,
+    len: u64,
+    slot: Option<Slot>,
+}
+
+/// The right to read a chunk; dropping it ends it.
 pub(crate) struct Lease {
     arena: Arena,
-    key: Key,
-    slot: Arc<Slot>,
+    held: Option<Arc<Held>>,
 }
 
 impl Arena {
     /// `region` is mapped by clients through a descriptor that cannot write.
     pub(crate) fn new(region: Region) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
-        let inner = Inner { region, reader, state: Mutex::default(), idled: Notify::new() };
+        let marks_len = region.len() / ARENA_UNIT;
+        let marks_file = File::from(memfd_create("dayfly-marks", MFdFlags::MFD_CLOEXEC)?);
+        marks_file.set_len(marks_len)?;
+        let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
+        let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
+        let inner = Inner {
+            region,
+            reader,
+            marks_file,
+            marks,
+            table,
+            generation: AtomicU32::new(0),
+            leases: AtomicU64::new(0),
+            turn: tokio::sync::Mutex::default(),
+            waiting: AtomicU64::new(0),
+            waited: AtomicU64::new(0),
+            idled: Notify::new(),
+        };
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    pub(crate) fn file(&self) -> &File {
-        &self.inner.reader
+    /// What clients get: the arena to read, its marks to write.
+    pub(crate) fn files(&self) -> (&File, &File) {
+        (&self.inner.reader, &self.inner.marks_file)
     }
 
     pub(crate) fn len(&self) -> u64 {
         self.inner.region.len()
     }
 
-    /// Bytes of blocks in it, and leases out.
+    /// Bytes of chunks in it, and leases out.
     pub(crate) fn usage(&self) -> (u64, u64) {
-        let state = self.lock();
-        let held = state.blocks.values().map(|block| match block {
-            Block::Held { slot, .. } => slot.len() as u64,
-            Block::Loading(_) => 0,
-        });
-        (held.sum(), state.leases)
+        (self.table().weight(), self.inner.leases.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn claim(&self, key: Key) -> Claim {
-        let mut state = self.lock();
-        let State { blocks, idle, leases: all, .. } = &mut *state;
-        match blocks.get_mut(&key) {
-            Some(Block::Loading(loaded)) => Claim::Wait(loaded.clone()),
-            Some(Block::Held { slot, leases, idle_since }) => {
-                if *leases == 0 {
-                    idle.remove(idle_since);
+    /// Requests that wait for room, and that ever did.
+    pub(crate) fn queue(&self) -> (u64, u64) {
+        (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
+    }
+
+    /// Claims as many as `budget` bytes and the room allow; room is waited for by nobody here.
+    pub(crate) fn claim(&self, dataset: &Arc<Dataset>, wanted: impl Iterator<Item = Wanted>, budget: u64) -> Claimed {
+        let mut claimed = Claimed::default();
+        let mut left = budget;
+        let mut table = self.table();
+        for wanted in wanted {
+            let Some(rest) = left.checked_sub(wanted.len) else { break };
+            let key = (dataset.id(), wanted.chunk);
+            match table.wish(&key) {
+                Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
+                Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
+                Wish::Absent => {
+                    let Some(slot) = self.take_slot(&mut table, wanted.len) else { break };
+                    claimed.load_bytes += wanted.len;
+                    self.add_load(&mut table, &mut claimed.loads, dataset, &wanted, slot);
                 }
-                *leases += 1;
-                *all += 1;
-                Claim::Held(Lease { arena: self.clone(), key, slot: slot.clone() })
             }
-            None => {
-                let (loaded, loading) = watch::channel(None);
-                blocks.insert(key, Block::Loading(loading));
-                Claim::Load(Ticket { arena: self.clone(), key, loaded, is_filled: false })
+            left = rest;
+        }
+        claimed
+    }
+
+    /// As [`Self::claim`], of one for which there is room already.
+    pub(crate) fn claim_with(&self, dataset: &Arc<Dataset>, wanted: &Wanted, slot: Slot) -> Claimed {
+        let mut claimed = Claimed::default();
+        let key = (dataset.id(), wanted.chunk);
+        let mut table = self.table();
+        match table.wish(&key) {
+            Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
+            Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
+            Wish::Absent => {
+                claimed.load_bytes = wanted.len;
+                self.add_load(&mut table, &mut claimed.loads, dataset, wanted, slot);
             }
+        }
+        claimed
+    }
+
+    /// A lease on what is here now.
+    pub(crate) fn find(&self, key: &Key) -> Option<Lease> {
+        match self.table().wish(key) {
+            Wish::Held(held) => Some(self.lease(held)),
+            _ => None,
         }
     }
 
-    /// A slot, if there is room or an idle block makes some.
-    pub(crate) fn room(&self, len: u64) -> Option<Slot> {
+    /// Whether a request waits for room: then nobody else takes any beyond what they must.
+    pub(crate) fn is_short(&self) -> bool {
+        self.inner.waiting.load(Ordering::Relaxed) > 0
+    }
+
+    fn add_load(
+        &self,
+        table: &mut Table<Key, Held, Loading>,
+        loads: &mut Vec<Ticket>,
+        dataset: &Arc<Dataset>,
+        wanted: &Wanted,
+        slot: Slot,
+    ) {
+        let load = Load { at: wanted.at, chunk: wanted.chunk, len: wanted.len, slot: Some(slot) };
+        let at = loads.iter().position(|ticket| ticket.owner == wanted.owner && ticket.takes(wanted.len));
+        let ticket = match at {
+            Some(at) => &mut loads[at],
+            None => {
+                let (ended, _) = watch::channel(None);
+                let dataset = dataset.clone();
+                loads.push(Ticket { arena: self.clone(), owner: wanted.owner, dataset, loads: Vec::new(), ended });
+                let last = loads.len() - 1;
+                &mut loads[last]
+            }
+        };
+        table.begin((dataset.id(), wanted.chunk), ticket.ended.subscribe());
+        ticket.loads.push(load);
+    }
+
+    fn lease(&self, held: Arc<Held>) -> Lease {
+        self.inner.leases.fetch_add(1, Ordering::Relaxed);
+        Lease { arena: self.clone(), held: Some(held) }
+    }
+
+    /// A slot, if there is room or idle chunks make some.
+    fn take_slot(&self, table: &mut Table<Key, Held, Loading>, len: u64) -> Option<Slot> {
         loop {
             if let Some(slot) = self.inner.region.slot(len) {
                 return Some(slot);
             }
-            let evicted = {
-                let mut state = self.lock();
-                let (_, key) = state.idle.pop_first()?;
-                state.blocks.remove(&key)
-            };
-            drop(evicted);
+            if table.evict(len.max(EVICTED_TOGETHER)).is_empty() {
+                return None;
+            }
         }
     }
 
-    /// A slot, as soon as there is room.
+    /// A slot, as soon as there is room; those who came before are served before.
     pub(crate) async fn room_within(&self, len: u64, wait: Duration) -> Option<Slot> {
         let deadline = Instant::now() + wait;
+        if !self.is_short()
+            && let Some(slot) = self.take_slot(&mut self.table(), len)
+        {
+            return Some(slot);
+        }
+        let _waiting = Waiting::new(&self.inner);
+        let _turn = timeout_at(deadline, self.inner.turn.lock()).await.ok()?;
         loop {
             let idled = self.inner.idled.notified();
             tokio::pin!(idled);
             idled.as_mut().enable();
-            if let Some(slot) = self.room(len) {
+            if let Some(slot) = self.take_slot(&mut self.table(), len) {
                 return Some(slot);
             }
             // Slots also come free when a late answer lands; a look now and then finds those.
@@ -153,146 +279,184 @@ impl Arena {
         }
     }
 
-    /// Forgets a dataset's idle blocks.
+    /// Forgets a dataset's chunks; those that are leased stay until they are not.
     pub(crate) fn forget(&self, dataset: DatasetId) {
-        let mut state = self.lock();
-        let State { blocks, idle, .. } = &mut *state;
-        idle.retain(|_, key| {
-            let keep = key.0 != dataset;
-            if !keep {
-                blocks.remove(key);
+        let forgotten = self.table().forget(|key| key.0 == dataset);
+        drop(forgotten);
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table<Key, Held, Loading>> {
+        self.inner.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One more who waits for room.
+struct Waiting<'a>(&'a Inner);
+
+impl<'a> Waiting<'a> {
+    fn new(inner: &'a Inner) -> Self {
+        inner.waiting.fetch_add(1, Ordering::Relaxed);
+        inner.waited.fetch_add(1, Ordering::Relaxed);
+        Self(inner)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// One request to an owner asks for no more, so that what has come can be used while the next is under way.
+const TICKET_LEN_MAX: u64 = 8 << 20;
+
+impl Ticket {
+    fn takes(&self, len: u64) -> bool {
+        let bytes: u64 = self.loads.iter().map(|load| load.len).sum();
+        bytes + len <= TICKET_LEN_MAX
+    }
+
+    pub(crate) fn dataset(&self) -> &Arc<Dataset> {
+        &self.dataset
+    }
+
+    pub(crate) fn chunks(&self) -> Vec<Chunk> {
+        self.loads.iter().map(|load| load.chunk).collect()
+    }
+
+    pub(crate) fn len(&self, number: usize) -> u64 {
+        self.loads.get(number).map_or(0, |load| load.len)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.loads.iter().map(|load| load.len).sum()
+    }
+
+    /// Where the chunks shall land.
+    pub(crate) fn take_slots(&mut self) -> Vec<Slot> {
+        self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
+    }
+
+    /// The chunks have landed, but for those of which `is_good` says no.
+    pub(crate) fn fill(mut self, slots: Vec<Slot>, is_good: impl Fn(usize) -> bool) -> Vec<(u32, Option<Lease>)> {
+        let arena = self.arena.clone();
+        let mut filled = Vec::with_capacity(slots.len());
+        let mut evicted = Vec::new();
+        let mut table = arena.table();
+        for (number, (load, slot)) in std::mem::take(&mut self.loads).into_iter().zip(slots).enumerate() {
+            let key = (self.dataset.id(), load.chunk);
+            if !is_good(number) {
+                table.give_up(&key);
+                filled.push((load.at, None));
+                continue;
             }
-            keep
-        });
+            let held = Arc::new(arena.hold(&self.dataset, load.chunk, slot));
+            evicted.extend(table.fill(key, held.clone()));
+            filled.push((load.at, Some(arena.lease(held))));
+        }
+        drop(table);
+        filled
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The chunks cannot be had: those who wait for them hear the same. Returns their places in the request.
+    pub(crate) fn fail(mut self, reason: &str) -> Vec<u32> {
+        let places = self.loads.iter().map(|load| load.at).collect();
+        self.give_up();
+        self.ended.send_replace(Some(reason.into()));
+        places
+    }
+
+    fn give_up(&mut self) {
+        let mut table = self.arena.table();
+        for load in self.loads.drain(..) {
+            table.give_up(&(self.dataset.id(), load.chunk));
+        }
     }
 }
 
-impl Ticket {
-    /// The block has landed.
-    pub(crate) fn fill(mut self, slot: Slot) -> Lease {
-        self.is_filled = true;
-        let slot = Arc::new(slot);
-        let mut state = self.arena.lock();
-        state.blocks.insert(self.key, Block::Held { slot: slot.clone(), leases: 1, idle_since: 0 });
-        state.leases += 1;
-        drop(state);
-        Lease { arena: self.arena.clone(), key: self.key, slot }
-    }
-}
-
-impl Ticket {
-    /// The block cannot be had: those who wait for it hear the same.
-    pub(crate) fn fail(self, reason: &str) {
-        self.loaded.send_replace(Some(reason.into()));
+impl Arena {
+    fn hold(&self, dataset: &Dataset, chunk: Chunk, slot: Slot) -> Held {
+        let unit = (slot.offset() / ARENA_UNIT) as u32;
+        self.inner.marks.set(unit as usize, 0);
+        let generation = self.inner.generation.fetch_add(1, Ordering::Relaxed);
+        let location = Location::Arena { unit, generation };
+        // Only where no process could find it otherwise.
+        let is_published = dataset.publish_in_arena(chunk.block, location);
+        let published = is_published.then(|| (dataset.locations().clone(), chunk.block, location));
+        Held { slot, published, marks: self.inner.marks.clone() }
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if !self.is_filled {
-            self.arena.lock().blocks.remove(&self.key);
+        if !self.loads.is_empty() {
+            self.give_up();
+        }
+    }
+}
+
+impl Held {
+    fn unit(&self) -> usize {
+        (self.slot.offset() / ARENA_UNIT) as usize
+    }
+}
+
+impl Resident for Held {
+    fn weight(&self) -> u64 {
+        (self.slot.len() as u64).next_multiple_of(ARENA_UNIT)
+    }
+
+    fn take_mark(&self) -> bool {
+        // Once is what it came for.
+        let was_read_again = self.marks.get(self.unit()) > 1;
+        if was_read_again {
+            self.marks.set(self.unit(), 1);
+        }
+        was_read_again
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some((locations, block, location)) = &self.published {
+            locations.withdraw(*block, *location);
         }
     }
 }
 
 impl Lease {
-    /// Where the block lies in the arena.
+    fn held(&self) -> &Held {
+        // Taken out only when it is dropped.
+        self.held.as_deref().unwrap_or_else(|| unreachable!("a lease holds"))
+    }
+
+    /// Where the chunk lies in the arena.
     pub(crate) fn offset(&self) -> u64 {
-        self.slot.offset()
+        self.held().slot.offset()
     }
 
     /// Its length.
     pub(crate) fn len(&self) -> u64 {
-        self.slot.len() as u64
+        self.held().slot.len() as u64
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.held().slot
+    }
+
+    /// Whether a process has read it without asking.
+    pub(crate) fn was_read(&self) -> bool {
+        self.held().marks.get(self.held().unit()) > 0
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let mut state = self.arena.lock();
-        state.leases -= 1;
-        state.tick += 1;
-        let State { blocks, idle, tick, .. } = &mut *state;
-        if let Some(Block::Held { leases, idle_since, .. }) = blocks.get_mut(&self.key) {
-            *leases -= 1;
-            if *leases == 0 {
-                *idle_since = *tick;
-                idle.insert(*tick, self.key);
-                self.arena.inner.idled.notify_waiters();
-            }
+        drop(self.held.take());
+        self.arena.inner.leases.fetch_sub(1, Ordering::Relaxed);
+        if self.arena.is_short() {
+            self.arena.inner.idled.notify_waiters();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn arena() -> Arena {
-        Arena::new(Region::new(4096).unwrap()).unwrap()
-    }
-
-    fn key(block: u32) -> Key {
-        (DatasetId(1), BlockId(block))
-    }
-
-    fn load(arena: &Arena, block: u32, len: u64) -> Lease {
-        let Claim::Load(ticket) = arena.claim(key(block)) else { panic!("block {block} is there") };
-        ticket.fill(arena.room(len).unwrap())
-    }
-
-    fn is_held(arena: &Arena, block: u32) -> bool {
-        matches!(arena.claim(key(block)), Claim::Held(_))
-    }
-
-    #[tokio::test]
-    async fn equal_wishes_wait_for_one_load() {
-        let arena = arena();
-        let Claim::Load(ticket) = arena.claim(key(1)) else { panic!() };
-        let Claim::Wait(mut loaded) = arena.claim(key(1)) else { panic!() };
-        drop(ticket);
-        assert!(loaded.changed().await.is_err());
-        let Claim::Load(ticket) = arena.claim(key(1)) else { panic!("a failed load passes on") };
-        let Claim::Wait(mut loaded) = arena.claim(key(1)) else { panic!() };
-        let lease = ticket.fill(arena.room(10).unwrap());
-        assert!(loaded.changed().await.is_err() && is_held(&arena, 1));
-        let Claim::Load(failing) = arena.claim(key(2)) else { panic!() };
-        let Claim::Wait(mut loading) = arena.claim(key(2)) else { panic!() };
-        failing.fail("lost");
-        assert!(loading.wait_for(Option::is_some).await.is_ok_and(|reason| reason.as_deref() == Some("lost")));
-        assert!(matches!(arena.claim(key(2)), Claim::Load(_)));
-        assert_eq!(arena.usage(), (10, 1));
-        drop(lease);
-        assert_eq!(arena.usage(), (10, 0));
-    }
-
-    #[tokio::test]
-    async fn idle_blocks_make_room_longest_idle_first_and_leased_ones_stay() {
-        let arena = arena();
-        let (first, second, third) = (load(&arena, 1, 2000), load(&arena, 2, 1000), load(&arena, 3, 1000));
-        assert!(arena.room(2000).is_none());
-        drop(second);
-        drop(first);
-        assert!(is_held(&arena, 2), "used again, so idle later than 1");
-        drop(arena.room(2000).unwrap());
-        assert!(!is_held(&arena, 1) && is_held(&arena, 2) && is_held(&arena, 3));
-        let waiting = arena.room_within(4096, Duration::from_secs(5));
-        let (slot, ()) = tokio::join!(waiting, async { drop(third) });
-        assert!(slot.is_some() && arena.room_within(64, Duration::from_millis(10)).await.is_none());
-    }
-
-    #[test]
-    fn a_forgotten_dataset_is_gone_but_for_its_leases() {
-        let arena = arena();
-        let lease = load(&arena, 1, 100);
-        drop(load(&arena, 2, 100));
-        arena.forget(DatasetId(1));
-        assert!(is_held(&arena, 1) && !is_held(&arena, 2));
-        drop(lease);
-        assert_eq!(arena.usage().1, 0);
     }
 }

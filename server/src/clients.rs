@@ -1,6 +1,8 @@
-//! The processes of this node: a Unix socket that the same user only may use. Each client asks one thing at a time; its
-//! leases end with its connection.
+//! The processes of this node: a Unix socket that the same user only may use. On each connection one thing is asked at a time; its
+//! leases end with it, or with the process that made it, whoever has inherited it.
 
+mod processes;
+mod read_ahead;
 mod socket;
 
 use std::collections::HashMap;
@@ -8,11 +10,13 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASES_PER_CLIENT_MAX};
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::{DatasetId, SampleId};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES, ORDER_SAMPLES_MAX};
 use dayfly_meta::wire::control::{Command, Event};
-use dayfly_meta::wire::local::{FetchedBlock, FromClient, FromServer};
+use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
 use nix::unistd::geteuid;
 use tokio::net::UnixListener;
@@ -20,10 +24,13 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use crate::arena::Lease;
-use crate::fetch::Fetched;
+use crate::fetch::{Fetched, Part};
 use crate::lead;
 use crate::server::Server;
-use crate::store::nameless_file;
+use crate::store::{Dataset, nameless_file};
+pub(crate) use processes::Processes;
+use processes::{Place, end_of};
+use read_ahead::ReadAhead;
 use socket::Socket;
 
 /// Events on their way to a client; a slow one misses progress, not the end.
@@ -69,18 +76,24 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
             }
         };
         // The folder is 0700 already; this also holds if somebody widens it.
-        if stream.peer_cred().map_or(true, |peer| peer.uid() != geteuid().as_raw()) {
-            tracing::warn!("a process of another user was turned away");
-            continue;
-        }
+        let pid = match stream.peer_cred() {
+            Ok(peer) if peer.uid() == geteuid().as_raw() => peer.pid().unwrap_or(0),
+            _ => {
+                tracing::warn!("a process of another user was turned away");
+                continue;
+            }
+        };
         let server = server.clone();
         clients.spawn(async move {
-            server.clients().fetch_add(1, Ordering::Relaxed);
-            let client = Client { socket: Socket::new(stream), leases: HashMap::new(), last_lease: 0, server: server.clone() };
-            if let Err(error) = client.serve().await {
-                tracing::debug!(%error, "a client's connection ended");
+            let place = server.processes().enter(server.store().counters(), pid);
+            let client = Client::new(Socket::new(stream), place, server);
+            tokio::select! {
+                // Not the connection's end: a forked child may have it open.
+                () = end_of(pid) => {}
+                served = client.serve() => if let Err(error) = served {
+                    tracing::debug!(%error, "a client's connection ended");
+                },
             }
-            server.clients().fetch_sub(1, Ordering::Relaxed);
             drop(permit);
         });
     }
@@ -88,12 +101,33 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
 
 struct Client {
     socket: Socket,
-    leases: HashMap<u64, Lease>,
-    last_lease: u64,
+    place: Place,
     server: Arc<Server>,
+    leases: HashMap<u64, Vec<Lease>>,
+    leased_bytes: u64,
+    last_lease: u64,
+    read_ahead: ReadAhead,
+    /// An order that has not come whole yet.
+    order: Vec<SampleId>,
+    /// What is done for this connection meanwhile; it ends with it.
+    tasks: JoinSet<()>,
 }
 
 impl Client {
+    fn new(socket: Socket, place: Place, server: Arc<Server>) -> Self {
+        Self {
+            socket,
+            place,
+            server,
+            leases: HashMap::new(),
+            leased_bytes: 0,
+            last_lease: 0,
+            read_ahead: ReadAhead::default(),
+            order: Vec::new(),
+            tasks: JoinSet::new(),
+        }
+    }
+
     async fn serve(mut self) -> io::Result<()> {
         let hello = self.socket.receive().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         match decode::<FromClient>(&hello) {
@@ -102,7 +136,7 @@ impl Client {
                 let reason = format!(
                     "this server speaks version {VERSION} and the client {version}; use the dayfly that started the session"
                 );
-                return self.socket.send(&FromServer::Refused { reason }, &[]).await;
+                return self.refuse(&reason).await;
             }
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "not a hello")),
         }
@@ -111,27 +145,94 @@ impl Client {
             match message {
                 FromClient::Hello { .. } => self.welcome().await?,
                 FromClient::Datasets => self.list_datasets().await?,
-                FromClient::Fetch { dataset, blocks } => {
-                    let reply = match self.server.store().dataset(dataset) {
-                        Some(_)
-                            if blocks.len() > BATCH_BLOCKS_MAX || self.leases.len() + blocks.len() > LEASES_PER_CLIENT_MAX =>
-                        {
-                            FromServer::Refused { reason: "too many blocks at once".to_owned() }
-                        }
-                        Some(dataset) => {
-                            let fetched = self.server.fetcher().fetch(&dataset, &blocks).await;
-                            FromServer::Fetched { blocks: fetched.into_iter().map(|block| self.lease(block)).collect() }
-                        }
-                        None => FromServer::Refused { reason: "the dataset is not there any more".to_owned() },
-                    };
-                    self.socket.send(&reply, &[]).await?;
+                FromClient::Fetch { dataset, chunks } => match self.server.store().dataset(dataset) {
+                    Some(_) if chunks.len() > BATCH_BLOCKS_MAX => self.refuse("too many blocks at once").await?,
+                    Some(dataset) => self.fetch(&dataset, &chunks).await?,
+                    None => self.refuse("the dataset is not there any more").await?,
+                },
+                FromClient::Release { leases } => {
+                    for leases in leases.iter().filter_map(|lease| self.leases.remove(lease)) {
+                        self.leased_bytes -= leases.iter().map(Lease::len).sum::<u64>();
+                    }
                 }
-                FromClient::Release { leases } => leases.iter().for_each(|lease| drop(self.leases.remove(lease))),
+                FromClient::Order { dataset, samples, is_last } => self.order(dataset, samples, is_last).await?,
                 FromClient::Spill { len } => self.spill(len).await?,
                 FromClient::Control(command) => self.control(command).await?,
             }
         }
         Ok(())
+    }
+
+    async fn refuse(&self, reason: &str) -> io::Result<()> {
+        self.socket.send(&FromServer::Refused { reason: reason.to_owned() }, &[]).await
+    }
+
+    /// Sends what is wanted as it comes.
+    async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> io::Result<()> {
+        let server = self.server.clone();
+        let share = server.arena().len() / LEASE_SHARE;
+        if self.leased_bytes >= share {
+            return self.socket.send(&FromServer::Fetched { chunks: Vec::new(), lease: 0, is_last: true }, &[]).await;
+        }
+        let start = Instant::now();
+        let _asking = server.reading().begin();
+        server.prefetcher().asked(dataset.id(), chunks.len() as u64);
+        let mut fetching = server.fetcher().begin(dataset, chunks, share - self.leased_bytes).await;
+        self.read_ahead.asked(server.fetcher(), dataset, chunks);
+        loop {
+            let part = fetching.next().await;
+            let is_last = fetching.is_done();
+            let (chunks, lease) = part.map(|part| self.lease(part)).unwrap_or_default();
+            if is_last {
+                server.reading().end(start.elapsed());
+            }
+            self.socket.send(&FromServer::Fetched { chunks, lease, is_last }, &[]).await?;
+            if is_last {
+                return Ok(());
+            }
+        }
+    }
+
+    fn lease(&mut self, part: Part) -> (Vec<(u32, FetchedChunk)>, u64) {
+        let mut leases = Vec::new();
+        let mut told = Vec::with_capacity(part.len());
+        for (at, fetched) in part {
+            let chunk = match fetched {
+                Fetched::Here => FetchedChunk::Here,
+                Fetched::Failed(reason) => FetchedChunk::Failed { reason },
+                Fetched::Leased(lease) => {
+                    let offset = lease.offset();
+                    self.leased_bytes += lease.len();
+                    leases.push(lease);
+                    FetchedChunk::Leased { offset }
+                }
+            };
+            told.push((at, chunk));
+        }
+        if leases.is_empty() {
+            return (told, 0);
+        }
+        self.last_lease += 1;
+        self.leases.insert(self.last_lease, leases);
+        (told, self.last_lease)
+    }
+
+    /// Takes a part of an order; with the last, begins to read it ahead, and no longer what was ordered before.
+    async fn order(&mut self, dataset: DatasetId, samples: Vec<SampleId>, is_last: bool) -> io::Result<()> {
+        if samples.len() > ORDER_PART_SAMPLES || self.order.len() + samples.len() > ORDER_SAMPLES_MAX {
+            return self.refuse("too many samples in one order").await;
+        }
+        self.order.extend(samples);
+        if !is_last {
+            return Ok(());
+        }
+        let samples = std::mem::take(&mut self.order);
+        self.tasks.abort_all();
+        let Some(dataset) = self.server.store().dataset(dataset) else {
+            return self.refuse("the dataset is not there any more").await;
+        };
+        self.tasks.spawn(self.server.prefetcher().clone().run(dataset, samples));
+        self.socket.send(&FromServer::Ordered, &[]).await
     }
 
     async fn welcome(&self) -> io::Result<()> {
@@ -144,9 +245,11 @@ impl Client {
             prefix: config.prefix.clone(),
             verify_reads: config.verify_reads,
             arena_len: self.server.arena().len(),
+            slot: self.place.slot,
         };
         let (board, counters) = self.server.store().shared_files();
-        self.socket.send(&welcome, &[board, counters, self.server.arena().file()]).await
+        let (arena, marks) = self.server.arena().files();
+        self.socket.send(&welcome, &[board, counters, arena, marks]).await
     }
 
     async fn list_datasets(&self) -> io::Result<()> {
@@ -177,24 +280,18 @@ impl Client {
         }
     }
 
-    fn lease(&mut self, fetched: Fetched) -> FetchedBlock {
-        match fetched {
-            Fetched::Here => FetchedBlock::Here,
-            Fetched::Failed(reason) => FetchedBlock::Failed { reason },
-            Fetched::Leased(lease) => {
-                self.last_lease += 1;
-                let (offset, len) = (lease.offset(), lease.len());
-                self.leases.insert(self.last_lease, lease);
-                FetchedBlock::Leased { lease: self.last_lease, offset, len }
-            }
-        }
-    }
-
     async fn control(&mut self, command: Command) -> io::Result<()> {
         match command {
             Command::Status => {
                 let status = self.server.session_status().await;
                 self.socket.send(&FromServer::Event(Event::Status(status)), &[]).await
+            }
+            Command::Tune(policy) => {
+                let event = match self.server.tune_all(policy).await {
+                    Ok(policy) => Event::Tuned(policy),
+                    Err(reason) => Event::Failed { reason },
+                };
+                self.socket.send(&FromServer::Event(event), &[]).await
             }
             Command::Down => {
                 let freed_bytes = self.server.on_drives(|server| server.end()).await.map_err(io::Error::other)?;

@@ -1,24 +1,28 @@
-//! The one read path: a block is here, or in the arena already, or is fetched from its owner. Equal wishes are joined;
-//! all blocks of one request that one owner has are asked for in one message.
+//! The one read path: a chunk is here, or in the arena already, or is fetched from its owner. Equal wishes are joined; all chunks
+//! of one request that one owner has are asked for in one message, and can be used as soon as they have come.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_meta::limits::{ARENA_TIMEOUT, BATCH_BLOCKS_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::limits::{ARENA_TIMEOUT, NODES_MAX, REQUEST_TIMEOUT};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Reply, Request};
-use dayfly_transport::{Answer, Slot};
-use futures_util::future::join_all;
+use dayfly_meta::wire::status::{OwnerStatus, Reads};
+use dayfly_transport::{Answer, Piece};
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
 
-use crate::arena::{Arena, Claim, Key, Lease, Ticket};
+use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
+use crate::keep::Keeper;
 use crate::peers::Peers;
+use crate::stats::{OwnerCounter, ReadCounter};
 use crate::store::Dataset;
 
 /// What became of a wish.
 pub(crate) enum Fetched {
-    /// It is in the locations.
+    /// Its block is in the segments.
     Here,
     /// It is in the arena.
     Leased(Lease),
@@ -26,158 +30,203 @@ pub(crate) enum Fetched {
     Failed(String),
 }
 
+/// By place in the request.
+pub(crate) type Part = Vec<(u32, Fetched)>;
+
 /// Fetches for this node's processes.
 pub(crate) struct Fetcher {
     arena: Arena,
     peers: Arc<Peers>,
-    remote_reads: AtomicU64,
-    remote_bytes: AtomicU64,
-    served_blocks: AtomicU64,
-    served_bytes: AtomicU64,
+    keeper: Keeper,
+    remote: ReadCounter,
+    served: ReadCounter,
+    joined: AtomicU64,
+    owners: Vec<OwnerCounter>,
 }
 
-/// A block to be loaded: its place in the request, the right to load it, and room for it.
-struct Load {
-    at: usize,
-    block: BlockId,
-    ticket: Ticket,
-    slot: Slot,
+/// A request under way; dropping it lets go of it.
+pub(crate) struct Fetching {
+    ready: Part,
+    under_way: FuturesUnordered<BoxFuture<'static, Part>>,
+    /// Bytes that come over the network for it.
+    pub(crate) load_bytes: u64,
+}
+
+impl Fetching {
+    fn of(ready: Part) -> Self {
+        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0 }
+    }
+
+    /// What has come; waits until something has. `None` at the end.
+    pub(crate) async fn next(&mut self) -> Option<Part> {
+        if self.ready.is_empty() {
+            self.ready = self.under_way.next().await?;
+        }
+        // What is there by now goes with it: each part is a message.
+        while let Some(Some(part)) = futures_util::FutureExt::now_or_never(self.under_way.next()) {
+            self.ready.extend(part);
+        }
+        Some(std::mem::take(&mut self.ready))
+    }
+
+    /// Whether all has been told.
+    pub(crate) fn is_done(&self) -> bool {
+        self.ready.is_empty() && self.under_way.is_empty()
+    }
 }
 
 impl Fetcher {
-    pub(crate) fn new(arena: Arena, peers: Arc<Peers>) -> Self {
-        let zero = || AtomicU64::new(0);
-        Self { arena, peers, remote_reads: zero(), remote_bytes: zero(), served_blocks: zero(), served_bytes: zero() }
+    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper) -> Self {
+        let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
+        let (remote, served) = (ReadCounter::default(), ReadCounter::default());
+        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners }
     }
 
-    /// Blocks that came over the network, and their bytes.
-    pub(crate) fn remote(&self) -> (u64, u64) {
-        (self.remote_reads.load(Ordering::Relaxed), self.remote_bytes.load(Ordering::Relaxed))
+    /// What came over the network.
+    pub(crate) fn remote(&self) -> Reads {
+        self.remote.get()
     }
 
-    /// Blocks sent to others, and their bytes.
-    pub(crate) fn served(&self) -> (u64, u64) {
-        (self.served_blocks.load(Ordering::Relaxed), self.served_bytes.load(Ordering::Relaxed))
+    /// What was sent to others.
+    pub(crate) fn served(&self) -> Reads {
+        self.served.get()
     }
 
-    /// Gets as many of the first blocks as there is room for, at least one.
+    /// Wishes for what was on its way already.
+    pub(crate) fn joined(&self) -> u64 {
+        self.joined.load(Ordering::Relaxed)
+    }
+
+    /// What each owner sent.
+    pub(crate) fn owners(&self) -> Vec<OwnerStatus> {
+        self.owners.iter().map(OwnerCounter::get).collect()
+    }
+
+    /// Begins to get as many of the first chunks as `budget` bytes and the room allow, at least one. The others are not named in what
+    /// comes; they are to be asked for again.
     ///
-    /// Only for the first block is anything waited for, room or another's load: a request that holds some blocks never waits
-    /// for more, so requests cannot wait for each other in a ring.
-    pub(crate) async fn fetch(&self, dataset: &Dataset, blocks: &[BlockId]) -> Vec<Fetched> {
-        let mut fetched: Vec<Option<Fetched>> = Vec::with_capacity(blocks.len());
-        let mut loads: BTreeMap<NodeId, Vec<Load>> = BTreeMap::new();
-        for (at, &block) in blocks.iter().take(BATCH_BLOCKS_MAX).enumerate() {
-            let (Some(owner), Some((_, len))) = (dataset.catalog().owner(block), dataset.catalog().block(block)) else {
-                fetched.push(Some(Fetched::Failed("there is no such block".to_owned())));
-                continue;
-            };
-            if dataset.is_here(block) {
-                fetched.push(Some(Fetched::Here));
-                continue;
-            }
-            let key = (dataset.id(), block);
-            let claim = if at == 0 { self.claim_patiently(key).await } else { Ok(self.arena.claim(key)) };
-            match claim {
-                Ok(Claim::Held(lease)) => fetched.push(Some(Fetched::Leased(lease))),
-                Ok(Claim::Wait(_)) => break,
-                Ok(Claim::Load(ticket)) => {
-                    let room = if at == 0 { self.arena.room_within(len, ARENA_TIMEOUT).await } else { self.arena.room(len) };
-                    match room {
-                        Some(slot) => {
-                            loads.entry(owner).or_default().push(Load { at, block, ticket, slot });
-                            fetched.push(None);
-                        }
-                        None if at == 0 => {
-                            let reason = "the arena is full of leased blocks; give more with --memory";
-                            ticket.fail(reason);
-                            fetched.push(Some(Fetched::Failed(reason.to_owned())));
-                        }
-                        None => break,
-                    }
-                }
-                Err(reason) => fetched.push(Some(Fetched::Failed(reason))),
+    /// Only for the first chunk is room waited for, and by whoever holds nothing yet; and who loads a chunk has room for it. So
+    /// requests cannot wait for each other in a ring.
+    pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+        let (mut ready, wanted) = look_up(dataset, chunks);
+        let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };
+        if !self.arena.is_short() {
+            let claimed = self.arena.claim(dataset, wanted.into_iter(), budget.max(first.len));
+            if !claimed.is_empty() {
+                return self.start(ready, claimed);
             }
         }
-        let loading = loads.into_iter().map(|(owner, loads)| self.load(dataset, owner, loads));
-        for (at, result) in join_all(loading).await.into_iter().flatten() {
-            fetched[at] = Some(result);
-        }
-        fetched.into_iter().map_while(|result| result).collect()
+        let Some(slot) = self.arena.room_within(first.len, ARENA_TIMEOUT).await else {
+            let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
+            ready.push((first.at, Fetched::Failed(reason)));
+            return Fetching::of(ready);
+        };
+        self.start(ready, self.arena.claim_with(dataset, &first, slot))
     }
 
-    /// Waits out another's load; its failure is ours too.
-    async fn claim_patiently(&self, key: Key) -> Result<Claim, String> {
-        loop {
-            let mut loading = match self.arena.claim(key) {
-                Claim::Wait(loading) => loading,
-                claim => return Ok(claim),
-            };
-            // The loader's own deadlines bound this wait.
-            if let Ok(reason) = loading.wait_for(Option::is_some).await
-                && let Some(reason) = reason.as_deref()
-            {
-                return Err(reason.to_owned());
-            }
+    /// As [`Self::begin`], but where there is no room, and where others wait for some, nothing is got.
+    pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+        let (ready, wanted) = look_up(dataset, chunks);
+        if self.arena.is_short() {
+            return Fetching::of(ready);
         }
+        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget))
     }
 
-    fn had(&self, lease: Lease) -> Fetched {
-        self.remote_reads.fetch_add(1, Ordering::Relaxed);
-        self.remote_bytes.fetch_add(lease.len(), Ordering::Relaxed);
-        Fetched::Leased(lease)
+    fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed) -> Fetching {
+        ready.extend(claimed.held.into_iter().map(|(at, lease)| (at, Fetched::Leased(lease))));
+        self.joined.fetch_add(claimed.loading.len() as u64, Ordering::Relaxed);
+        let fetching = Fetching { load_bytes: claimed.load_bytes, ..Fetching::of(ready) };
+        for (at, key, loading) in claimed.loading {
+            fetching.under_way.push(Box::pin(join(self.arena.clone(), at, key, loading)));
+        }
+        for ticket in claimed.loads {
+            fetching.under_way.push(Box::pin(self.clone().load(ticket)));
+        }
+        fetching
     }
 
     /// One message to one owner.
-    async fn load(&self, dataset: &Dataset, owner: NodeId, loads: Vec<Load>) -> Vec<(usize, Fetched)> {
-        let blocks: Vec<BlockId> = loads.iter().map(|load| load.block).collect();
-        let lens: Vec<u64> = loads.iter().map(|load| load.slot.len() as u64).collect();
-        let (slots, tickets): (Vec<Slot>, Vec<_>) =
-            loads.into_iter().map(|load| (load.slot, (load.at, load.block, load.ticket))).unzip();
-        let request = Request::Read { dataset: dataset.id(), blocks };
+    async fn load(self: Arc<Self>, mut ticket: Ticket) -> Part {
+        let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
+        let (count, bytes, slots) = (chunks.len(), ticket.bytes(), ticket.take_slots());
+        let request = Request::Read { dataset: dataset.id(), chunks: chunks.clone() };
+        let start = Instant::now();
         let pulled = self.peers.pull(owner, &request, slots, REQUEST_TIMEOUT).await;
-        let (found, slots, got) = match pulled {
-            Ok((Reply::Read { found }, pulled)) if found.len() == tickets.len() => (found, pulled.slots, pulled.lens),
-            Ok(_) => return failed(dataset, tickets, &format!("node {owner} answers what was not asked")),
-            Err(error) => return failed(dataset, tickets, &error.to_string()),
+        let (missing, pulled) = match pulled {
+            Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => (missing, pulled),
+            Ok(_) => return failed(&dataset, ticket, &format!("node {owner} answers what was not asked")),
+            Err(error) => return failed(&dataset, ticket, &error.to_string()),
         };
-        let mut results = Vec::with_capacity(tickets.len());
-        for ((((at, block, ticket), slot), found), (got, len)) in
-            tickets.into_iter().zip(slots).zip(found).zip(got.into_iter().zip(lens))
-        {
-            results.push((
-                at,
-                match found && got == len {
-                    true => self.had(ticket.fill(slot)),
-                    false => Fetched::Failed(format!("node {owner} does not hold {}", name(dataset, block))),
-                },
-            ));
+        if let Some(counter) = self.owners.get(owner.index()) {
+            counter.add(count as u64, bytes, start.elapsed());
         }
-        results
+        self.remote.add(count as u64, bytes);
+        let lens: Vec<u64> = (0..count).map(|number| ticket.len(number)).collect();
+        let is_good = |number: usize| pulled.lens[number] == lens[number] && !missing.contains(&(number as u32));
+        let filled = ticket.fill(pulled.slots, is_good);
+        let mut part = Part::with_capacity(count);
+        for (chunk, (at, lease)) in chunks.into_iter().zip(filled) {
+            let fetched = match lease {
+                Some(lease) => {
+                    self.keeper.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                    Fetched::Leased(lease)
+                }
+                None => Fetched::Failed(format!("node {owner} does not hold {}", name(&dataset, chunk))),
+            };
+            part.push((at, fetched));
+        }
+        part
     }
 
     /// The owner's side.
-    pub(crate) fn serve(&self, dataset: &Dataset, blocks: &[BlockId]) -> Answer {
-        let pieces: Vec<_> = blocks.iter().map(|&block| dataset.piece(block)).collect();
-        let found: Vec<bool> = pieces.iter().map(Option::is_some).collect();
-        let nothing = || dayfly_transport::Piece::Bytes(Vec::new());
-        let pieces: Vec<_> = pieces.into_iter().map(|piece| piece.unwrap_or_else(nothing)).collect();
-        self.served_blocks.fetch_add(found.iter().filter(|&&found| found).count() as u64, Ordering::Relaxed);
-        self.served_bytes.fetch_add(pieces.iter().map(|piece| piece.len()).sum(), Ordering::Relaxed);
-        Answer { message: dayfly_meta::wire::encode(&Reply::Read { found }), pieces }
+    pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> Answer {
+        let mut missing = Vec::new();
+        let mut pieces = Vec::with_capacity(chunks.len());
+        for (number, &chunk) in (0..).zip(chunks) {
+            pieces.push(dataset.piece(chunk).unwrap_or_else(|| {
+                missing.push(number);
+                Piece::Bytes(Vec::new())
+            }));
+        }
+        self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
+        Answer { message: dayfly_meta::wire::encode(&Reply::Read { missing }), pieces }
     }
 }
 
-fn failed(dataset: &Dataset, tickets: Vec<(usize, BlockId, Ticket)>, reason: &str) -> Vec<(usize, Fetched)> {
-    let failed = |(at, block, ticket): (usize, BlockId, Ticket)| {
-        let reason = format!("cannot read {}: {reason}", name(dataset, block));
-        ticket.fail(&reason);
-        (at, Fetched::Failed(reason))
-    };
-    tickets.into_iter().map(failed).collect()
+/// Parts chunks into those that need no fetching, and those that do.
+fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
+    let mut ready = Part::new();
+    let mut wanted = Vec::with_capacity(chunks.len());
+    for (at, &chunk) in (0..).zip(chunks) {
+        match dataset.chunk(chunk) {
+            Some(_) if dataset.is_here(chunk.block) => ready.push((at, Fetched::Here)),
+            Some((len, owner)) => wanted.push(Wanted { at, chunk, len, owner }),
+            None => ready.push((at, Fetched::Failed("there is no such block".to_owned()))),
+        }
+    }
+    (ready, wanted)
 }
 
-fn name(dataset: &Dataset, block: BlockId) -> String {
-    let sample = dataset.catalog().block(block).map_or(0, |(sample, _)| sample.0);
-    format!("block {} (sample {sample} of '{}')", block.0, display(dataset.target()))
+/// Waits out another's load, whose failure is ours too. What is gone again before we look is not named.
+async fn join(arena: Arena, at: u32, key: Key, mut loading: Loading) -> Part {
+    // The loader's own deadlines bound this wait.
+    if let Ok(reason) = loading.wait_for(Option::is_some).await
+        && let Some(reason) = reason.as_deref()
+    {
+        return vec![(at, Fetched::Failed(reason.to_owned()))];
+    }
+    arena.find(&key).map(|lease| (at, Fetched::Leased(lease))).into_iter().collect()
+}
+
+fn failed(dataset: &Dataset, ticket: Ticket, reason: &str) -> Part {
+    let first = ticket.chunks().first().map_or_else(String::new, |&chunk| name(dataset, chunk));
+    let reason = format!("cannot read {first}: {reason}");
+    ticket.fail(&reason).into_iter().map(|at| (at, Fetched::Failed(reason.clone()))).collect()
+}
+
+/// Names a chunk for the user.
+fn name(dataset: &Dataset, chunk: Chunk) -> String {
+    let sample = dataset.catalog().block(chunk.block).map_or(0, |(sample, _)| sample.0);
+    format!("block {} (sample {sample} of '{}')", chunk.block.0, display(dataset.target()))
 }

@@ -1,17 +1,20 @@
 //! One node of a session: what it holds, how it gets the rest, and what it does for its processes and its peers.
 //!
 //! [`Server`] ties the parts together; each part is a module that knows only those below it:
-//! `store` (drives, segments, datasets) ← `arena` ← `fetch`; `ingest` and `stage` (this node's part of a stage-in);
+//! `store` (drives, segments, datasets) ← `arena` ← `keep` ← `fetch` ← `prefetch`; `ingest` and `stage` (this node's part of a stage-in);
 //! `lead` (the lead's part); `peers` (the other nodes); `clients` (the processes of this node).
 
 mod arena;
 mod clients;
 mod fetch;
 mod ingest;
+mod keep;
 mod lead;
 mod peers;
+mod prefetch;
 mod server;
 mod stage;
+mod stats;
 mod store;
 
 use std::net::SocketAddr;

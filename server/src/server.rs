@@ -1,11 +1,11 @@
 //! The server: its parts put together, and what it does with each peer's request.
 
+mod policy;
 mod status;
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -17,14 +17,18 @@ use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::tcp::{Identity, Tcp};
 use dayfly_transport::{Answer, Incoming, Piece, Region, Service, Serving, Transport};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
 use crate::Config;
 use crate::arena::Arena;
-use crate::clients::Clients;
+use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
+use crate::keep::Keeper;
 use crate::lead::Lead;
 use crate::peers::{PeerError, Peers};
+use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
+use crate::stats::Reading;
 use crate::store::{Dataset, Store, nameless_file};
 
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
@@ -70,10 +74,12 @@ pub struct Server {
     arena: Arena,
     exchange: Region,
     peers: Arc<Peers>,
-    fetcher: Fetcher,
+    fetcher: Arc<Fetcher>,
+    prefetcher: Arc<Prefetcher>,
     stages: Stages,
     lead: Lead,
-    clients: AtomicU64,
+    processes: Arc<Processes>,
+    reading: Reading,
     running: Mutex<Option<Running>>,
     ended: watch::Sender<bool>,
 }
@@ -82,6 +88,7 @@ pub struct Server {
 struct Running {
     _peers: Serving,
     _clients: Clients,
+    _tasks: JoinSet<()>,
 }
 
 impl Server {
@@ -97,8 +104,11 @@ impl Server {
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone()));
+        let (keeper, keeping) = Keeper::new(arena.len());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper));
         let server = Arc::new(Self {
-            fetcher: Fetcher::new(arena.clone(), peers.clone()),
+            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone()),
+            fetcher,
             config,
             transport,
             address,
@@ -108,14 +118,18 @@ impl Server {
             peers,
             stages: Stages::default(),
             lead: Lead::default(),
-            clients: AtomicU64::new(0),
+            processes: Arc::default(),
+            reading: Reading::default(),
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
         });
         let serving = server.transport.serve(Arc::new(PeerService(server.clone()))).await.map_err(listen)?;
         let clients = Clients::start(server.clone())
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
-        *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(Running { _peers: serving, _clients: clients });
+        let mut tasks = JoinSet::new();
+        tasks.spawn(keeping);
+        let running = Running { _peers: serving, _clients: clients, _tasks: tasks };
+        *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(server)
     }
 
@@ -167,8 +181,12 @@ impl Server {
         &self.peers
     }
 
-    pub(crate) fn fetcher(&self) -> &Fetcher {
+    pub(crate) fn fetcher(&self) -> &Arc<Fetcher> {
         &self.fetcher
+    }
+
+    pub(crate) fn prefetcher(&self) -> &Arc<Prefetcher> {
+        &self.prefetcher
     }
 
     pub(crate) fn stages(&self) -> &Stages {
@@ -179,9 +197,14 @@ impl Server {
         &self.lead
     }
 
-    /// Attached processes, counted by those who serve them.
-    pub(crate) fn clients(&self) -> &AtomicU64 {
-        &self.clients
+    /// The processes that are attached.
+    pub(crate) fn processes(&self) -> &Arc<Processes> {
+        &self.processes
+    }
+
+    /// What they ask for.
+    pub(crate) fn reading(&self) -> &Reading {
+        &self.reading
     }
 
     /// Asks any node, this one included.
@@ -225,6 +248,8 @@ impl Server {
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
+                // Those who stage in come before what is only kept.
+                self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 Stage::begin(self, beginning).map(|()| done)
             }
@@ -263,16 +288,22 @@ impl Server {
             Request::Settle { stage } => {
                 if let Some(stage) = self.stages.remove(stage) {
                     self.on_drives(move |server| stage.settle(server)).await?;
+                    self.plan_kept().await?;
                 }
                 Ok(done)
             }
             Request::Abort { stage } => {
                 if let Some(stage) = self.stages.remove(stage) {
                     self.on_drives(move |server| stage.abort(server)).await?;
+                    self.plan_kept().await?;
                 }
                 Ok(done)
             }
-            Request::Status => Ok((Reply::Status(self.status()), Vec::new())),
+            Request::Status => Ok((Reply::Status(Box::new(self.status())), Vec::new())),
+            Request::Tune(policy) => {
+                self.tune(policy).await?;
+                Ok(done)
+            }
         }
     }
 
@@ -339,12 +370,12 @@ impl Service for PeerService {
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
         let server = &self.0;
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
-        if let Request::Read { dataset, blocks } = request {
+        if let Request::Read { dataset, chunks } = request {
             let dataset = server.store.dataset(dataset).ok_or("the dataset is not there (any more)")?;
-            return if blocks.len() == room.len() {
-                Ok(server.fetcher.serve(&dataset, &blocks))
+            return if chunks.len() == room.len() {
+                Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
-                Err("a slot a block is needed".to_owned())
+                Err("a slot a chunk is needed".to_owned())
             };
         }
         let (reply, pieces) =

@@ -48,6 +48,11 @@ impl Stages {
         self.lock().remove(&number)
     }
 
+    /// Whether one is under way.
+    pub(crate) fn is_any(&self) -> bool {
+        !self.lock().is_empty()
+    }
+
     fn insert(&self, stage: Arc<Stage>) {
         self.lock().insert(stage.number, stage);
     }

@@ -2,6 +2,7 @@
 
 mod dataset;
 mod drive;
+mod kept;
 mod segment;
 
 use std::collections::BTreeMap;
@@ -42,7 +43,7 @@ pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
     board: Board,
-    counters: Counters,
+    counters: Arc<Counters>,
     board_file: File,
     counters_file: File,
 }
@@ -50,17 +51,18 @@ pub(crate) struct Store {
 impl Store {
     /// `capacity` is for all data dirs together; it is parted among them by their free room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
-        let shared = |name: &str| -> io::Result<File> {
+        let shared = |name: &str, len: u64| -> io::Result<File> {
             let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC)?);
-            file.set_len(board::FILE_LEN)?;
+            file.set_len(len)?;
             Ok(file)
         };
-        let (board_file, counters_file) = (shared("dayfly-board")?, shared("dayfly-counters")?);
+        let board_file = shared("dayfly-board", board::FILE_LEN)?;
+        let counters_file = shared("dayfly-counters", board::COUNTERS_LEN)?;
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
             board: Board::map(&board_file, true)?,
-            counters: Counters::map(&counters_file)?,
+            counters: Arc::new(Counters::map(&counters_file)?),
             board_file: read_only(&board_file)?,
             counters_file,
         })
@@ -85,7 +87,7 @@ impl Store {
         self.drives.iter().map(|drive| drive.used()).sum()
     }
 
-    pub(crate) fn counters(&self) -> &Counters {
+    pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
     }
 

@@ -2,7 +2,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use crate::id::NodeId;
+use super::status::{Policy, Status};
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command.
@@ -12,6 +12,8 @@ pub enum Command {
     StageIn(StageIn),
     /// Tell what all nodes hold and do. Event: `Status`.
     Status,
+    /// Change how nodes read ahead and what they keep, on all of them. Event: `Tuned`.
+    Tune(Policy),
     /// End the session on this node. Event: `Down`, then the server ends.
     Down,
 }
@@ -73,6 +75,8 @@ pub enum Event {
     StagedIn(Box<Summary>),
     /// How the session is.
     Status(Status),
+    /// All nodes do as they were told; this is what holds now.
+    Tuned(Policy),
     /// This node serves no longer.
     Down {
         /// Bytes given up on the data dirs.
@@ -308,78 +312,4 @@ pub struct ClassShare {
     pub name: Vec<u8>,
     /// Its samples on each node.
     pub samples: Vec<u64>,
-}
-
-/// A session, as `status` shows it.
-#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Status {
-    /// One a node, in order; a node that does not answer has its reason instead.
-    pub nodes: Vec<NodeEntry>,
-    /// The datasets.
-    pub datasets: Vec<DatasetStatus>,
-}
-
-/// A node's line in `status`.
-#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
-pub struct NodeEntry {
-    /// The node.
-    pub node: NodeId,
-    /// Its address for peers.
-    pub address: String,
-    /// What it says of itself, or why it says nothing.
-    pub status: Result<NodeStatus, String>,
-}
-
-/// What a node says of itself.
-#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct NodeStatus {
-    /// The server's process.
-    pub pid: u32,
-    /// Its data dirs.
-    pub data_dirs: Vec<Vec<u8>>,
-    /// Samples whose first block it holds as owner.
-    pub samples: u64,
-    /// Blocks it holds as owner.
-    pub blocks: u64,
-    /// Bytes of these.
-    pub held_bytes: u64,
-    /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find.
-    pub used_bytes: u64,
-    /// What it may take.
-    pub capacity_bytes: u64,
-    /// Size of the arena, and how much of it holds blocks.
-    pub arena_bytes: u64,
-    /// See `arena_bytes`.
-    pub arena_used_bytes: u64,
-    /// Leases out to clients.
-    pub leases: u64,
-    /// Processes attached.
-    pub clients: u64,
-    /// Resident memory of the server, in bytes; shared parts included.
-    pub memory_bytes: u64,
-    /// Blocks that this node's clients read from its own segments.
-    pub local_reads: u64,
-    /// Bytes of these.
-    pub local_bytes: u64,
-    /// Blocks that came from other nodes over the network; what the arena still held is not counted again.
-    pub remote_reads: u64,
-    /// Bytes of these.
-    pub remote_bytes: u64,
-    /// Blocks that this node sent to others.
-    pub served_blocks: u64,
-    /// Bytes of these.
-    pub served_bytes: u64,
-}
-
-/// A dataset's line in `status`.
-#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
-pub struct DatasetStatus {
-    /// Its root, below the prefix.
-    pub target: Vec<u8>,
-    /// Samples.
-    pub samples: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Bytes of the catalog on each node.
-    pub catalog_bytes: u64,
 }

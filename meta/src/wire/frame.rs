@@ -32,10 +32,22 @@ pub enum Kind {
     Ping = 8,
     /// A sign of life.
     Pong = 9,
+    /// All `Data` of an answer was sent, and is what it should be.
+    End = 10,
 }
 
-const KINDS: [Kind; 9] =
-    [Kind::Pull, Kind::Pulled, Kind::Data, Kind::Offer, Kind::Ready, Kind::Offered, Kind::Refused, Kind::Ping, Kind::Pong];
+const KINDS: [Kind; 10] = [
+    Kind::Pull,
+    Kind::Pulled,
+    Kind::Data,
+    Kind::Offer,
+    Kind::Ready,
+    Kind::Offered,
+    Kind::Refused,
+    Kind::Ping,
+    Kind::Pong,
+    Kind::End,
+];
 
 /// A peer frame's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,8 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use super::control::{Command, Event};
-use crate::id::{BlockId, DatasetId, NodeId, SessionId};
+use crate::chunk::Chunk;
+use crate::id::{DatasetId, NodeId, SampleId, SessionId};
 
 /// What a client asks.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -16,12 +17,23 @@ pub enum FromClient {
     },
     /// All datasets. Answers: one `Dataset` each, then `DatasetsEnd`.
     Datasets,
-    /// Blocks that are not in the node's locations. Answer: `Fetched`, with at least the first of them; ask again for the rest.
+    /// Chunks that are not in the node's locations. Answers: `Fetched`, as they come, the last of which says so. Those that it does
+    /// not name are to be asked for again, once leases were released.
     Fetch {
         /// Their dataset.
         dataset: DatasetId,
         /// At most [`crate::limits::BATCH_BLOCKS_MAX`].
-        blocks: Vec<BlockId>,
+        chunks: Vec<Chunk>,
+    },
+    /// The order in which samples will be read, to be fetched ahead: a part of it, after those sent before. It ends with the
+    /// connection. Answer to the last part: `Ordered`.
+    Order {
+        /// Their dataset.
+        dataset: DatasetId,
+        /// At most [`crate::limits::ORDER_PART_SAMPLES`].
+        samples: Vec<SampleId>,
+        /// Whether nothing follows.
+        is_last: bool,
     },
     /// Leases that are no longer needed. No answer.
     Release {
@@ -40,7 +52,7 @@ pub enum FromClient {
 /// What a server answers.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
-    /// The session. Descriptors: the board, the counters, the arena.
+    /// The session. Descriptors: the board, the counters, the arena, its marks.
     Welcome {
         /// [`super::VERSION`] of the server.
         version: u32,
@@ -56,6 +68,8 @@ pub enum FromServer {
         verify_reads: bool,
         /// Length of the arena in bytes.
         arena_len: u64,
+        /// The process's place in the counters.
+        slot: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {
@@ -69,11 +83,17 @@ pub enum FromServer {
         /// The board's generation that this answer is as new as.
         generation: u64,
     },
-    /// Blocks.
+    /// Some of the chunks that were asked for.
     Fetched {
-        /// In the order asked for, perhaps fewer.
-        blocks: Vec<FetchedBlock>,
+        /// By their place in the request.
+        chunks: Vec<(u32, FetchedChunk)>,
+        /// Holds all of these that are leased, until it is released or the process ends; 0 if none is.
+        lease: u64,
+        /// Whether this was all.
+        is_last: bool,
     },
+    /// The order will be fetched ahead.
+    Ordered,
     /// Descriptor: an empty file without a name, which may be written.
     Spill,
     /// Part of a command's answer.
@@ -85,19 +105,15 @@ pub enum FromServer {
     },
 }
 
-/// What became of a block that was asked for.
+/// What became of a chunk that was asked for.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
-pub enum FetchedBlock {
-    /// It is in the node's locations now.
+pub enum FetchedChunk {
+    /// Its block is in the node's segments now.
     Here,
     /// It is in the arena, until the lease is released.
     Leased {
-        /// The lease.
-        lease: u64,
         /// Offset of its first byte in the arena.
         offset: u64,
-        /// Its length.
-        len: u64,
     },
     /// It cannot be had; names the node and what to do.
     Failed {

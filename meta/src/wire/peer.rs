@@ -2,19 +2,21 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::control::{Counted, Counts, NodeStatus, Selection};
+use super::control::{Counted, Counts, Selection};
+use super::status::{NodeStatus, Policy};
 use crate::catalog::Compression;
-use crate::id::{BlockId, DatasetId};
+use crate::chunk::Chunk;
+use crate::id::DatasetId;
 
 /// What a server asks another. A *stage* is one stage-in, numbered by the lead.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Request {
-    /// Pull: blocks that the other holds, one piece each. Reply: `Read`.
+    /// Pull: chunks of blocks that the other holds, one piece each. Reply: `Read`.
     Read {
         /// Their dataset.
         dataset: DatasetId,
         /// Which.
-        blocks: Vec<BlockId>,
+        chunks: Vec<Chunk>,
     },
     /// Offer: blocks to hold, back to back. Reply: `Shipped`.
     Ship {
@@ -128,6 +130,8 @@ pub enum Request {
     },
     /// Tell of yourself. Reply: `Status`.
     Status,
+    /// From the node that the user told it: how to read ahead and what to keep. Reply: `Done`.
+    Tune(Policy),
 }
 
 /// What a server answers.
@@ -135,10 +139,10 @@ pub enum Request {
 pub enum Reply {
     /// Done; bytes, if any, lie in the slots.
     Done,
-    /// Which of the wanted blocks lie in their slots; the others are not here.
+    /// The wanted chunks lie in their slots, but for these, which are not here.
     Read {
-        /// One a block.
-        found: Vec<bool>,
+        /// By their place in the request.
+        missing: Vec<u32>,
     },
     /// The blocks are stored, or will be before `Finish` is answered. Without a number none of them is, for there is no room, and
     /// they go to the next node on the ring.
@@ -170,7 +174,7 @@ pub enum Reply {
         counted: Counted,
     },
     /// What a node says of itself.
-    Status(NodeStatus),
+    Status(Box<NodeStatus>),
     /// It could not be done.
     Failed {
         /// For the user, naming the place.

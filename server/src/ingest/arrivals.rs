@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
-use dayfly_meta::segment::Place;
+use dayfly_meta::segment::{Location, Place};
 use dayfly_meta::shared::SharedWords;
 
 /// The table.
@@ -22,7 +22,7 @@ impl Arrivals {
 
     /// Notes where blocks lie whose numbers follow each other.
     pub(super) fn write(&self, first: u32, places: &[Place]) -> io::Result<()> {
-        let words: Vec<u8> = places.iter().flat_map(|place| place.pack().to_le_bytes()).collect();
+        let words: Vec<u8> = places.iter().flat_map(|place| Location::Owned(*place).pack().to_le_bytes()).collect();
         self.file.write_all_at(&words, u64::from(first) * 8)
     }
 
@@ -38,6 +38,6 @@ impl Arrivals {
     }
 
     pub(super) fn find(&self, arrival: u32) -> Option<Place> {
-        self.map.get().and_then(|words| Place::unpack(words.load(arrival as usize)))
+        self.map.get().and_then(|words| Location::unpack(words.load(arrival as usize))?.place())
     }
 }

@@ -1,11 +1,10 @@
 //! What a server tells of itself and of its session.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use dayfly_meta::limits::REQUEST_TIMEOUT;
-use dayfly_meta::wire::control::{DatasetStatus, NodeEntry, NodeStatus, Status};
 use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Status};
 
 use super::Server;
 use crate::store::Dataset;
@@ -16,9 +15,12 @@ impl Server {
         let datasets = self.store.datasets();
         let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
         let (arena_used_bytes, leases) = self.arena.usage();
-        let (local_reads, local_bytes) = self.store.counters().local();
-        let (remote_reads, remote_bytes) = self.fetcher.remote();
-        let (served_blocks, served_bytes) = self.fetcher.served();
+        let (clients, busiest, reads) = self.processes.status(self.store.counters());
+        let (queued, queued_total) = self.arena.queue();
+        let mut kept = Reads::default();
+        datasets.iter().map(|dataset| dataset.kept().usage()).for_each(|(count, bytes)| kept.add(Reads { count, bytes }));
+        let mut owners = self.fetcher.owners();
+        owners.truncate(self.peers.count());
         NodeStatus {
             pid: std::process::id(),
             data_dirs: self.config.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
@@ -30,14 +32,22 @@ impl Server {
             arena_bytes: self.arena.len(),
             arena_used_bytes,
             leases,
-            clients: self.clients.load(Ordering::Relaxed),
+            clients,
+            busiest,
             memory_bytes: resident_memory(),
-            local_reads,
-            local_bytes,
-            remote_reads,
-            remote_bytes,
-            served_blocks,
-            served_bytes,
+            reads,
+            remote: self.fetcher.remote(),
+            joined: self.fetcher.joined(),
+            served: self.fetcher.served(),
+            owners,
+            wait_us: self.reading.wait_us(),
+            asking: self.reading.under_way(),
+            queued,
+            queued_total,
+            prefetch: self.prefetcher.status(),
+            kept,
+            predicted_local_permille: predicted_local(&datasets),
+            policy: self.prefetcher.policy(),
         }
     }
 
@@ -46,7 +56,7 @@ impl Server {
         let asking = self.peers.nodes().map(|node| async move {
             let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
             let status = match self.ask(node, Request::Status, REQUEST_TIMEOUT).await {
-                Ok(Reply::Status(status)) => Ok(status),
+                Ok(Reply::Status(status)) => Ok(*status),
                 Ok(_) => Err("it answers what was not asked".to_owned()),
                 Err(error) => Err(error.to_string()),
             };
@@ -60,6 +70,15 @@ impl Server {
         };
         Status { nodes, datasets: self.store.datasets().iter().map(dataset).collect() }
     }
+}
+
+/// Which share of all bytes this node will read from its own drives, in thousandths.
+fn predicted_local(datasets: &[Arc<Dataset>]) -> u64 {
+    let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
+    let here = |dataset: &Arc<Dataset>| {
+        u128::from(dataset.held().bytes) * 1000 + u128::from(dataset.others_bytes()) * u128::from(dataset.kept().share_permille())
+    };
+    datasets.iter().map(here).sum::<u128>().checked_div(all.into()).unwrap_or(0) as u64
 }
 
 /// Resident memory of this process in bytes; 0 where the kernel does not tell.

@@ -6,12 +6,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_meta::catalog::{Catalog, CatalogError, block_len};
+use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
+use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::locations::Locations;
-use dayfly_meta::segment::Place;
+use dayfly_meta::segment::{Location, Place};
 use dayfly_transport::Piece;
 
 use super::drive::{Drive, Reservation, fill_room, nameless_file, read_only};
+use super::kept::Kept;
 use super::segment::Segments;
 
 /// Blocks that do not count are not looked for if they are no more than this.
@@ -44,10 +47,11 @@ pub(crate) struct Dataset {
     target: Vec<u8>,
     catalog: Catalog,
     catalog_file: File,
-    locations: Locations,
+    locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
     held: Held,
+    kept: Kept,
     gone: Arc<AtomicBool>,
     _room: Reservation,
 }
@@ -89,7 +93,8 @@ impl Dataset {
         }
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
-        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, gone, _room: room })
+        let (locations, kept) = (Arc::new(locations), Kept::default());
+        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, kept, gone, _room: room })
     }
 
     pub(crate) fn id(&self) -> DatasetId {
@@ -118,17 +123,44 @@ impl Dataset {
         Ok(files)
     }
 
-    /// Whether the block is on this node.
+    /// Whether all of the block is in this node's segments.
     pub(crate) fn is_here(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some()
+        self.locations.find(block).is_some_and(|location| location.place().is_some())
     }
 
-    /// A block that is here, to be sent.
-    pub(crate) fn piece(&self, block: BlockId) -> Option<Piece> {
-        let place = self.locations.find(block)?;
-        let (_, len) = self.catalog.block(block)?;
+    pub(crate) fn locations(&self) -> &Arc<Locations> {
+        &self.locations
+    }
+
+    pub(crate) fn segments(&self) -> &Segments {
+        &self.segments
+    }
+
+    /// What is kept here of other nodes' blocks.
+    pub(crate) fn kept(&self) -> &Kept {
+        &self.kept
+    }
+
+    /// Length of a chunk, and its block's owner; `None` where there is no such chunk.
+    pub(crate) fn chunk(&self, chunk: Chunk) -> Option<(u64, NodeId)> {
+        let (_, len) = self.catalog.block(chunk.block)?;
+        Some((chunk.len_in(len)?, self.catalog.owner(chunk.block)?))
+    }
+
+    /// Lets processes find a block in the arena, if it is one chunk and they would not find it otherwise. Says whether it did.
+    pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
+        let is_one_chunk = self.catalog.block(block).is_some_and(|(_, len)| len <= CHUNK_LEN);
+        is_one_chunk && self.locations.publish_absent(block, location)
+    }
+
+    /// A chunk that this node owns, to be sent.
+    pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
+        // What is only kept may be given up while it is sent.
+        let Location::Owned(place) = self.locations.find(chunk.block)? else { return None };
+        let (_, block_len) = self.catalog.block(chunk.block)?;
+        let len = chunk.len_in(block_len)?;
         let file = self.segments.file(place.drive)?.clone();
-        Some(Piece::File { file, offset: place.offset, len, revoked: self.gone.clone() })
+        Some(Piece::File { file, offset: place.offset + chunk.start(), len, revoked: self.gone.clone() })
     }
 
     /// From when this is set, nothing that is copied out counts any more.
@@ -149,7 +181,7 @@ fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Place
     for sample in (0..catalog.header().samples).map(SampleId) {
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
-            if let Some(place) = locations.find(block) {
+            if let Some(place) = locations.find(block).and_then(Location::place) {
                 see(place, block_len(size, part));
             }
         }
@@ -166,7 +198,7 @@ fn fill(catalog: &Catalog, locations: &Locations, me: NodeId, find: &dyn Fn(u32)
                 continue;
             }
             let place = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;
-            locations.publish(block, place);
+            locations.publish(block, Location::Owned(place));
             held.samples += u64::from(part == 0);
             held.blocks += 1;
             held.bytes += block_len(size, part);

@@ -32,6 +32,8 @@ struct Room {
     promised: u64,
     /// Up to where the file system has set room aside.
     filled: u64,
+    /// From here on lies what is only kept.
+    kept_start: Option<u64>,
     reservation: Option<Reservation>,
 }
 
@@ -53,7 +55,7 @@ impl Segments {
             let file = nameless_file(drive.path())?;
             file.write_all_at(&header(dataset.0, number as u8), 0)?;
             let reservation = drive.reserve(DATA_START);
-            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, reservation });
+            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept_start: None, reservation });
             Ok(Segment { drive: drive.clone(), file: Arc::new(file), room })
         };
         Ok(Self { segments: drives.iter().enumerate().map(create).collect::<io::Result<_>>()? })
@@ -113,6 +115,49 @@ impl Segments {
             end = place.offset + bytes.len() as u64;
         }
         write_all_vectored(file, &mut slices, start)
+    }
+
+    /// As [`Self::promise`], on the drive with the most room that has enough.
+    pub(crate) fn promise_anywhere(&self, len: u64) -> io::Result<Option<u8>> {
+        for drive in self.by_room() {
+            if self.promise(drive, len)? {
+                return Ok(Some(drive));
+            }
+        }
+        Ok(None)
+    }
+
+    /// What is placed from now on can be given back by [`Self::free_kept`]. The files are made long enough for `len` bytes more,
+    /// without taking room for them.
+    pub(crate) fn begin_kept(&self, len: u64) -> io::Result<()> {
+        self.segments.iter().try_for_each(|segment| {
+            let mut room = segment.room();
+            if room.kept_start.is_none() {
+                let start = room.end.next_multiple_of(PAGE_SIZE);
+                (room.end, room.filled) = (start, room.filled.max(start));
+                room.kept_start = Some(start);
+            }
+            let wanted = (room.end + len).next_multiple_of(PAGE_SIZE);
+            if segment.file.metadata()?.len() < wanted { segment.file.set_len(wanted) } else { Ok(()) }
+        })
+    }
+
+    /// Gives back the room of all that was placed since [`Self::begin_kept`].
+    pub(crate) fn free_kept(&self) -> io::Result<()> {
+        self.segments.iter().try_for_each(|segment| {
+            let mut room = segment.room();
+            let Some(start) = room.kept_start else { return Ok(()) };
+            let (taken, len) = (room.end - start, room.filled.max(room.end).saturating_sub(start));
+            if len > 0 {
+                let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+                fallocate(&segment.file, flags, start as i64, len as i64)?;
+            }
+            (room.end, room.filled) = (start, start);
+            if let Some(reservation) = &mut room.reservation {
+                reservation.shrink(taken);
+            }
+            Ok(())
+        })
     }
 
     /// Gives back what was set aside and is not needed, once all is written.

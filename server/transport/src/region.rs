@@ -6,14 +6,12 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use dayfly_meta::limits::ARENA_UNIT as UNIT;
 use memmap2::MmapRaw;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use offset_allocator::{Allocation, Allocator};
 use tokio::sync::Notify;
-
-/// Room is given out in units of a cache line, so that neighbours never share one.
-const UNIT: u64 = 64;
 
 /// A region; clones share it.
 #[derive(Clone)]

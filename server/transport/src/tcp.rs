@@ -1,9 +1,12 @@
 //! TCP: to each peer one connection for small messages and a few for bulk, each proved by the session's key, then plain.
 
+mod answer;
 mod dial;
 mod handshake;
+mod reader;
 mod serve;
 mod stream;
+mod turns;
 
 use std::io;
 use std::net::SocketAddr;

@@ -13,7 +13,6 @@ use dayfly_meta::limits::{
     BULK_LINKS, CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, MESSAGE_LEN_MAX, PEER_LOST_TIMEOUT, PEER_REQUESTS_MAX, PING_INTERVAL,
 };
 use dayfly_meta::wire::frame::Kind;
-use tokio::io::BufReader;
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::{Semaphore, oneshot};
@@ -22,11 +21,9 @@ use tokio::time::{sleep, timeout};
 
 use super::Identity;
 use super::handshake;
-use super::stream::{Landing, Outgoing, Sender, join_body, read_body, read_header, split_body, writer};
+use super::reader::{Landing, Reader};
+use super::stream::{Outgoing, Sender, join_body, split_body, writer};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
-
-/// Small slots are filled from this much read-ahead; larger ones straight from the socket.
-const READ_AHEAD_LEN: usize = 256 << 10;
 
 /// Dials a peer: one link for small messages, a few for bulk.
 pub(super) async fn connect(
@@ -193,9 +190,9 @@ impl Link {
 
 /// Takes in answers until the stream ends.
 async fn receive(read: OwnedReadHalf, life: &Life, pending: &Pending) -> io::Result<()> {
-    let mut read = BufReader::with_capacity(READ_AHEAD_LEN, read);
+    let mut read = Reader::new(read);
     loop {
-        let header = read_header(&mut read).await?;
+        let header = read.header().await?;
         life.hear();
         // While a frame's bytes land, its request is out of the table; nobody else touches it.
         let request = pending.lock().remove(&header.request);
@@ -206,18 +203,28 @@ async fn receive(read: OwnedReadHalf, life: &Life, pending: &Pending) -> io::Res
             let Some(Request { progress, state: State::Landing { message, mut landing, done } }) = request else {
                 return Err(unexpected());
             };
-            landing.receive(&mut read, u64::from(header.body_len)).await?;
+            read.land(&mut landing, u64::from(header.body_len)).await?;
             life.hear();
-            settle(pending, header.request, progress, message, landing, done);
+            progress.touch();
+            let state = State::Landing { message, landing, done };
+            pending.lock().insert(header.request, Request { progress, state });
             continue;
         }
-        let body = read_body(&mut read, &header).await?;
+        let body = read.body(&header).await?;
         match (header.kind, request) {
             (Kind::Pong, None) => {}
             (Kind::Pulled, Some(Request { progress, state: State::Pull { slots, done } })) => {
                 let (lens, message) = split_body(&body).ok_or_else(unexpected)?;
                 let landing = Landing::new(slots, lens).ok_or_else(unexpected)?;
-                settle(pending, header.request, progress, message, landing, done);
+                if header.argument == 0 {
+                    finish(message, landing, done)?;
+                } else {
+                    let state = State::Landing { message, landing, done };
+                    pending.lock().insert(header.request, Request { progress, state });
+                }
+            }
+            (Kind::End, Some(Request { state: State::Landing { message, landing, done }, .. })) => {
+                finish(message, landing, done)?;
             }
             (Kind::Ready, Some(Request { progress, state: State::Offer { ready, done } })) => {
                 pending.lock().insert(header.request, Request { progress, state: State::Sending { done } });
@@ -238,23 +245,15 @@ async fn receive(read: OwnedReadHalf, life: &Life, pending: &Pending) -> io::Res
     }
 }
 
-/// Answers the asker when all bytes have landed; else puts the request back to wait for more.
-fn settle(
-    pending: &Pending,
-    request: u64,
-    progress: Arc<Progress>,
-    message: Vec<u8>,
-    mut landing: Landing,
-    done: oneshot::Sender<Result<Pulled, String>>,
-) {
-    if landing.is_complete() {
-        let (slots, lens) = landing.finish();
-        // An asker that has given up is not there any more; then the slots are free now.
-        let _ = done.send(Ok(Pulled { message, slots, lens }));
-    } else {
-        progress.touch();
-        pending.lock().insert(request, Request { progress, state: State::Landing { message, landing, done } });
+/// Answers the asker: all bytes have landed.
+fn finish(message: Vec<u8>, landing: Landing, done: oneshot::Sender<Result<Pulled, String>>) -> io::Result<()> {
+    if !landing.is_complete() {
+        return Err(unexpected());
     }
+    let (slots, lens) = landing.finish();
+    // An asker that has given up is not there any more; then the slots are free now.
+    let _ = done.send(Ok(Pulled { message, slots, lens }));
+    Ok(())
 }
 
 fn unexpected() -> io::Error {

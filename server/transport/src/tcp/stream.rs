@@ -1,11 +1,15 @@
-//! Frames on a stream. One task writes, so that a frame is never cut by a request that is given up; it takes from a
+//! Frames on their way out. One task writes, so that a frame is never cut by a request that is given up; it takes from a
 //! bounded queue, so that who has much to send waits.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
-use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use dayfly_meta::wire::frame::{Kind, PeerHeader};
+use rustix::net::{SendFlags, send};
+use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
@@ -19,8 +23,20 @@ const QUEUE_LEN: usize = 8;
 pub(super) enum Outgoing {
     /// A frame.
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
+    /// The last of an answer's bytes, as `Data`, and the `End`.
+    Last { request: u64, body: Vec<u8> },
     /// A slot's bytes as `Data` frames; the slot goes back when they are written.
     Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
+    /// A file's bytes as `Data` frames, by the kernel alone; then whether they are all there.
+    File { request: u64, range: FileRange, sent: oneshot::Sender<bool> },
+}
+
+/// Bytes of a file.
+pub(super) struct FileRange {
+    pub(super) file: Arc<File>,
+    pub(super) offset: u64,
+    pub(super) len: u64,
+    pub(super) revoked: Arc<AtomicBool>,
 }
 
 /// The way to the writing task. Sending fails when the stream is dead.
@@ -35,94 +51,86 @@ pub(super) fn writer(half: OwnedWriteHalf) -> (Sender, impl Future<Output = io::
 async fn write_all(mut half: OwnedWriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
     while let Some(outgoing) = queue.recv().await {
         match outgoing {
-            Outgoing::Frame { kind, request, argument, body } => write_frame(&mut half, kind, request, argument, &body).await?,
+            Outgoing::Frame { kind, request, argument, body } => {
+                let header = PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode();
+                write(&mut half, &mut [IoSlice::new(&header), IoSlice::new(&body)]).await?;
+            }
+            Outgoing::Last { request, body } => {
+                let header = data(request, body.len());
+                let end = PeerHeader { body_len: 0, kind: Kind::End, request, argument: 0 }.encode();
+                let from = usize::from(body.is_empty()) * 2;
+                write(&mut half, &mut [IoSlice::new(&header), IoSlice::new(&body), IoSlice::new(&end)][from..]).await?;
+            }
             Outgoing::Payload { request, slot, len, back } => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
-                    write_frame(&mut half, Kind::Data, request, 0, chunk).await?;
+                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)]).await?;
                 }
                 // Nobody waits for it any more if the request was given up; then the slot is free.
                 let _ = back.send(slot);
+            }
+            Outgoing::File { request, range, sent } => {
+                let is_whole = write_file(&mut half, request, &range).await?;
+                let _ = sent.send(is_whole);
             }
         }
     }
     half.shutdown().await
 }
 
-async fn write_frame(half: &mut OwnedWriteHalf, kind: Kind, request: u64, argument: u64, body: &[u8]) -> io::Result<()> {
-    let header = PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode();
+fn data(request: u64, len: usize) -> [u8; dayfly_meta::wire::frame::PEER_HEADER_LEN] {
+    PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
+}
+
+async fn write(half: &mut OwnedWriteHalf, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
     let write = async {
-        let mut slices = [io::IoSlice::new(&header), io::IoSlice::new(body)];
-        let mut slices = &mut slices[..];
         while !slices.is_empty() {
             let written = half.write_vectored(slices).await?;
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
-            io::IoSlice::advance_slices(&mut slices, written);
+            IoSlice::advance_slices(&mut slices, written);
         }
         Ok(())
     };
     timeout(PEER_LOST_TIMEOUT, write).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
-/// Reads the next frame's header; an error also where the stream ends.
-pub(super) async fn read_header(half: &mut (impl AsyncRead + Unpin)) -> io::Result<PeerHeader> {
-    let mut bytes = [0; PEER_HEADER_LEN];
-    half.read_exact(&mut bytes).await?;
-    PeerHeader::decode(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
-}
-
-/// Reads a frame's body, whose length the header's reader has bounded.
-pub(super) async fn read_body(half: &mut (impl AsyncRead + Unpin), header: &PeerHeader) -> io::Result<Vec<u8>> {
-    let mut body = vec![0; header.body_len as usize];
-    half.read_exact(&mut body).await?;
-    Ok(body)
-}
-
-/// Bytes of bulk on their way into slots, in order.
-pub(super) struct Landing {
-    slots: Vec<Slot>,
-    lens: Vec<u64>,
-    slot: usize,
-    offset: u64,
-}
-
-impl Landing {
-    /// `lens[i]` bytes will land in `slots[i]`; `None` if they do not fit.
-    pub(super) fn new(slots: Vec<Slot>, lens: Vec<u64>) -> Option<Self> {
-        let fits = lens.len() <= slots.len() && slots.iter().zip(&lens).all(|(slot, &len)| len <= slot.len() as u64);
-        fits.then_some(Self { slots, lens, slot: 0, offset: 0 })
-    }
-
-    /// Whether all bytes have landed.
-    pub(super) fn is_complete(&mut self) -> bool {
-        while self.lens.get(self.slot).is_some_and(|&len| self.offset == len) {
-            self.slot += 1;
-            self.offset = 0;
+/// Sends a file's bytes out of the page cache without copying them. A file that was cut short in the meantime is made up with zeros,
+/// for they were announced; `false` says that they do not count.
+async fn write_file(half: &mut OwnedWriteHalf, request: u64, range: &FileRange) -> io::Result<bool> {
+    let (mut at, end) = (range.offset, range.offset + range.len);
+    while at < end {
+        if range.revoked.load(Ordering::Acquire) {
+            return Ok(false);
         }
-        self.slot == self.lens.len()
-    }
-
-    /// Reads a `Data` frame's bytes straight into the slots.
-    pub(super) async fn receive(&mut self, half: &mut (impl AsyncRead + Unpin), mut len: u64) -> io::Result<()> {
-        while len > 0 {
-            if self.is_complete() {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "more bytes than were announced"));
+        let len = (end - at).min(FRAME_BODY_LEN_MAX as u64);
+        let header = data(request, len as usize);
+        let until = at + len;
+        let mut header = &header[..];
+        let writing = async {
+            while !header.is_empty() {
+                let stream = half.as_ref();
+                let more = || Ok(send(stream, header, SendFlags::MORE | SendFlags::NOSIGNAL)?);
+                header = &header[stream.async_io(Interest::WRITABLE, more).await?..];
             }
-            let count = len.min(self.lens[self.slot] - self.offset);
-            let space = &mut self.slots[self.slot][self.offset as usize..][..count as usize];
-            half.read_exact(space).await?;
-            self.offset += count;
-            len -= count;
+            while at < until {
+                let (stream, left) = (half.as_ref(), (until - at) as usize);
+                let more = || Ok(rustix::fs::sendfile(stream, &range.file, Some(&mut at), left)?);
+                let sent = stream.async_io(Interest::WRITABLE, more).await?;
+                if sent == 0 {
+                    return Ok(false);
+                }
+            }
+            io::Result::Ok(true)
+        };
+        let written = timeout(PEER_LOST_TIMEOUT, writing).await;
+        let is_whole = written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))??;
+        if !is_whole {
+            write(half, &mut [IoSlice::new(&vec![0; (until - at) as usize])]).await?;
+            return Ok(false);
         }
-        Ok(())
     }
-
-    /// The slots, and how many bytes landed in each.
-    pub(super) fn finish(mut self) -> (Vec<Slot>, Vec<u64>) {
-        self.lens.resize(self.slots.len(), 0);
-        (self.slots, self.lens)
-    }
+    Ok(true)
 }
 
 /// Lengths and a message in one body: what `Pull` and `Pulled` carry.

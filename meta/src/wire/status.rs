@@ -1,0 +1,216 @@
+//! How a session is: what its nodes tell of themselves, and how they are told to behave.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use crate::id::NodeId;
+
+/// Where the bytes of a read came from, as the process that read them sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Source {
+    /// The node's own segment.
+    Segment,
+    /// The node's segment, in which it keeps what others own.
+    Kept,
+    /// The arena, where it had been fetched by another or ahead: no message was needed.
+    Arena,
+    /// The server was asked.
+    Asked,
+}
+
+/// Number of [`Source`]s.
+pub const SOURCES: usize = 4;
+
+/// Reads, and their bytes.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// How many blocks, or chunks of large ones.
+    pub count: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Reads {
+    /// Adds others.
+    pub fn add(&mut self, more: Self) {
+        self.count = self.count.wrapping_add(more.count);
+        self.bytes = self.bytes.wrapping_add(more.bytes);
+    }
+}
+
+/// How much to fetch ahead of readers that have said what they will read.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Depth {
+    /// As much as the controller finds right.
+    #[default]
+    Auto,
+    /// So many samples; 0 for none.
+    Samples(u32),
+}
+
+/// How nodes read ahead and what they keep. A field that is not set leaves things as they are.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// How far to fetch ahead.
+    pub prefetch: Option<Depth>,
+    /// Bytes of the arena that may be taken for it, on each node.
+    pub prefetch_bytes: Option<u64>,
+    /// Bytes of other nodes' blocks that each node may keep on its drives; [`CACHE_ALL_ROOM`] for all the room there is.
+    pub cache_bytes: Option<u64>,
+}
+
+/// For [`Policy::cache_bytes`].
+pub const CACHE_ALL_ROOM: u64 = u64::MAX;
+
+impl Policy {
+    /// What holds when `other` is told to whom had `self`.
+    pub fn then(self, other: Self) -> Self {
+        Self {
+            prefetch: other.prefetch.or(self.prefetch),
+            prefetch_bytes: other.prefetch_bytes.or(self.prefetch_bytes),
+            cache_bytes: other.cache_bytes.or(self.cache_bytes),
+        }
+    }
+}
+
+/// A session, as `status` shows it.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// One a node, in order; a node that does not answer has its reason instead.
+    pub nodes: Vec<NodeEntry>,
+    /// The datasets.
+    pub datasets: Vec<DatasetStatus>,
+}
+
+/// A node's line in `status`.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct NodeEntry {
+    /// The node.
+    pub node: NodeId,
+    /// Its address for peers.
+    pub address: String,
+    /// What it says of itself, or why it says nothing.
+    pub status: Result<NodeStatus, String>,
+}
+
+/// What a node says of itself.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeStatus {
+    /// The server's process.
+    pub pid: u32,
+    /// Its data dirs.
+    pub data_dirs: Vec<Vec<u8>>,
+    /// Samples whose first block it holds as owner.
+    pub samples: u64,
+    /// Blocks it holds as owner.
+    pub blocks: u64,
+    /// Bytes of these.
+    pub held_bytes: u64,
+    /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find.
+    pub used_bytes: u64,
+    /// What it may take.
+    pub capacity_bytes: u64,
+    /// Size of the arena, and how much of it holds blocks.
+    pub arena_bytes: u64,
+    /// See `arena_bytes`.
+    pub arena_used_bytes: u64,
+    /// Chunks leased to clients.
+    pub leases: u64,
+    /// Processes attached.
+    pub clients: u64,
+    /// Those that read most.
+    pub busiest: Vec<ClientStatus>,
+    /// Resident memory of the server, in bytes; shared parts included.
+    pub memory_bytes: u64,
+    /// What this node's clients read, by [`Source`].
+    pub reads: [Reads; SOURCES],
+    /// What came from other nodes over the network: asked for, or fetched ahead.
+    pub remote: Reads,
+    /// Wishes for a chunk that another's transfer was already on its way for.
+    pub joined: u64,
+    /// What this node sent to others.
+    pub served: Reads,
+    /// What each owner sent to this node, by node.
+    pub owners: Vec<OwnerStatus>,
+    /// Microseconds that clients waited for what they asked the server for: half of them less, nine of ten, 99 of 100.
+    pub wait_us: [u64; 3],
+    /// Clients' requests that the server works on.
+    pub asking: u64,
+    /// Of these, requests that wait for room in the arena.
+    pub queued: u64,
+    /// Requests that found no room in the arena at once, so far.
+    pub queued_total: u64,
+    /// What is fetched ahead.
+    pub prefetch: PrefetchStatus,
+    /// What is kept of other nodes' blocks.
+    pub kept: Reads,
+    /// What of each dataset this node could read from its own drives if all that it means to keep had come, in thousandths of the
+    /// bytes of all datasets.
+    pub predicted_local_permille: u64,
+    /// What holds of [`Policy`].
+    pub policy: Policy,
+}
+
+/// A process of a node.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClientStatus {
+    /// The process; its forked children count for it until they ask the server themselves. 0 where the server cannot see it.
+    pub pid: i32,
+    /// What it read, by [`Source`].
+    pub reads: [Reads; SOURCES],
+}
+
+impl ClientStatus {
+    /// All its reads.
+    pub fn all(&self) -> Reads {
+        total(&self.reads)
+    }
+}
+
+/// Reads from all sources.
+pub fn total(reads: &[Reads; SOURCES]) -> Reads {
+    let mut all = Reads::default();
+    reads.iter().for_each(|&reads| all.add(reads));
+    all
+}
+
+/// What came from one owner.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OwnerStatus {
+    /// What it sent.
+    pub reads: Reads,
+    /// Requests to it.
+    pub requests: u64,
+    /// Microseconds that these took, all together.
+    pub busy_us: u64,
+}
+
+/// What is fetched ahead on a node.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefetchStatus {
+    /// Orders that are being read.
+    pub orders: u64,
+    /// Bytes to be ahead of readers, as the controller has it now.
+    pub depth_bytes: u64,
+    /// Requests to owners at once, as the controller has it now.
+    pub requests: u64,
+    /// Blocks that were there before they were read.
+    pub hits: u64,
+    /// Blocks that a reader had to ask for although they were ordered.
+    pub late: u64,
+    /// Blocks that were fetched and given back unread.
+    pub wasted: u64,
+}
+
+/// A dataset's line in `status`.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct DatasetStatus {
+    /// Its root, below the prefix.
+    pub target: Vec<u8>,
+    /// Samples.
+    pub samples: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of the catalog on each node.
+    pub catalog_bytes: u64,
+}

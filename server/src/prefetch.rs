@@ -1,0 +1,373 @@
+//! Fetching ahead of readers that have said what they will read. One task an order: it keeps a window of chunks leased that come
+//! next, sees by the arena's marks which of them were read, and takes as many more. How many is the controller's matter, within what
+//! the policy says.
+
+mod controller;
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::{BlockId, DatasetId, SampleId};
+use dayfly_meta::limits::{ORDER_IDLE_TIMEOUT, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
+use dayfly_meta::wire::status::{Depth, Policy, PrefetchStatus};
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::sleep;
+
+use crate::arena::{Arena, Lease};
+use crate::fetch::{Fetched, Fetcher, Part};
+use crate::store::Dataset;
+use controller::{Controller, INTERVAL, Observed, Plan};
+
+/// A request asks for no more than this: small ones come as often as they are read.
+const REQUEST_CHUNKS_MAX: usize = 256;
+const REQUEST_LEN_MAX: u64 = 2 << 20;
+/// How often the marks are looked at while something is read, and while nothing is.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const IDLE_INTERVAL: Duration = Duration::from_millis(10);
+/// Readers of one order go ahead of each other by so many chunks: as many unread ones are looked behind.
+const OUT_OF_ORDER_MAX: usize = 256;
+/// Samples that are here already and are passed over before others have their turn.
+const PASSED_OVER_MAX: usize = 4096;
+
+/// All orders of a node.
+pub(crate) struct Prefetcher {
+    arena: Arena,
+    fetcher: Arc<Fetcher>,
+    policy: Mutex<Policy>,
+    orders: Mutex<Vec<Weak<Order>>>,
+    permits: Semaphore,
+    hits: AtomicU64,
+    late: AtomicU64,
+    wasted: AtomicU64,
+}
+
+/// What others see of an order.
+struct Order {
+    dataset: DatasetId,
+    late: AtomicU64,
+    asked: Notify,
+    depth_bytes: AtomicU64,
+    requests: AtomicU64,
+}
+
+impl Prefetcher {
+    pub(crate) fn new(arena: Arena, fetcher: Arc<Fetcher>) -> Arc<Self> {
+        let zero = || AtomicU64::new(0);
+        Arc::new(Self {
+            arena,
+            fetcher,
+            policy: Mutex::default(),
+            orders: Mutex::default(),
+            permits: Semaphore::new(ORDERS_MAX),
+            hits: zero(),
+            late: zero(),
+            wasted: zero(),
+        })
+    }
+
+    /// Takes what is set in a policy; returns what holds now.
+    pub(crate) fn set_policy(&self, policy: Policy) -> Policy {
+        let mut held = self.policy.lock().unwrap_or_else(PoisonError::into_inner);
+        *held = held.then(policy);
+        *held
+    }
+
+    pub(crate) fn policy(&self) -> Policy {
+        *self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn status(&self) -> PrefetchStatus {
+        let orders: Vec<Arc<Order>> = self.orders().iter().filter_map(Weak::upgrade).collect();
+        let sum = |of: &dyn Fn(&Order) -> u64| orders.iter().map(|order| of(order)).sum();
+        PrefetchStatus {
+            orders: orders.len() as u64,
+            depth_bytes: sum(&|order| order.depth_bytes.load(Ordering::Relaxed)),
+            requests: sum(&|order| order.requests.load(Ordering::Relaxed)),
+            hits: self.hits.load(Ordering::Relaxed),
+            late: self.late.load(Ordering::Relaxed),
+            wasted: self.wasted.load(Ordering::Relaxed),
+        }
+    }
+
+    /// A process has asked for chunks: if they were ordered, that comes too late.
+    pub(crate) fn asked(&self, dataset: DatasetId, chunks: u64) {
+        let mut orders = self.orders();
+        orders.retain(|order| order.strong_count() > 0);
+        let mut is_ordered = false;
+        for order in orders.iter().filter_map(Weak::upgrade).filter(|order| order.dataset == dataset) {
+            is_ordered = true;
+            order.late.fetch_add(chunks, Ordering::Relaxed);
+            order.asked.notify_one();
+        }
+        if is_ordered {
+            self.late.fetch_add(chunks, Ordering::Relaxed);
+        }
+    }
+
+    /// Reads an order ahead, until its end or until this is dropped.
+    pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: Vec<SampleId>) {
+        let Ok(_permit) = self.permits.acquire().await else { return };
+        let zero = || AtomicU64::new(0);
+        let (late, asked, depth_bytes, requests) = (zero(), Notify::new(), zero(), zero());
+        let order = Arc::new(Order { dataset: dataset.id(), late, asked, depth_bytes, requests });
+        self.orders().push(Arc::downgrade(&order));
+        let ahead = Ahead {
+            prefetcher: &self,
+            order: &order,
+            todo: Todo { dataset: &dataset, samples: &samples, next: 0, chunks: VecDeque::new() },
+            window: VecDeque::new(),
+            window_bytes: 0,
+            controller: Controller::new(PREFETCH_REQUESTS_MAX),
+            plan: Plan { depth_bytes: 2 * REQUEST_LEN_MAX, requests: 2 },
+            seen: Observed::default(),
+            looked: Instant::now(),
+            progressed: Instant::now(),
+            mean_len: 1,
+            is_paused: false,
+        };
+        ahead.run().await;
+    }
+
+    /// What an order may take of the arena.
+    fn memory(&self) -> u64 {
+        let orders = self.orders().iter().filter(|order| order.strong_count() > 0).count().max(1) as u64;
+        let all = self.policy().prefetch_bytes.unwrap_or(self.arena.len() / PREFETCH_SHARE);
+        // The rest is for those who ask.
+        all.min(self.arena.len() - self.arena.len() / 4) / orders
+    }
+
+    fn orders(&self) -> MutexGuard<'_, Vec<Weak<Order>>> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What is still to be fetched of an order.
+struct Todo<'a> {
+    dataset: &'a Arc<Dataset>,
+    samples: &'a [SampleId],
+    next: usize,
+    chunks: VecDeque<Chunk>,
+}
+
+impl Todo<'_> {
+    /// The next chunks that are not here, for one request.
+    fn request(&mut self) -> (Vec<Chunk>, u64) {
+        let (mut request, mut bytes) = (Vec::new(), 0);
+        let mut passed_over = 0;
+        while request.len() < REQUEST_CHUNKS_MAX && passed_over < PASSED_OVER_MAX {
+            let Some(&chunk) = self.chunks.front() else {
+                let Some(&sample) = self.samples.get(self.next) else { break };
+                self.next += 1;
+                passed_over += 1;
+                let Some((size, blocks)) = self.dataset.catalog().sample(sample) else { continue };
+                for (part, block) in (0..).zip(blocks.map(BlockId)) {
+                    let block_len = dayfly_meta::catalog::block_len(size, part);
+                    self.chunks.extend(Chunk::all(block, block_len));
+                }
+                continue;
+            };
+            let len = self.dataset.chunk(chunk).map_or(0, |(len, _)| len);
+            if len == 0 || self.dataset.is_here(chunk.block) {
+                self.chunks.pop_front();
+                continue;
+            }
+            if !request.is_empty() && bytes + len > REQUEST_LEN_MAX {
+                break;
+            }
+            self.chunks.pop_front();
+            request.push(chunk);
+            bytes += len;
+        }
+        (request, bytes)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.chunks.is_empty() && self.next == self.samples.len()
+    }
+
+    fn put_back(&mut self, chunks: impl DoubleEndedIterator<Item = Chunk>) {
+        chunks.rev().for_each(|chunk| self.chunks.push_front(chunk));
+    }
+}
+
+/// A chunk that has come and was not read yet.
+struct Waiting {
+    chunk: Chunk,
+    lease: Lease,
+    since: Instant,
+}
+
+/// An order that is being read ahead.
+struct Ahead<'a> {
+    prefetcher: &'a Arc<Prefetcher>,
+    order: &'a Order,
+    todo: Todo<'a>,
+    window: VecDeque<Waiting>,
+    window_bytes: u64,
+    controller: Controller,
+    plan: Plan,
+    seen: Observed,
+    looked: Instant,
+    /// When something was last read.
+    progressed: Instant,
+    mean_len: u64,
+    /// Whether all was given back, for nobody read.
+    is_paused: bool,
+}
+
+impl Ahead<'_> {
+    async fn run(mut self) {
+        let mut flights = FuturesUnordered::new();
+        let mut flight_bytes = 0;
+        loop {
+            self.look();
+            while !self.is_paused
+                && flights.len() < self.plan.requests
+                && self.window_bytes + flight_bytes < self.plan.depth_bytes
+            {
+                let (chunks, bytes) = self.todo.request();
+                if chunks.is_empty() {
+                    break;
+                }
+                flight_bytes += bytes;
+                flights.push(fetch(self.prefetcher.fetcher.clone(), self.todo.dataset, chunks, bytes));
+            }
+            let is_through = self.todo.is_empty() && flights.is_empty();
+            if is_through && self.window.is_empty() {
+                return;
+            }
+            let is_idle = self.progressed.elapsed() > Duration::from_millis(50);
+            let pause = if is_idle { IDLE_INTERVAL } else { LOOK_INTERVAL };
+            tokio::select! {
+                Some(flight) = flights.next() => {
+                    flight_bytes -= flight.bytes;
+                    self.land(flight);
+                }
+                () = self.order.asked.notified() => {
+                    self.progressed = Instant::now();
+                    self.is_paused = false;
+                }
+                () = sleep(pause) => {}
+            }
+        }
+    }
+
+    fn land(&mut self, flight: Flight) {
+        let mut left: Vec<Option<Chunk>> = flight.chunks.into_iter().map(Some).collect();
+        for (at, fetched) in flight.part {
+            let Some(chunk) = left.get_mut(at as usize).and_then(Option::take) else { continue };
+            // What has failed fails again for its reader, who is the one to be told.
+            let Fetched::Leased(lease) = fetched else { continue };
+            if !lease.was_read() {
+                self.window_bytes += lease.len();
+                self.mean_len = (self.mean_len * 15 + lease.len()) / 16 + 1;
+                self.window.push_back(Waiting { chunk, lease, since: Instant::now() });
+            }
+        }
+        // There was no room for these.
+        let left: Vec<Chunk> = left.into_iter().flatten().collect();
+        self.seen.is_short |= !left.is_empty();
+        self.todo.put_back(left.into_iter());
+        if flight.is_remote {
+            self.seen.latency = Some(self.seen.latency.map_or(flight.took, |shortest| shortest.min(flight.took)));
+        }
+    }
+
+    /// Lets go of what was read, and has the controller think again when it is time.
+    fn look(&mut self) {
+        let (mut at, mut hits, mut read_bytes) = (0, 0, 0);
+        while at < self.window.len().min(OUT_OF_ORDER_MAX) {
+            if self.window[at].lease.was_read() {
+                let read = self.window.remove(at);
+                read_bytes += read.map_or(0, |read| read.lease.len());
+                hits += 1;
+            } else {
+                at += 1;
+            }
+        }
+        self.window_bytes -= read_bytes;
+        self.seen.read_bytes += read_bytes;
+        self.prefetcher.hits.fetch_add(hits, Ordering::Relaxed);
+        if hits > 0 {
+            self.progressed = Instant::now();
+            self.drop_overtaken();
+        } else if !self.window.is_empty() && self.progressed.elapsed() > ORDER_IDLE_TIMEOUT {
+            self.give_back();
+        }
+        let elapsed = self.looked.elapsed();
+        if elapsed >= INTERVAL {
+            self.control(elapsed);
+        }
+    }
+
+    fn control(&mut self, elapsed: Duration) {
+        let policy = self.prefetcher.policy();
+        let late = self.order.late.swap(0, Ordering::Relaxed);
+        let seen = Observed {
+            elapsed,
+            was_late: late > 0,
+            // What it asked for itself, it read.
+            read_bytes: self.seen.read_bytes + late * self.mean_len,
+            is_short: self.seen.is_short || self.prefetcher.arena.is_short(),
+            memory: self.prefetcher.memory(),
+            request_len: (self.mean_len * REQUEST_CHUNKS_MAX as u64).min(REQUEST_LEN_MAX),
+            ..self.seen
+        };
+        self.plan = self.controller.step(seen);
+        if let Some(Depth::Samples(samples)) = policy.prefetch {
+            self.plan.depth_bytes = (u64::from(samples) * self.mean_len).min(seen.memory);
+        }
+        self.order.depth_bytes.store(self.plan.depth_bytes, Ordering::Relaxed);
+        self.order.requests.store(self.plan.requests as u64, Ordering::Relaxed);
+        self.seen = Observed::default();
+        self.looked = Instant::now();
+    }
+
+    /// What others behind it were read long since will not be read.
+    fn drop_overtaken(&mut self) {
+        while self.window.front().is_some_and(|first| first.since.elapsed() > ORDER_IDLE_TIMEOUT) {
+            let overtaken = self.window.pop_front();
+            self.window_bytes -= overtaken.map_or(0, |overtaken| overtaken.lease.len());
+            self.prefetcher.wasted.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Nobody reads: others may have the room. What was ahead is fetched again when somebody does.
+    fn give_back(&mut self) {
+        self.prefetcher.wasted.fetch_add(self.window.len() as u64, Ordering::Relaxed);
+        let chunks: Vec<Chunk> = self.window.drain(..).map(|waiting| waiting.chunk).collect();
+        self.todo.put_back(chunks.into_iter());
+        self.window_bytes = 0;
+        self.is_paused = true;
+        self.controller = Controller::new(PREFETCH_REQUESTS_MAX);
+    }
+}
+
+/// A request that has ended.
+struct Flight {
+    chunks: Vec<Chunk>,
+    bytes: u64,
+    part: Part,
+    took: Duration,
+    /// Whether anything came over the network for it.
+    is_remote: bool,
+}
+
+async fn fetch(fetcher: Arc<Fetcher>, dataset: &Arc<Dataset>, chunks: Vec<Chunk>, bytes: u64) -> Flight {
+    let start = Instant::now();
+    let mut fetching = fetcher.begin_if_room(dataset, &chunks, bytes);
+    let is_remote = fetching.load_bytes > 0;
+    let mut part = Part::new();
+    while let Some(more) = fetching.next().await {
+        part.extend(more);
+    }
+    if part.is_empty() {
+        // No room at all: not at once again.
+        sleep(INTERVAL).await;
+    }
+    Flight { chunks, bytes, part, took: start.elapsed(), is_remote }
+}

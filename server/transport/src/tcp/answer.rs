@@ -1,0 +1,204 @@
+//! Sending what was pulled. What the page cache has of small pieces is gathered into frames, and of large ones sent by the kernel
+//! without a copy; for what it has not, a thread asks the drive for all of the answer at once, sorted by place, and waits.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PAGE_SIZE};
+use dayfly_meta::wire::frame::Kind;
+use rustix::fs::{Advice, fadvise};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use tokio::sync::oneshot;
+
+use super::serve::refusal;
+use super::stream::{FileRange, Outgoing, Sender, join_body};
+use super::turns::Turns;
+use crate::{Answer, Piece};
+
+/// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
+const SENDFILE_LEN_MIN: u64 = 32 << 10;
+/// A cold piece is waited for at steps of this; the drive reads what lies between together.
+const WAIT_STEP: u64 = 128 << 10;
+
+/// Sends an answer and its pieces. A failed send means that the stream is dead, which its reader finds too.
+pub(super) async fn send_answer(
+    sender: &Sender,
+    request: u64,
+    room: &[u64],
+    answer: Result<Answer, String>,
+    peer: NodeId,
+    turns: &Turns,
+) {
+    let Answer { message, pieces } = match answer.and_then(|answer| fitting(answer, room)) {
+        Ok(answer) => answer,
+        Err(reason) => {
+            let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body: refusal(reason) }).await;
+            return;
+        }
+    };
+    let lens: Vec<u64> = pieces.iter().map(Piece::len).collect();
+    let body = join_body(&lens, &message);
+    let argument = lens.iter().sum();
+    if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
+        return;
+    }
+    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, is_warm: false };
+    if let Err(error) = gather.send(&pieces, peer, turns).await {
+        tracing::debug!(%error, "cannot send a block");
+        let body = refusal(format!("cannot read what it holds: {error}"));
+        let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body }).await;
+    }
+}
+
+fn fitting(answer: Answer, room: &[u64]) -> Result<Answer, String> {
+    let fits = answer.pieces.len() <= room.len() && answer.pieces.iter().zip(room).all(|(piece, &room)| piece.len() <= room);
+    let message_fits = answer.message.len() + answer.pieces.len() * 8 + 4 <= FRAME_BODY_LEN_MAX;
+    if fits && message_fits { Ok(answer) } else { Err("the answer does not fit".to_owned()) }
+}
+
+/// An answer on its way.
+struct Gather<'a> {
+    sender: &'a Sender,
+    request: u64,
+    body: Vec<u8>,
+    left: usize,
+    /// Whether a thread has waited for all of it already.
+    is_warm: bool,
+}
+
+impl Gather<'_> {
+    async fn send(&mut self, pieces: &[Piece], peer: NodeId, turns: &Turns) -> io::Result<()> {
+        for (at, piece) in pieces.iter().enumerate() {
+            let Piece::File { file, offset, len, revoked } = piece else {
+                let Piece::Bytes(bytes) = piece else { continue };
+                self.add_bytes(bytes).await?;
+                continue;
+            };
+            if *len >= SENDFILE_LEN_MIN {
+                if !self.is_warm && !is_cached(file, *offset, *len) {
+                    self.warm(&pieces[at..], peer, turns).await?;
+                }
+                let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
+                self.add_file(range).await?;
+            } else {
+                self.add_small(pieces, at, peer, turns).await?;
+            }
+            if revoked.load(Ordering::Acquire) {
+                return Err(io::Error::other("it has just been given up"));
+            }
+        }
+        let body = std::mem::take(&mut self.body);
+        let _ = self.sender.send(Outgoing::Last { request: self.request, body }).await;
+        Ok(())
+    }
+
+    async fn add_bytes(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let count = bytes.len().min(FRAME_BODY_LEN_MAX - self.body.len());
+            self.body.extend_from_slice(&bytes[..count]);
+            bytes = &bytes[count..];
+            self.flush_if_full(1).await?;
+        }
+        Ok(())
+    }
+
+    async fn add_small(&mut self, pieces: &[Piece], at: usize, peer: NodeId, turns: &Turns) -> io::Result<()> {
+        let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(()) };
+        let len = *len as usize;
+        self.flush_if_full(len).await?;
+        if self.body.capacity() == 0 {
+            self.body.reserve_exact(self.left.min(FRAME_BODY_LEN_MAX));
+        }
+        let start = self.body.len();
+        self.body.resize(start + len, 0);
+        let mut cached = read_cached(file, *offset, &mut self.body[start..])?;
+        if cached < len && !self.is_warm {
+            self.warm(&pieces[at..], peer, turns).await?;
+            cached = read_cached(file, *offset, &mut self.body[start..])?;
+        }
+        if cached < len {
+            let (file, from) = (file.clone(), offset + cached as u64);
+            let mut body = std::mem::take(&mut self.body);
+            let reading =
+                tokio::task::spawn_blocking(move || file.read_exact_at(&mut body[start + cached..], from).map(|()| body));
+            self.body = reading.await.map_err(io::Error::other)??;
+        }
+        self.left -= len;
+        Ok(())
+    }
+
+    async fn add_file(&mut self, range: FileRange) -> io::Result<()> {
+        self.flush().await?;
+        self.left -= range.len as usize;
+        let (sent, whole) = oneshot::channel();
+        let file = Outgoing::File { request: self.request, range, sent };
+        self.sender.send(file).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
+        match whole.await {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(io::Error::other("it has just been given up")),
+            Err(_) => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
+    /// Waits until the drive has given all that is left of the answer.
+    async fn warm(&mut self, pieces: &[Piece], peer: NodeId, turns: &Turns) -> io::Result<()> {
+        self.is_warm = true;
+        let mut ranges: Vec<(Arc<File>, u64, u64)> = Vec::new();
+        for piece in pieces {
+            if let Piece::File { file, offset, len, .. } = piece {
+                ranges.push((file.clone(), *offset, *len));
+            }
+        }
+        let turn = turns.take(peer).await;
+        let read = move || {
+            let _turn = turn;
+            ranges.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
+            for (file, offset, len) in &ranges {
+                // A hint: where it is not taken, reading below waits for longer.
+                let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
+            }
+            let mut byte = [0];
+            for (file, offset, len) in &ranges {
+                let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
+                // A failure shows again where the bytes are taken.
+                steps.for_each(|at| drop(file.read_at(&mut byte, at)));
+            }
+        };
+        tokio::task::spawn_blocking(read).await.map_err(io::Error::other)
+    }
+
+    /// Makes room for so many bytes in the frame.
+    async fn flush_if_full(&mut self, len: usize) -> io::Result<()> {
+        if self.body.len() + len > FRAME_BODY_LEN_MAX { self.flush().await } else { Ok(()) }
+    }
+
+    async fn flush(&mut self) -> io::Result<()> {
+        if self.body.is_empty() {
+            return Ok(());
+        }
+        let body = std::mem::take(&mut self.body);
+        let frame = Outgoing::Frame { kind: Kind::Data, request: self.request, argument: 0, body };
+        self.sender.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+}
+
+/// Reads what is in the page cache, without ever waiting for a drive: from there it is not worth another thread's while.
+fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
+        Ok(count) => Ok(count),
+        // Not cached, or a file system that cannot tell.
+        Err(Errno::AGAIN | Errno::INTR | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a range seems to be in the page cache: its ends and its middle are.
+fn is_cached(file: &File, offset: u64, len: u64) -> bool {
+    let last = offset + len - 1;
+    let places = [offset, (offset + len / 2) / PAGE_SIZE * PAGE_SIZE, last];
+    places.into_iter().all(|place| read_cached(file, place, &mut [0]).is_ok_and(|count| count == 1))
+}

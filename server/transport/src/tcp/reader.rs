@@ -1,0 +1,180 @@
+//! Frames on their way in. Small ones go through a buffer; bulk bytes go from the socket straight into their slots, many slots
+//! with one system call.
+
+use std::io::{self, IoSliceMut};
+
+use dayfly_meta::wire::frame::{PEER_HEADER_LEN, PeerHeader};
+use tokio::net::tcp::OwnedReadHalf;
+
+use crate::Slot;
+
+/// Read ahead of what is looked at.
+const BUFFER_LEN: usize = 64 << 10;
+/// Slots filled with one call.
+const SLICES_MAX: usize = 256;
+
+/// The reading half of a connection.
+pub(super) struct Reader {
+    half: OwnedReadHalf,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Reader {
+    pub(super) fn new(half: OwnedReadHalf) -> Self {
+        Self { half, buffer: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0 }
+    }
+
+    /// The next frame's header; an error also where the stream ends.
+    pub(super) async fn header(&mut self) -> io::Result<PeerHeader> {
+        let mut bytes = [0; PEER_HEADER_LEN];
+        self.exactly(&mut bytes).await?;
+        PeerHeader::decode(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    }
+
+    /// A frame's body, whose length its header has bounded.
+    pub(super) async fn body(&mut self, header: &PeerHeader) -> io::Result<Vec<u8>> {
+        let mut body = vec![0; header.body_len as usize];
+        self.exactly(&mut body).await?;
+        Ok(body)
+    }
+
+    /// A `Data` frame's bytes, into the slots.
+    pub(super) async fn land(&mut self, landing: &mut Landing, len: u64) -> io::Result<()> {
+        let mut left = len as usize;
+        while left > 0 {
+            if self.start < self.end {
+                let space = landing.space().ok_or_else(too_many)?;
+                let count = space.len().min(left).min(self.end - self.start);
+                space[..count].copy_from_slice(&self.buffer[self.start..self.start + count]);
+                self.start += count;
+                landing.advance(count);
+                left -= count;
+                continue;
+            }
+            let (start, end) = (&mut self.start, &mut self.end);
+            let mut slices = landing.spaces(left);
+            let room: usize = slices.iter().map(|slice| slice.len()).sum();
+            if room == 0 {
+                return Err(too_many());
+            }
+            if room == left {
+                // What follows the frame comes with the same call.
+                slices.push(IoSliceMut::new(&mut self.buffer));
+            }
+            let got = read(&self.half, &mut slices).await?;
+            drop(slices);
+            (*start, *end) = (0, got.saturating_sub(left));
+            landing.advance(got.min(left));
+            left -= got.min(left);
+        }
+        Ok(())
+    }
+
+    async fn exactly(&mut self, mut out: &mut [u8]) -> io::Result<()> {
+        loop {
+            let count = out.len().min(self.end - self.start);
+            out[..count].copy_from_slice(&self.buffer[self.start..self.start + count]);
+            self.start += count;
+            out = &mut out[count..];
+            if out.is_empty() {
+                return Ok(());
+            }
+            (self.start, self.end) = (0, 0);
+            let long = out.len() >= BUFFER_LEN;
+            let target = if long { &mut *out } else { &mut self.buffer };
+            let got = read(&self.half, &mut [IoSliceMut::new(target)]).await?;
+            if long {
+                out = &mut out[got..];
+            } else {
+                self.end = got;
+            }
+        }
+    }
+}
+
+/// At least a byte, or an error where the stream ends.
+async fn read(half: &OwnedReadHalf, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    loop {
+        match half.try_read_vectored(slices) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(got) => return Ok(got),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => half.readable().await?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn too_many() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "more bytes than were announced")
+}
+
+/// Bytes of bulk on their way into slots, in order.
+pub(super) struct Landing {
+    slots: Vec<Slot>,
+    lens: Vec<u64>,
+    slot: usize,
+    offset: usize,
+}
+
+impl Landing {
+    /// `lens[i]` bytes will land in `slots[i]`; `None` if they do not fit.
+    pub(super) fn new(slots: Vec<Slot>, lens: Vec<u64>) -> Option<Self> {
+        let fits = lens.len() <= slots.len() && slots.iter().zip(&lens).all(|(slot, &len)| len <= slot.len() as u64);
+        fits.then(|| {
+            let mut landing = Self { slots, lens, slot: 0, offset: 0 };
+            landing.advance(0);
+            landing
+        })
+    }
+
+    /// Whether all bytes have landed.
+    pub(super) fn is_complete(&self) -> bool {
+        self.slot == self.lens.len()
+    }
+
+    /// The slots, and how many bytes landed in each.
+    pub(super) fn finish(mut self) -> (Vec<Slot>, Vec<u64>) {
+        self.lens.resize(self.slots.len(), 0);
+        (self.slots, self.lens)
+    }
+
+    /// Where the next bytes go.
+    fn space(&mut self) -> Option<&mut [u8]> {
+        let len = *self.lens.get(self.slot)? as usize;
+        self.slots.get_mut(self.slot)?.get_mut(self.offset..len)
+    }
+
+    /// Where the next `len` bytes go, as far as one call reaches.
+    fn spaces(&mut self, len: usize) -> Vec<IoSliceMut<'_>> {
+        let (mut left, mut offset) = (len, self.offset);
+        let mut slices = Vec::with_capacity(SLICES_MAX.min(self.lens.len() - self.slot) + 1);
+        for (slot, &slot_len) in self.slots[self.slot..].iter_mut().zip(&self.lens[self.slot..]) {
+            if left == 0 || slices.len() == SLICES_MAX {
+                break;
+            }
+            let count = (slot_len as usize - offset).min(left);
+            if count > 0 {
+                slices.push(IoSliceMut::new(&mut slot[offset..offset + count]));
+            }
+            left -= count;
+            offset = 0;
+        }
+        slices
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        while let Some(&len) = self.lens.get(self.slot) {
+            let here = count.min(len as usize - self.offset);
+            self.offset += here;
+            count -= here;
+            if self.offset < len as usize {
+                return;
+            }
+            self.slot += 1;
+            self.offset = 0;
+        }
+    }
+}
