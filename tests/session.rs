@@ -136,7 +136,7 @@ fn local_reads_send_no_message_and_are_counted() {
         assert!(buffer[..100].iter().all(|&byte| byte == number));
     }
     signal(pid, Signal::SIGCONT);
-    assert_eq!(cluster.status()["nodes"][0]["local_reads"], 50);
+    assert_eq!(cluster.status()["nodes"][0]["reads"]["segment"]["count"], 50);
     cluster.down();
 }
 

@@ -1,34 +1,52 @@
-//! The server's arena, mapped read-only: bytes are copied out of leased slots and nowhere else.
+//! The server's arena, mapped read-only: bytes are copied out of it, or looked at while they are leased, and marked as read.
 
 use std::fs::File;
 use std::io;
 
+use dayfly_meta::limits::ARENA_UNIT;
+use dayfly_meta::shared::SharedMarks;
 use memmap2::{MmapOptions, MmapRaw};
 
 /// A mapped arena.
 pub(crate) struct Arena {
     map: MmapRaw,
+    marks: SharedMarks,
 }
 
 impl Arena {
-    pub(crate) fn map(file: &File, len: u64) -> io::Result<Self> {
+    pub(crate) fn map(file: &File, marks: &File, len: u64) -> io::Result<Self> {
         if file.metadata()?.len() < len {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the arena is smaller than was said"));
         }
         let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
-        Ok(Self { map })
+        Ok(Self { map, marks: SharedMarks::map(marks, (len / ARENA_UNIT) as usize)? })
     }
 
     /// Copies from `offset`; `false`, and nothing copied, where that is not within the arena.
     pub(crate) fn copy_to(&self, offset: u64, buffer: &mut [u8]) -> bool {
-        let end = offset.checked_add(buffer.len() as u64);
-        if end.is_none_or(|end| end > self.map.len() as u64) {
+        if !self.has(offset, buffer.len() as u64) {
             return false;
         }
         // SAFETY: the range lies within the mapping, as just checked; the memfd is sealed against shrinking, so no access
-        // faults. The server does not write to a slot while we hold its lease, and should it do so all the same, bytes are
-        // bytes: no reference to them is ever made, and what is read is checked by whoever asked for that.
+        // faults. The server does not write to a slot while we hold its lease, or else the copier finds that the block is not
+        // there any more; no reference to the bytes is ever made here.
         unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(offset as usize), buffer.as_mut_ptr(), buffer.len()) };
         true
+    }
+
+    /// The bytes of a leased chunk; nothing where that is not within the arena.
+    pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
+        // SAFETY: the range lies within the mapping, which lives as long as `self` and never faults, as above. While the caller
+        // holds the lease the server writes nothing there, and it alone maps the arena writable.
+        self.has(offset, len).then(|| unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), len as usize) })
+    }
+
+    /// Says that the chunk that begins here was read.
+    pub(crate) fn mark(&self, offset: u64) {
+        self.marks.add((offset / ARENA_UNIT) as usize);
+    }
+
+    fn has(&self, offset: u64, len: u64) -> bool {
+        offset.checked_add(len).is_some_and(|end| end <= self.map.len() as u64)
     }
 }

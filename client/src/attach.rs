@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use arc_swap::{ArcSwap, Guard};
 use dayfly_meta::board::{Board, Counters};
-use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::id::{NodeId, SampleId, SessionId};
+use dayfly_meta::limits::ORDER_PART_SAMPLES;
 use dayfly_meta::wire::VERSION;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
 use crate::locate::Location;
@@ -29,8 +31,12 @@ pub struct Session {
     prefix: Vec<u8>,
     verify_reads: bool,
     board: Board,
-    pub(crate) counters: Counters,
+    counters: Counters,
+    /// This process's place in the counters.
+    slot: AtomicU32,
     pub(crate) arena: Arena,
+    /// Batches that are taken to be cold.
+    cold_batches: AtomicU32,
     /// The process whose connections these are: a forked child must not speak on its parent's.
     home: AtomicU32,
     idle: Pool<Socket>,
@@ -65,10 +71,10 @@ impl Session {
         let _no_fork = fork::hold();
         let path = location.socket(node);
         let (socket, welcome, files) = open(&path)?;
-        let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, .. } = welcome else {
+        let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
             return Err(ClientError::Protocol("no welcome"));
         };
-        let [board, counters, arena]: [File; 3] =
+        let [board, counters, arena, marks]: [File; 4] =
             files.try_into().map_err(|_| ClientError::Protocol("a welcome without its files"))?;
         let session = Self {
             path,
@@ -79,7 +85,9 @@ impl Session {
             verify_reads,
             board: Board::map(&board, false)?,
             counters: Counters::map(&counters)?,
-            arena: Arena::map(&arena, arena_len)?,
+            slot: AtomicU32::new(slot),
+            arena: Arena::map(&arena, &marks, arena_len)?,
+            cold_batches: AtomicU32::new(0),
             home: AtomicU32::new(std::process::id()),
             idle: Pool::new(),
             datasets: ArcSwap::default(),
@@ -190,21 +198,102 @@ impl Session {
         })
     }
 
+    /// Has the server fetch ahead what will be read, in the order in which it will be: at once, and until the result is dropped. A
+    /// process may have several orders; what it reads in another order than it said is only slower.
+    pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order<'_>, ClientError> {
+        let mut socket = self.take_socket()?;
+        let mut order = order.into_iter().peekable();
+        loop {
+            let samples: Vec<SampleId> = order.by_ref().take(ORDER_PART_SAMPLES).collect();
+            let is_last = order.peek().is_none();
+            socket.send(&FromClient::Order { dataset: dataset.id(), samples, is_last })?;
+            if is_last {
+                break;
+            }
+        }
+        match socket.receive()?.0 {
+            FromServer::Ordered => Ok(Order { _session: self, _socket: socket }),
+            other => Err(unexpected(other)),
+        }
+    }
+
     /// Speaks with the server, on an idle connection of this process or a fresh one.
     pub(crate) fn converse<T>(&self, speak: impl FnOnce(&mut Socket) -> Result<T, ClientError>) -> Result<T, ClientError> {
-        // A child that shares its parent's memory (`vfork`), or whose fork we were not told of, leaves the pool alone.
-        let is_home = self.home.load(Ordering::Acquire) == std::process::id();
-        let mut socket = match is_home.then(|| self.idle.take()).flatten() {
-            Some(socket) => socket,
-            None => Box::new(open(&self.path)?.0),
-        };
+        let mut socket = self.take_socket()?;
         let result = speak(&mut socket);
         // After a failure an answer may still be under way that belongs to nothing any more.
-        if is_home && result.is_ok() {
-            self.idle.put(socket);
+        if result.is_ok() {
+            self.put_socket(socket);
         }
         result
     }
+
+    /// An idle connection of this process, or a fresh one.
+    pub(crate) fn take_socket(&self) -> Result<Box<Socket>, ClientError> {
+        match self.is_home().then(|| self.idle.take()).flatten() {
+            Some(socket) => Ok(socket),
+            None => {
+                let (socket, welcome, _) = open(&self.path)?;
+                if let FromServer::Welcome { slot, .. } = welcome {
+                    self.slot.store(slot, Ordering::Relaxed);
+                }
+                Ok(Box::new(socket))
+            }
+        }
+    }
+
+    /// Lets the next one use a connection on which nothing is under way.
+    pub(crate) fn put_socket(&self, socket: Box<Socket>) {
+        if self.is_home() {
+            self.idle.put(socket);
+        }
+    }
+
+    /// A child that shares its parent's memory (`vfork`), or whose fork we were not told of, leaves the pool alone.
+    fn is_home(&self) -> bool {
+        self.home.load(Ordering::Acquire) == std::process::id()
+    }
+
+    /// Counts what was read.
+    pub(crate) fn count(&self, source: Source, count: u64, bytes: u64) {
+        self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
+    }
+
+    /// Whether a batch is taken to be cold: one just before was, or, with a number, this one is and so many will be.
+    pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
+        // Roughly is enough.
+        let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));
+        if left > 0 {
+            self.cold_batches.store(left - 1, Ordering::Relaxed);
+        }
+        left > 0
+    }
+
+    /// From here on, until the result is dropped, what is kept on this node stays where it is found.
+    pub(crate) fn begin_views(&self) -> Views<'_> {
+        let slot = self.slot.load(Ordering::Relaxed);
+        self.counters.begin_view(slot);
+        Views { counters: &self.counters, slot }
+    }
+}
+
+/// See [`Session::begin_views`].
+pub(crate) struct Views<'a> {
+    counters: &'a Counters,
+    slot: u32,
+}
+
+impl Drop for Views<'_> {
+    fn drop(&mut self) {
+        self.counters.end_view(self.slot);
+    }
+}
+
+/// An order that the server reads ahead, as long as this lives.
+pub struct Order<'a> {
+    _session: &'a Session,
+    /// The order ends with its connection.
+    _socket: Box<Socket>,
 }
 
 /// A connection on which both sides know each other.

@@ -6,11 +6,15 @@ use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Catalog;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
+use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::locations::Locations;
+use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::wire::status::Source;
 
 use crate::ClientError;
+use crate::arena::Arena;
 use crate::kept::Kept;
-use crate::segment_map::{Copied, SegmentMap};
+use crate::segment_map::{self, Copied, SegmentMap};
 
 /// A dataset of the session.
 pub struct Dataset {
@@ -52,9 +56,9 @@ impl Dataset {
         &self.catalog
     }
 
-    /// Whether this node holds the block.
+    /// Whether this node has the block on its drives: as its owner, or kept for the next time.
     pub fn is_here(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some()
+        self.locations.find(block).is_some_and(|location| location.place().is_some())
     }
 
     /// Whether its bytes have been given up; what was copied before this is asked may be zeros.
@@ -62,22 +66,32 @@ impl Dataset {
         self.locations.is_gone()
     }
 
-    /// Where the bytes of a block lie that this node holds: its segment, and the offset there.
+    /// Where the bytes of a block lie that this node owns, for as long as the dataset is there: its segment, and the offset there.
     pub fn place(&self, block: BlockId) -> Option<(&File, u64)> {
-        let place = self.locations.find(block)?;
+        let Location::Owned(place) = self.locations.find(block)? else { return None };
         let (segment, _) = self.segments.get(usize::from(place.drive))?;
         Some((segment, place.offset))
     }
 
-    /// Where a block lies among all that this node holds: by drive, then front to back.
+    /// Where a block lies among all that this node has on its drives: by drive, then front to back.
     pub(crate) fn position(&self, block: BlockId) -> Option<u64> {
-        self.locations.find(block).map(|place| place.pack())
+        self.locations.find(block)?.place().map(|place| Location::Owned(place).pack())
+    }
+
+    /// Where a block can be found without asking.
+    pub(crate) fn find(&self, block: BlockId) -> Option<Location> {
+        self.locations.find(block)
+    }
+
+    /// Says that a block's location will be asked for.
+    pub(crate) fn prefetch_location(&self, block: BlockId) {
+        self.locations.prefetch(block);
     }
 
     /// Says that a sample is about to be read.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };
-        let place = if size > 0 { self.locations.find(BlockId(blocks.start)) } else { None };
+        let place = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::place) } else { None };
         if let Some(place) = place
             && let Some((_, map)) = self.segments.get(usize::from(place.drive))
         {
@@ -85,18 +99,66 @@ impl Dataset {
         }
     }
 
-    /// Reads from a block that this node holds, at most one system call; `false` where it does not hold it.
-    pub(crate) fn read_here(&self, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<bool, ClientError> {
-        let Some(place) = self.locations.find(block) else { return Ok(false) };
+    /// Bytes of a segment as they lie there, if they can be mapped. Those of what is only kept count for as long as the caller has
+    /// said that it has views.
+    pub(crate) fn view(&self, place: Place, len: u64) -> Option<&[u8]> {
+        let (segment, map) = self.segments.get(usize::from(place.drive))?;
+        map.view(segment, place.offset, len)
+    }
+
+    /// Has the drives begin to read what is perhaps not in memory, all of it at once.
+    pub(crate) fn read_ahead(&self, places: &mut [(Place, u64)]) {
+        places.sort_unstable_by_key(|(place, _)| (place.drive, place.offset));
+        for (place, len) in places {
+            if let Some((segment, _)) = self.segments.get(usize::from(place.drive)) {
+                segment_map::read_ahead(segment, place.offset, *len);
+            }
+        }
+    }
+
+    /// Whether a mapped range of a segment is in memory.
+    pub(crate) fn is_resident(&self, place: Place, len: u64) -> bool {
+        self.segments.get(usize::from(place.drive)).is_some_and(|(_, map)| map.is_resident(place.offset, len))
+    }
+
+    /// Reads from a block without asking, with at most one system call; `None` where it is neither on the drives nor in the arena.
+    pub(crate) fn read_here(
+        &self,
+        arena: &Arena,
+        block: BlockId,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<Option<Source>, ClientError> {
+        while let Some(location) = self.locations.find(block) {
+            let (result, source) = match location {
+                Location::Owned(place) => return self.read_segment(place, offset, buffer).map(|()| Some(Source::Segment)),
+                Location::Kept(place) => (self.read_segment(place, offset, buffer), Source::Kept),
+                Location::Arena { unit, .. } => {
+                    let start = u64::from(unit) * ARENA_UNIT;
+                    if !arena.copy_to(start.saturating_add(offset), buffer) {
+                        return Err(ClientError::Protocol("a location outside of the arena"));
+                    }
+                    arena.mark(start);
+                    (Ok(()), Source::Arena)
+                }
+            };
+            // It may have been given up meanwhile, and come back elsewhere.
+            if self.locations.is_still(block, location) {
+                return result.map(|()| Some(source));
+            }
+        }
+        Ok(None)
+    }
+
+    fn read_segment(&self, place: Place, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let (segment, map) =
             self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
         let offset = place.offset + offset;
         match map.copy(segment, offset, buffer) {
-            Copied::Yes => {}
-            Copied::No => segment.read_exact_at(buffer, offset).map_err(|error| self.segment_error(error))?,
-            Copied::Fault => return Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
+            Copied::Yes => Ok(()),
+            Copied::No => segment.read_exact_at(buffer, offset).map_err(|error| self.segment_error(error)),
+            Copied::Fault => Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
         }
-        Ok(true)
     }
 
     /// A segment that was given up is shorter than it was.

@@ -52,6 +52,16 @@ pub enum ClientError {
     /// The catalog cannot be used.
     #[error("{0}")]
     Catalog(#[from] dayfly_meta::catalog::CatalogError),
+    /// What was asked for by its path cannot be opened.
+    #[error("'{path}': {reason}")]
+    Path {
+        /// The path.
+        path: String,
+        /// Why not.
+        reason: String,
+        /// The errno that a program sees.
+        errno: i32,
+    },
     /// A block cannot be had from its node.
     #[error("{0}")]
     Unreachable(String),

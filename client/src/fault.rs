@@ -1,6 +1,9 @@
 //! Copying out of a mapped file whose bytes may not be there: the drive may fail, or the server give the file up. The
 //! processor then faults, the kernel sends SIGBUS, and our handler lets the copy return early instead of ending the process.
 //!
+//! Where the program itself looks at bytes in place, the page that is not there becomes one of zeros, and who gave the view out
+//! knows that the file is gone.
+//!
 //! Only a process that has called [`install`] is served; until then nothing is mapped. Whatever else raises SIGBUS goes to
 //! whoever wanted it before us.
 
@@ -9,6 +12,7 @@ use std::mem::{MaybeUninit, transmute};
 use std::ptr::null;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
+use dayfly_meta::limits::{PAGE_SIZE, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
 use nix::libc::{self, SA_NODEFER, SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS, c_int, c_void, sigaction, siginfo_t};
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
@@ -111,6 +115,53 @@ unsafe extern "C" fn copy_until_fault(_: *mut u8, _: *const u8, len: usize) -> u
     len
 }
 
+/// Mapped ranges that are given out as views.
+static VIEWED: [(AtomicUsize, AtomicUsize); VIEWED_MAX] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; VIEWED_MAX];
+const VIEWED_MAX: usize = (SEGMENT_MAP_BYTES_MAX / SEGMENT_WINDOW_LEN) as usize;
+
+/// A mapped range whose missing pages become zeros when somebody looks at them.
+pub(crate) struct Mapped {
+    number: Option<usize>,
+}
+
+impl Mapped {
+    pub(crate) fn note(start: *const u8, len: usize) -> Self {
+        let take = |(first, _): &(AtomicUsize, AtomicUsize)| {
+            first.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let number = VIEWED.iter().position(take);
+        if let Some(number) = number {
+            VIEWED[number].1.store(len, Ordering::Release);
+        }
+        Self { number }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            VIEWED[number].1.store(0, Ordering::Release);
+            VIEWED[number].0.store(0, Ordering::Release);
+        }
+    }
+}
+
+/// Maps a page of zeros over one that is not there, if it is one of those.
+fn put_zeros(address: usize) -> bool {
+    let is_viewed = |(start, len): &(AtomicUsize, AtomicUsize)| {
+        address.checked_sub(start.load(Ordering::Acquire)).is_some_and(|within| within < len.load(Ordering::Acquire))
+    };
+    if !VIEWED.iter().any(is_viewed) {
+        return false;
+    }
+    let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;
+    let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: the page lies in a mapping of ours, whose bytes are gone; nobody but readers of views refers to it. A plain system
+    // call, which a signal handler may make.
+    let mapped = unsafe { libc::syscall(libc::SYS_mmap, page, PAGE_SIZE as usize, libc::PROT_READ, flags, -1, 0) };
+    mapped as usize == page
+}
+
 /// Lets an interrupted copy return; passes everything else on.
 unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
@@ -125,6 +176,10 @@ unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: 
                 return;
             }
         }
+    }
+    // SAFETY: the kernel passes what it knows of the fault; reading its address is what it is for.
+    if put_zeros(unsafe { (*info).si_addr() } as usize) {
+        return;
     }
     let Disposition { handler, flags } = disposition();
     match handler {
@@ -166,5 +221,19 @@ mod tests {
         assert!(copy(map.as_ptr(), &mut buffer[..4096]));
         file.set_len(0).unwrap();
         assert!(!copy(map.as_ptr(), &mut buffer[..1]));
+    }
+
+    #[test]
+    fn who_looks_at_bytes_that_are_gone_sees_zeros() {
+        install(libc::sigaction).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &[7; 8192], 0).unwrap();
+        let map = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
+        let _viewed = Mapped::note(map.as_ptr(), 8192);
+        // SAFETY: in bounds of the mapping; what is not there any more is made up by the handler, which is what is tested.
+        let look = |at: usize| unsafe { std::ptr::read_volatile(map.as_ptr().add(at)) };
+        assert_eq!((look(0), look(8191)), (7, 7));
+        file.set_len(0).unwrap();
+        assert_eq!((look(1), look(8191), look(4096)), (0, 0, 0));
     }
 }

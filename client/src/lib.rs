@@ -6,6 +6,7 @@
 
 mod arena;
 mod attach;
+mod batch;
 mod dataset;
 mod error;
 pub mod fault;
@@ -19,7 +20,8 @@ mod segment_map;
 mod socket;
 mod view;
 
-pub use attach::{Datasets, Session};
+pub use attach::{Datasets, Order, Session};
+pub use batch::{Batch, Delivered, Delivery, OnMissing};
 pub use dataset::Dataset;
 pub use error::ClientError;
 pub use order::Samples;

@@ -1,10 +1,12 @@
 //! Reading blocks: from the node's segments if they are here, else through the server's arena. Many blocks cost one
 //! message.
 
+use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::local::{FetchedBlock, FromClient, FromServer};
+use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
+use dayfly_meta::wire::status::Source;
 
 use crate::attach::unexpected;
 use crate::{ClientError, Dataset, Session};
@@ -19,8 +21,8 @@ pub struct BlockData<'a> {
     pub is_local: bool,
 }
 
-/// A batch asked of the server has at most this many bytes, so that several clients fit the arena at once.
-const BATCH_BYTES_MAX: u64 = 16 << 20;
+/// Chunks of a large block that are asked for at once; the server reads on behind them.
+const WINDOW: usize = 4;
 
 impl Session {
     /// Reads from a sample; short only at its end. `verified` remembers the last block whose checksum was seen to be right.
@@ -53,28 +55,53 @@ impl Session {
         Ok(end.saturating_sub(offset) as usize)
     }
 
-    /// Reads a part of a block.
+    /// Reads a part of a block: from what can be found without asking, or chunk by chunk as they come from the server.
     fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
-        loop {
-            if dataset.read_here(block, offset, buffer)? {
+        let end = offset + buffer.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let rest = &mut buffer[(at - offset) as usize..];
+            if let Some(source) = dataset.read_here(&self.arena, block, at, rest)? {
                 self.check_not_gone(dataset)?;
-                self.counters.count_local(buffer.len() as u64);
+                self.count(source, 1, rest.len() as u64);
                 return Ok(());
             }
-            let mut copied = false;
-            self.fetch(dataset, &[block], &mut |_, fetched| match fetched {
-                FetchedBlock::Here => Ok(()),
-                FetchedBlock::Leased { offset: place, len, .. } => {
-                    let fits = offset.checked_add(buffer.len() as u64).is_some_and(|end| end <= *len);
-                    copied = fits && self.arena.copy_to(place.saturating_add(offset), buffer);
-                    if copied { Ok(()) } else { Err(ClientError::Protocol("a lease outside of the arena")) }
-                }
-                FetchedBlock::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
-            })?;
-            if copied {
-                return self.check_not_gone(dataset);
-            }
+            at += self.read_far(dataset, block, at, rest)?;
         }
+        Ok(())
+    }
+
+    /// Reads from the start of a range what the server has got of it, at least some unless it is here now; returns how much.
+    fn read_far(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<u64, ClientError> {
+        let (_, block_len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
+        let end = offset + buffer.len() as u64;
+        let first = Chunk::at(block, offset);
+        let chunks: Vec<Chunk> =
+            Chunk::all(block, block_len).filter(|chunk| chunk.index >= first.index && chunk.start() < end).take(WINDOW).collect();
+        let mut has_come = vec![false; chunks.len()];
+        self.fetch(dataset, &chunks, &mut |at, fetched| {
+            let chunk = chunks[at];
+            let Some(len) = chunk.len_in(block_len) else { return Err(ClientError::Protocol("an unknown block")) };
+            match fetched {
+                FetchedChunk::Here => Ok(()),
+                FetchedChunk::Leased { offset: place } => {
+                    let (from, to) = (offset.max(chunk.start()), end.min(chunk.start() + len));
+                    let target = &mut buffer[(from - offset) as usize..(to - offset) as usize];
+                    if !self.arena.copy_to(place.saturating_add(from - chunk.start()), target) {
+                        return Err(ClientError::Protocol("a lease outside of the arena"));
+                    }
+                    self.arena.mark(*place);
+                    self.count(Source::Asked, 1, target.len() as u64);
+                    has_come[at] = true;
+                    Ok(())
+                }
+                FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
+            }
+        })?;
+        self.check_not_gone(dataset)?;
+        let come = has_come.iter().take_while(|&&come| come).count() as u64;
+        let until = (first.start() + come * CHUNK_LEN).min(end);
+        Ok(until.saturating_sub(offset))
     }
 
     fn read_verified(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
@@ -95,84 +122,100 @@ impl Session {
     ) -> Result<(), ClientError> {
         let mut buffer = Vec::new();
         let mut far: Vec<BlockId> = Vec::new();
-        let mut far_bytes = 0;
         for &block in blocks {
             let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
             buffer.resize(len as usize, 0);
-            if dataset.read_here(block, 0, &mut buffer)? {
+            if let Some(source) = dataset.read_here(&self.arena, block, 0, &mut buffer)? {
                 self.check_not_gone(dataset)?;
-                self.counters.count_local(len);
-                see(BlockData { block, bytes: &buffer, is_local: true })?;
-                continue;
+                self.count(source, 1, len);
+                see(BlockData { block, bytes: &buffer, is_local: matches!(source, Source::Segment | Source::Kept) })?;
+            } else if len > CHUNK_LEN {
+                self.read_part(dataset, block, 0, &mut buffer)?;
+                see(BlockData { block, bytes: &buffer, is_local: false })?;
+            } else {
+                far.push(block);
             }
-            if far.len() == BATCH_BLOCKS_MAX || !far.is_empty() && far_bytes + len > BATCH_BYTES_MAX {
-                self.read_far(dataset, &far, &mut buffer, see)?;
-                far.clear();
-                far_bytes = 0;
+            if far.len() == BATCH_BLOCKS_MAX {
+                self.read_far_blocks(dataset, &mut far, &mut buffer, see)?;
             }
-            far.push(block);
-            far_bytes += len;
         }
-        self.read_far(dataset, &far, &mut buffer, see)
+        self.read_far_blocks(dataset, &mut far, &mut buffer, see)
     }
 
-    fn read_far(
+    fn read_far_blocks(
         &self,
         dataset: &Dataset,
-        mut blocks: &[BlockId],
+        far: &mut Vec<BlockId>,
         buffer: &mut Vec<u8>,
         see: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
     ) -> Result<(), ClientError> {
+        let mut blocks = std::mem::take(far);
         while !blocks.is_empty() {
-            let mut here = Vec::new();
-            let done = self.fetch(dataset, blocks, &mut |block, fetched| match fetched {
-                FetchedBlock::Leased { offset, len, .. } => {
-                    buffer.resize((*len).min(BLOCK_SIZE_MAX) as usize, 0);
-                    if !self.arena.copy_to(*offset, buffer) {
-                        return Err(ClientError::Protocol("a lease outside of the arena"));
+            let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
+            let (mut here, mut is_done) = (Vec::new(), vec![false; blocks.len()]);
+            self.fetch(dataset, &chunks, &mut |at, fetched| {
+                is_done[at] = true;
+                match fetched {
+                    FetchedChunk::Leased { offset } => {
+                        let (_, len) = dataset.catalog().block(blocks[at]).ok_or(ClientError::Protocol("an unknown block"))?;
+                        buffer.resize(len as usize, 0);
+                        if !self.arena.copy_to(*offset, buffer) {
+                            return Err(ClientError::Protocol("a lease outside of the arena"));
+                        }
+                        self.arena.mark(*offset);
+                        self.check_not_gone(dataset)?;
+                        self.count(Source::Asked, 1, len);
+                        see(BlockData { block: blocks[at], bytes: buffer, is_local: false })
                     }
-                    self.check_not_gone(dataset)?;
-                    see(BlockData { block, bytes: buffer, is_local: false })
+                    FetchedChunk::Here => {
+                        here.push(blocks[at]);
+                        Ok(())
+                    }
+                    FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
                 }
-                FetchedBlock::Here => {
-                    here.push(block);
-                    Ok(())
-                }
-                FetchedBlock::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
             })?;
             self.read_blocks(dataset, &here, see)?;
-            blocks = &blocks[done..];
+            let mut is_done = is_done.into_iter();
+            blocks.retain(|_| is_done.next() == Some(false));
         }
         Ok(())
     }
 
-    /// Asks the server for blocks and shows what became of each: at least of the first, perhaps not of all; returns of how many. What
-    /// it leases is given back afterwards, on the connection on which it was leased.
+    /// Asks the server for chunks and shows what became of each as it comes, perhaps not of all. What it leases is given back once it
+    /// has been shown, on the connection on which it was leased.
     fn fetch(
         &self,
         dataset: &Dataset,
-        blocks: &[BlockId],
-        see: &mut dyn FnMut(BlockId, &FetchedBlock) -> Result<(), ClientError>,
-    ) -> Result<usize, ClientError> {
+        chunks: &[Chunk],
+        see: &mut dyn FnMut(usize, &FetchedChunk) -> Result<(), ClientError>,
+    ) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
         // A failure of `see` is none of the connection's.
-        let (count, seen) = self.converse(|socket| {
-            socket.send(&FromClient::Fetch { dataset: dataset.id(), blocks: blocks.to_vec() })?;
-            let fetched = match socket.receive()?.0 {
-                FromServer::Fetched { blocks: fetched } if !fetched.is_empty() && fetched.len() <= blocks.len() => fetched,
-                FromServer::Fetched { .. } => return Err(ClientError::Protocol("blocks that were not asked for")),
-                other => return Err(unexpected(other)),
-            };
-            let seen = blocks.iter().zip(&fetched).try_for_each(|(&block, fetched)| see(block, fetched));
-            let lease =
-                |fetched: &FetchedBlock| if let FetchedBlock::Leased { lease, .. } = fetched { Some(*lease) } else { None };
-            let leases: Vec<u64> = fetched.iter().filter_map(lease).collect();
-            if !leases.is_empty() {
-                socket.send(&FromClient::Release { leases })?;
+        let mut seen = Ok(());
+        self.converse(|socket| {
+            socket.send(&FromClient::Fetch { dataset: dataset.id(), chunks: chunks.to_vec() })?;
+            loop {
+                let (fetched, lease, is_last) = match socket.receive()?.0 {
+                    FromServer::Fetched { chunks, lease, is_last } => (chunks, lease, is_last),
+                    other => return Err(unexpected(other)),
+                };
+                for (at, fetched) in &fetched {
+                    if *at as usize >= chunks.len() {
+                        return Err(ClientError::Protocol("blocks that were not asked for"));
+                    }
+                    if seen.is_ok() {
+                        seen = see(*at as usize, fetched);
+                    }
+                }
+                if lease != 0 {
+                    socket.send(&FromClient::Release { leases: vec![lease] })?;
+                }
+                if is_last {
+                    return Ok(());
+                }
             }
-            Ok((fetched.len(), seen))
         })?;
-        seen.map(|()| count)
+        seen
     }
 
     /// What was copied before this passes was real.

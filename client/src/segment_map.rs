@@ -6,8 +6,10 @@ use std::os::fd::AsRawFd;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
-use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
 use memmap2::{MmapOptions, MmapRaw};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use nix::libc;
 
 use crate::fault;
 
@@ -27,6 +29,8 @@ pub(crate) struct SegmentMap {
 }
 
 struct Window {
+    /// Ends before the mapping does.
+    _mapped: fault::Mapped,
     map: MmapRaw,
     /// One bit a granule.
     touched: [AtomicU64; GRANULES / 64],
@@ -64,16 +68,43 @@ impl SegmentMap {
         if copied { Copied::Yes } else { Copied::Fault }
     }
 
+    /// The bytes of a range, if it lies in one window. Read them with care: where the segment was given up since, they are zeros.
+    pub(crate) fn view(&self, segment: &File, offset: u64, len: u64) -> Option<&[u8]> {
+        let within = offset % SEGMENT_WINDOW_LEN;
+        if within + len > SEGMENT_WINDOW_LEN || len == 0 {
+            return None;
+        }
+        let window = self.window(segment, offset)?;
+        window.touch(within, len);
+        // SAFETY: the range lies within the window, which lives as long as `self`. The bytes of a block do not change while it is
+        // where it was found; should the file be cut short, the handler of SIGBUS puts zeros in the place of its pages, and whoever
+        // has the view asks whether the dataset is gone before it believes what it read.
+        Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
+    }
+
+    /// Whether the first page of a mapped range is in memory.
+    pub(crate) fn is_resident(&self, offset: u64, len: u64) -> bool {
+        let Some(window) = self.known(offset).filter(|_| len > 0) else { return false };
+        let page = (offset % SEGMENT_WINDOW_LEN) / PAGE_SIZE * PAGE_SIZE;
+        let mut resident = 0_u8;
+        let start = window.map.as_mut_ptr().wrapping_add(page as usize);
+        // SAFETY: one page of a live mapping, and one byte to tell of it; nothing is accessed.
+        let asked = unsafe { libc::mincore(start.cast(), PAGE_SIZE as usize, &raw mut resident) };
+        asked == 0 && resident & 1 != 0
+    }
+
     /// Has the processor fetch the start of what will be copied, if it is mapped: memory answers while other things are done.
     pub(crate) fn prefetch(&self, offset: u64, len: u64) {
-        let place = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize);
-        let known = place.map_or(null_mut(), |place| place.load(Ordering::Acquire));
-        if known.is_null() {
-            return;
-        }
-        // SAFETY: as in `window`.
-        let start = unsafe { (*known).map.as_ptr() }.wrapping_add((offset % SEGMENT_WINDOW_LEN) as usize);
+        let Some(window) = self.known(offset) else { return };
+        let start = window.map.as_ptr().wrapping_add((offset % SEGMENT_WINDOW_LEN) as usize);
         fault::prefetch(start, len.min(PREFETCH_LEN));
+    }
+
+    /// The window that an offset lies in, if it is mapped.
+    fn known(&self, offset: u64) -> Option<&Window> {
+        let known = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?.load(Ordering::Acquire);
+        // SAFETY: made by `Box::into_raw` in `map`, and ended only when the segment map is.
+        (!known.is_null()).then(|| unsafe { &*known })
     }
 
     fn window(&self, segment: &File, offset: u64) -> Option<&Window> {
@@ -95,7 +126,9 @@ impl SegmentMap {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
         };
-        let window = Box::into_raw(Box::new(Window { map, touched: [const { AtomicU64::new(0) }; GRANULES / 64] }));
+        let mapped = fault::Mapped::note(map.as_ptr(), SEGMENT_WINDOW_LEN as usize);
+        let touched = [const { AtomicU64::new(0) }; GRANULES / 64];
+        let window = Box::into_raw(Box::new(Window { _mapped: mapped, map, touched }));
         match place.compare_exchange(null_mut(), window, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Some(window),
             Err(other) => {
@@ -106,6 +139,12 @@ impl SegmentMap {
             }
         }
     }
+}
+
+/// Has the drive begin to read a range that is not in memory, without waiting for it.
+pub(crate) fn read_ahead(segment: &File, offset: u64, len: u64) {
+    // A hint: without it the reads that follow wait one after another.
+    let _ = posix_fadvise(segment, offset as i64, len as i64, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
 }
 
 impl Window {

@@ -12,7 +12,8 @@ use dayfly_meta::id::BlockId;
 use dayfly_meta::path::display;
 use nix::libc;
 
-use crate::{ClientError, Dataset, Session};
+use crate::batch::{Item, Wish};
+use crate::{Batch, ClientError, Dataset, Delivery, OnMissing, Session};
 pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
 use resolve::Place;
 
@@ -62,6 +63,7 @@ impl ViewError {
             Self::Loop => libc::ELOOP,
             Self::TooLong => libc::ENAMETOOLONG,
             Self::ReadOnly => libc::EROFS,
+            Self::Client(ClientError::Path { errno, .. }) => *errno,
             Self::Client(_) => libc::EIO,
         }
     }
@@ -203,6 +205,33 @@ impl View {
         let count = self.session.read_at(&file.dataset, file.sample, offset, buffer, &mut verified)?;
         file.verified.store(verified.map_or(0, |block| u64::from(block.0) + 1), Ordering::Release);
         Ok(count)
+    }
+
+    /// Begins to read files whole, by their paths; see [`Session::read_many`].
+    pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<'_>, ClientError> {
+        self.session.begin_batch(self.wishes(paths), delivery, on_missing)
+    }
+
+    /// Reads files whole into buffers; see [`Session::read_many_into`].
+    pub fn read_many_into(
+        &self,
+        paths: &[&[u8]],
+        buffers: &mut [&mut [u8]],
+        on_missing: OnMissing,
+    ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
+        self.session.fill_buffers(self.wishes(paths), buffers, on_missing)
+    }
+
+    fn wishes(&self, paths: &[&[u8]]) -> Vec<Wish> {
+        let wish = |path: &&[u8]| match self.open(path) {
+            Ok(file) => Ok(Item { sample: file.sample, dataset: file.dataset }),
+            Err(ViewError::Client(error)) => Err(error),
+            Err(error) => {
+                let (path, reason) = (display(path), error.to_string());
+                Err(ClientError::Path { path, reason, errno: error.errno() })
+            }
+        };
+        paths.iter().map(wish).collect()
     }
 
     /// The dataset that a path is in.

@@ -8,6 +8,7 @@ pub mod chunk;
 pub mod id;
 pub mod limits;
 pub mod locations;
+pub mod metrics;
 pub mod path;
 pub mod placement;
 pub mod segment;

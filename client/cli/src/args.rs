@@ -44,6 +44,9 @@ pub(crate) enum Command {
     Df(Df),
     Verify(Verify),
     Status(Status),
+    Top(Top),
+    Metrics(Metrics),
+    Tune(Tune),
     Down(Down),
     #[command(hide = true)]
     Serve,
@@ -280,12 +283,77 @@ pub(crate) struct Verify {
     pub(crate) path: Option<OsString>,
 }
 
-/// Tell what each node holds, has room for, and has served.
+/// Tell what each node holds and has room for, what was read from where, and what holds readers up.
 #[derive(Args)]
 pub(crate) struct Status {
     /// As JSON.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Watch what nodes and their processes read, from where, and what holds them up.
+///
+/// Rates are those since the line before. Sources: 'own', this node's segment; 'kept', its copy of what others own; 'arena', fetched by
+/// another process or ahead; 'asked', waited for. Of prefetch: 'hits' had come before they were read, 'late' had not, 'wasted' were not
+/// read. The last line names the bottleneck.
+#[derive(Args)]
+pub(crate) struct Top {
+    /// Seconds between two looks.
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = positive)]
+    pub(crate) interval: f64,
+    /// End after N looks. [default: never; once where the output is no terminal]
+    #[arg(long, value_name = "N")]
+    pub(crate) count: Option<u64>,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds >= 0.05 && seconds <= 3600.0);
+    seconds.ok_or_else(|| format!("'{text}' is no number of seconds between 0.05 and 3600"))
+}
+
+/// Print what this node counts, as Prometheus reads it; docs/METRICS.md describes it.
+#[derive(Args)]
+pub(crate) struct Metrics {
+    /// Of all nodes.
+    #[arg(long)]
+    pub(crate) all_nodes: bool,
+    /// Print what each of them means instead, as a page.
+    #[arg(long)]
+    pub(crate) describe: bool,
+}
+
+/// Change how nodes fetch ahead and what they keep, at once and on all of them; prints what holds now.
+#[derive(Args)]
+pub(crate) struct Tune {
+    /// How far to fetch ahead of readers that have submitted their order: 'auto', 'off' or a number of samples.
+    #[arg(long, value_name = "auto|off|N", value_parser = depth)]
+    pub(crate) prefetch: Option<dayfly_meta::wire::status::Depth>,
+    /// What may be taken of each server's arena for it. [at first: half]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) prefetch_memory: Option<u64>,
+    /// What each node may keep of other nodes' blocks on its drives: 'all' that is free, 'off' or a size. What is kept already is
+    /// chosen anew. [at first: all]
+    #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
+    pub(crate) cache: Option<u64>,
+}
+
+fn depth(text: &str) -> Result<dayfly_meta::wire::status::Depth, String> {
+    use dayfly_meta::wire::status::Depth;
+    match text {
+        "auto" => Ok(Depth::Auto),
+        "off" => Ok(Depth::Samples(0)),
+        number => {
+            number.parse().map(Depth::Samples).map_err(|_| format!("'{text}' is neither auto nor off nor a number of samples"))
+        }
+    }
+}
+
+fn cache(text: &str) -> Result<u64, String> {
+    match text {
+        "all" => Ok(dayfly_meta::wire::status::CACHE_ALL_ROOM),
+        "off" => Ok(0),
+        number => size::parse(number),
+    }
 }
 
 /// End the session on all nodes and give everything back; done already is as good.

@@ -7,11 +7,14 @@ mod down;
 mod du;
 mod exec;
 mod ls;
+mod metrics;
 mod run;
 mod serve;
 mod stage_in;
 mod stat;
 mod status;
+mod top;
+mod tune;
 mod up;
 mod verify;
 
@@ -36,6 +39,9 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Df(arguments) => df::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
         Command::Status(arguments) => status::run(arguments),
+        Command::Top(arguments) => top::run(&arguments),
+        Command::Metrics(arguments) => metrics::run(&arguments),
+        Command::Tune(arguments) => tune::run(&arguments),
         Command::Down(_) => down::run(),
         Command::Serve => serve::run(),
         Command::IsPreloaded => Ok(if crate::preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),

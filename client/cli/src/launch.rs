@@ -95,7 +95,7 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
     if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(
-            "--memory must be at least {}: two of the largest blocks",
+            "--memory must be at least {}: what is read takes its way through it, in pieces",
             size::show(ARENA_LEN_MIN)
         )));
     }

@@ -48,9 +48,59 @@ struct dayfly_request {
     int64_t result;   /* out: size of the file in bytes, of which at most `len` were written; or minus an errno */
 };
 
-/* Reads many whole files: those that this node does not hold cost one message together. Returns how many failed; -1 only where
- * the session is gone. */
-ssize_t dayfly_read_batch(dayfly *session, struct dayfly_request *requests, size_t count);
+/* Flags of the following. */
+#define DAYFLY_TELL_MISSING 1 /* a file that cannot be read is told by its own errno; else the first such ends the whole batch */
+#define DAYFLY_AS_THEY_COME 2 /* deliver what is there first, what is on this node before the rest; else in the order asked for */
+
+/* Reads many whole files into buffers: those that this node does not hold cost one message together. Returns how many failed; -1 where
+ * the session is gone, or, without DAYFLY_TELL_MISSING, where one failed. */
+ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
+
+/* Whole files, to be looked at where they lie, without a copy, until the batch is closed. One thread uses a batch at a time. */
+typedef struct dayfly_batch dayfly_batch;
+
+/* One file of such a batch. */
+struct dayfly_view {
+    size_t index;      /* its place in what was asked for */
+    const void *bytes; /* all of it; NULL where it cannot be had */
+    uint64_t len;      /* its size in bytes */
+    int error;         /* 0, or the errno */
+};
+
+/* Begins to read files, by their paths, or by their numbers (dayfly_id) in the dataset that `path` is in. */
+dayfly_batch *dayfly_batch_open(dayfly *session, const char *const *paths, size_t count, int flags);
+dayfly_batch *dayfly_batch_open_ids(dayfly *session, const char *path, const uint32_t *ids, size_t count, int flags);
+
+/* Waits for the next file: 1, or 0 at the end. What it tells is good until the next call of this. */
+int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
+
+/* Waits for all files; from then on each can be got, and is good until the batch is closed. */
+int dayfly_batch_wait(dayfly_batch *batch);
+int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
+
+/* Whether what was looked at was real: not so, where the session has ended or a dataset was replaced in the meantime; then it may have
+ * been zeros. */
+int dayfly_batch_is_good(const dayfly_batch *batch);
+
+/* Ends a batch and all views of it. */
+void dayfly_batch_close(dayfly_batch *batch);
+
+/* Number of a file in its dataset, from 0. */
+uint32_t dayfly_id(const dayfly_file *file);
+
+/* An order in which files will be read, by whatever means: the server fetches ahead of the reader. It ends when it is ended, or with
+ * the process. */
+typedef struct dayfly_order dayfly_order;
+
+/* The order of dayfly_epoch, as reader `reader` of `readers` takes it. */
+dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, uint32_t reader,
+                                 uint32_t readers);
+
+/* Any order of files of one dataset. */
+dayfly_order *dayfly_order_files(dayfly *session, const char *const *paths, size_t count);
+
+/* Ends an order. */
+void dayfly_order_end(dayfly_order *order);
 
 /* As stat(2). */
 int dayfly_stat(dayfly *session, const char *path, struct stat *out);

@@ -1,35 +1,33 @@
 //! The C interface of `dayfly.h`, for programs that are written for Dayfly.
 
-use std::collections::BTreeMap;
+mod many;
+
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
 use dayfly_client::locate::Location;
-use dayfly_client::{Dataset, FileKind, OpenFile, Samples, Session, View};
-use dayfly_meta::id::{BlockId, DatasetId, SampleId};
-use dayfly_meta::limits::BLOCK_SIZE_MAX;
+use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View};
+use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
 
 use crate::calls::kernel_form;
-use crate::memory::{Errno, array_mut, buffer, put, string};
+use crate::memory::{Errno, array, array_mut, buffer, put, string};
 use crate::process::{Fault, answer};
+use many::{Request, SampleView};
 
 type SeeSample = extern "C" fn(*const c_char, u64, *mut c_void) -> c_int;
 type See = extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c_int;
-
-/// `struct dayfly_request`.
-#[repr(C)]
-pub(crate) struct Request {
-    path: *const c_char,
-    buffer: *mut c_void,
-    len: size_t,
-    result: i64,
-}
 
 /// What a pointer of the program's points to.
 fn given<'a, T>(pointer: *const T) -> Result<&'a T, Errno> {
     // SAFETY: not null, and so made by one of the functions below and not yet ended, by the program's promise.
     if pointer.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &*pointer }) }
+}
+
+/// As [`given`], of what only one thread may use at a time.
+fn given_mut<'a, T>(pointer: *mut T) -> Result<&'a mut T, Errno> {
+    // SAFETY: as above; that nobody else uses it meanwhile is the program's promise too.
+    if pointer.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &mut *pointer }) }
 }
 
 fn end<T>(pointer: *mut T) {
@@ -39,7 +37,7 @@ fn end<T>(pointer: *mut T) {
     }
 }
 
-fn bytes<'a>(path: *const c_char) -> Result<&'a [u8], Errno> {
+pub(super) fn bytes<'a>(path: *const c_char) -> Result<&'a [u8], Errno> {
     string(path).map(|path| path.to_bytes()).ok_or(libc::EFAULT)
 }
 
@@ -84,8 +82,71 @@ header! {
         })
     }
 
-    fn dayfly_read_batch(session: *const View, requests: *mut Request, count: size_t) -> ssize_t {
-        answer(|| read_batch(given(session)?, array_mut(requests, count)))
+    fn dayfly_read_many(session: *const View, requests: *mut Request, count: size_t, flags: c_int) -> ssize_t {
+        answer(|| many::read(given(session)?, array_mut(requests, count), flags))
+    }
+
+    fn dayfly_batch_open(session: *const View, paths: *const *const c_char, count: size_t, flags: c_int) -> *mut Batch<'static> {
+        answer(|| many::open(given(session)?, array(paths, count), flags))
+    }
+
+    fn dayfly_batch_open_ids(
+        session: *const View,
+        path: *const c_char,
+        ids: *const u32,
+        count: size_t,
+        flags: c_int,
+    ) -> *mut Batch<'static> {
+        answer(|| many::open_ids(given(session)?, bytes(path)?, array(ids, count), flags))
+    }
+
+    fn dayfly_batch_next(batch: *mut Batch<'static>, out: *mut SampleView) -> c_int {
+        answer(|| many::next(given_mut(batch)?, out))
+    }
+
+    fn dayfly_batch_wait(batch: *mut Batch<'static>) -> c_int {
+        answer(|| Ok(given_mut(batch)?.wait().map(|()| 0)?))
+    }
+
+    fn dayfly_batch_get(batch: *const Batch<'static>, index: size_t, out: *mut SampleView) -> c_int {
+        answer(|| many::get(given(batch)?, index, out))
+    }
+
+    fn dayfly_batch_is_good(batch: *const Batch<'static>) -> c_int {
+        given(batch).map_or(0, |batch| c_int::from(batch.is_good()))
+    }
+
+    fn dayfly_batch_close(batch: *mut Batch<'static>) -> () {
+        end(batch);
+    }
+
+    fn dayfly_id(file: *const OpenFile) -> u32 {
+        given(file).map_or(u32::MAX, |file| file.sample().0)
+    }
+
+    fn dayfly_order_epoch(
+        session: *const View,
+        path: *const c_char,
+        seed: u64,
+        epoch: u64,
+        reader: u32,
+        readers: u32,
+    ) -> *mut Order<'static> {
+        answer(|| {
+            let (view, share) = (given(session)?, readers.max(1) as usize);
+            let dataset = view.dataset_of(bytes(path)?)?;
+            let samples = Samples::of(dataset.catalog());
+            let order = samples.epoch(seed, epoch).skip(reader as usize).step_by(share);
+            Ok(Box::into_raw(Box::new(view.session().submit(&dataset, order)?)))
+        })
+    }
+
+    fn dayfly_order_files(session: *const View, paths: *const *const c_char, count: size_t) -> *mut Order<'static> {
+        answer(|| many::order(given(session)?, array(paths, count)))
+    }
+
+    fn dayfly_order_end(order: *mut Order<'static>) -> () {
+        end(order);
     }
 
     fn dayfly_stat(session: *const View, path: *const c_char, out: *mut libc::stat) -> c_int {
@@ -159,64 +220,4 @@ fn see_samples(
         let size = catalog.attributes(&entry).map_or(0, |attributes| attributes.size);
         Ok(see(path.as_ptr(), size, context))
     })
-}
-
-/// Reads whole files, block by block in the order that is best for the node.
-fn read_batch(view: &View, requests: &mut [Request]) -> Result<ssize_t, Fault> {
-    let mut wanted: BTreeMap<DatasetId, BTreeMap<BlockId, Vec<(usize, u64)>>> = BTreeMap::new();
-    for (number, request) in requests.iter_mut().enumerate() {
-        let file = match bytes(request.path).map_err(Fault::Errno).and_then(|path| Ok(view.open(path)?)) {
-            Ok(file) => file,
-            Err(fault) => {
-                request.result = -i64::from(errno_of(&fault));
-                continue;
-            }
-        };
-        request.result = file.stat().size as i64;
-        if let Some((size, blocks)) = file.dataset().catalog().sample(file.sample()) {
-            let needed = size.min(request.len as u64).div_ceil(BLOCK_SIZE_MAX) as u32;
-            let of_dataset = wanted.entry(file.dataset().id()).or_default();
-            for part in 0..needed {
-                let place = (number, u64::from(part) * BLOCK_SIZE_MAX);
-                of_dataset.entry(BlockId(blocks.start + part)).or_default().push(place);
-            }
-        }
-    }
-    for (id, blocks) in wanted {
-        let datasets = view.session().datasets()?;
-        let Some(dataset) = datasets.iter().find(|dataset| dataset.id() == id) else { return Err(Fault::Errno(libc::EIO)) };
-        read_dataset(view, dataset, &blocks, requests);
-    }
-    Ok(requests.iter().filter(|request| request.result < 0).count() as ssize_t)
-}
-
-fn errno_of(fault: &Fault) -> Errno {
-    match fault {
-        Fault::Errno(errno) => *errno,
-        Fault::Leaves(_) => libc::ENOENT,
-    }
-}
-
-fn read_dataset(view: &View, dataset: &Dataset, blocks: &BTreeMap<BlockId, Vec<(usize, u64)>>, requests: &mut [Request]) {
-    let order: Vec<BlockId> = blocks.keys().copied().collect();
-    let result = view.session().read_blocks(dataset, &order, &mut |data| {
-        if view.session().verifies_reads() {
-            data.verify(dataset)?;
-        }
-        for &(number, start) in blocks.get(&data.block).into_iter().flatten() {
-            let request = &mut requests[number];
-            let room = (request.len as u64).saturating_sub(start).min(data.bytes.len() as u64) as usize;
-            let target = request.buffer.wrapping_byte_add(start as usize);
-            match buffer(target, room) {
-                Ok(out) => out.copy_from_slice(&data.bytes[..room]),
-                Err(errno) => request.result = -i64::from(errno),
-            }
-        }
-        Ok(())
-    });
-    if let Err(error) = result {
-        // Which blocks came is not told: none of this dataset's files is given as whole.
-        let errno = errno_of(&error.into());
-        blocks.values().flatten().for_each(|&(number, _)| requests[number].result = -i64::from(errno));
-    }
 }

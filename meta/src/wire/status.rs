@@ -106,7 +106,8 @@ pub struct NodeStatus {
     pub blocks: u64,
     /// Bytes of these.
     pub held_bytes: u64,
-    /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find.
+    /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find. What is only kept makes way for
+    /// others and does not count.
     pub used_bytes: u64,
     /// What it may take.
     pub capacity_bytes: u64,

@@ -27,7 +27,7 @@ impl Server {
             samples: sum(&|dataset| dataset.held().samples),
             blocks: sum(&|dataset| dataset.held().blocks),
             held_bytes: sum(&|dataset| dataset.held().bytes),
-            used_bytes: self.store.used(),
+            used_bytes: self.store.used().saturating_sub(sum(&|dataset| dataset.segments().kept_room())),
             capacity_bytes: self.store.capacity(),
             arena_bytes: self.arena.len(),
             arena_used_bytes,

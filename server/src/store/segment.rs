@@ -142,6 +142,15 @@ impl Segments {
         })
     }
 
+    /// Room taken by what was placed since [`Self::begin_kept`].
+    pub(crate) fn kept_room(&self) -> u64 {
+        let taken = |segment: &Segment| {
+            let room = segment.room();
+            room.kept_start.map_or(0, |start| room.end - start)
+        };
+        self.segments.iter().map(taken).sum()
+    }
+
     /// Gives back the room of all that was placed since [`Self::begin_kept`].
     pub(crate) fn free_kept(&self) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {

@@ -3,8 +3,10 @@
 use std::process::ExitCode;
 
 use dayfly_client::Session;
+use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
-use dayfly_meta::wire::control::{Command, Event, NodeEntry, NodeStatus, Status as SessionStatus};
+use dayfly_meta::wire::control::{Command, Event};
+use dayfly_meta::wire::status::{NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
 use serde_json::{Value, json};
 
 use crate::args::Status;
@@ -48,16 +50,15 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 fn as_table(session: &Session, status: &SessionStatus) {
     say!("session {} at {}, {} nodes", session.id(), display(session.prefix()), session.nodes());
     say!(
-        "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>20} {:>20} {:>8}",
+        "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>10} {:>8}",
         "node",
         "address",
         "samples",
         "bytes",
         "share",
+        "kept",
         "taken",
         "free",
-        "local reads",
-        "remote reads",
         "memory"
     );
     let all = all_held(status);
@@ -65,19 +66,45 @@ fn as_table(session: &Session, status: &SessionStatus) {
         match status {
             Err(reason) => say!("{node:<5} {address:<21} does not answer: {reason}"),
             Ok(node_status) => say!(
-                "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>20} {:>20} {:>8}",
+                "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8}",
                 node_status.samples,
                 show(node_status.held_bytes),
                 share_percent(node_status, all),
+                show(node_status.kept.bytes),
                 show(node_status.used_bytes),
                 show(node_status.capacity_bytes.saturating_sub(node_status.used_bytes)),
-                format!("{} ({})", node_status.local_reads, show(node_status.local_bytes)),
-                format!("{} ({})", node_status.remote_reads, show(node_status.remote_bytes)),
                 show(node_status.memory_bytes)
             ),
         }
     }
-    say!("'taken' is what nameless files take on the data dirs: du does not see them. Empty samples are on no node.");
+    say!(
+        "'kept': blocks of other nodes. 'taken': what nameless files take on the data dirs, unseen by du. Empty samples are on no node."
+    );
+    say!(
+        "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
+        "node",
+        "read: own",
+        "kept",
+        "arena",
+        "asked",
+        "over the network",
+        "local/expect",
+        "prefetch hit/late/waste"
+    );
+    for NodeEntry { node, status, .. } in &status.nodes {
+        let Ok(status) = status else { continue };
+        let [own, kept, arena, asked] = status.reads.map(counted);
+        let prefetch = status.prefetch;
+        say!(
+            "{node:<5} {own:>20} {kept:>20} {arena:>20} {asked:>20} {:>20} {:>12} {:>24}",
+            counted(status.remote),
+            format!("{:.0}/{:.0}%", local_percent(status), status.predicted_local_permille as f64 / 10.0),
+            format!("{}/{}/{}", prefetch.hits, prefetch.late, prefetch.wasted),
+        );
+    }
+    if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
+        say!("{}", super::tune::told(&node.policy));
+    }
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));
         say!(
@@ -87,6 +114,17 @@ fn as_table(session: &Session, status: &SessionStatus) {
             show(dataset.catalog_bytes)
         );
     }
+}
+
+fn counted(reads: Reads) -> String {
+    format!("{} ({})", reads.count, show(reads.bytes))
+}
+
+/// Share of the bytes read that came from the node's own drives.
+fn local_percent(node: &NodeStatus) -> f64 {
+    let local = node.reads[Source::Segment as usize].bytes + node.reads[Source::Kept as usize].bytes;
+    let all = total(&node.reads).bytes;
+    if all == 0 { 0.0 } else { local as f64 * 100.0 / all as f64 }
 }
 
 fn as_json(session: &Session, status: &SessionStatus) -> Value {
@@ -101,9 +139,25 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
             "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
             "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
             "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
-            "local_reads": status.local_reads, "local_bytes": status.local_bytes,
-            "remote_reads": status.remote_reads, "remote_bytes": status.remote_bytes,
-            "served_blocks": status.served_blocks, "served_bytes": status.served_bytes,
+            "reads": by_source(&status.reads),
+            "remote_reads": status.remote.count, "remote_bytes": status.remote.bytes, "joined": status.joined,
+            "served_reads": status.served.count, "served_bytes": status.served.bytes,
+            "owners": status.owners.iter().map(|owner| json!({
+                "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "busy_us": owner.busy_us,
+            })).collect::<Vec<_>>(),
+            "wait_us": { "p50": status.wait_us[0], "p90": status.wait_us[1], "p99": status.wait_us[2] },
+            "asking": status.asking, "queued": status.queued, "queued_total": status.queued_total,
+            "prefetch": {
+                "orders": status.prefetch.orders, "depth_bytes": status.prefetch.depth_bytes,
+                "requests": status.prefetch.requests, "hits": status.prefetch.hits, "late": status.prefetch.late,
+                "wasted": status.prefetch.wasted,
+            },
+            "kept_blocks": status.kept.count, "kept_bytes": status.kept.bytes,
+            "local_percent": local_percent(status),
+            "predicted_local_percent": status.predicted_local_permille as f64 / 10.0,
+            "busiest_clients": status.busiest.iter().map(|client| json!({
+                "pid": client.pid, "reads": by_source(&client.reads),
+            })).collect::<Vec<_>>(),
         }),
     };
     let datasets = status.datasets.iter().map(|dataset| {
@@ -116,4 +170,9 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
         "session": session.id().to_string(), "prefix": display(session.prefix()),
         "nodes": status.nodes.iter().map(node).collect::<Vec<_>>(), "datasets": datasets.collect::<Vec<_>>(),
     })
+}
+
+fn by_source(reads: &[Reads; SOURCES]) -> Value {
+    let one = |(name, reads): (&&str, &Reads)| ((*name).to_owned(), json!({ "count": reads.count, "bytes": reads.bytes }));
+    Value::Object(SOURCE_NAMES.iter().zip(reads).map(one).collect())
 }

@@ -85,7 +85,7 @@ impl Reporter {
             Event::Planned(plan) => self.show_plan(plan),
             Event::Progress(progress) => self.show_progress(progress),
             Event::StagedIn(summary) => self.show_summary(summary),
-            Event::Failed { .. } | Event::Status(_) | Event::Down { .. } => self.clear(),
+            Event::Failed { .. } | Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => self.clear(),
         }
     }
 
@@ -207,7 +207,7 @@ impl Reporter {
                 }).collect::<Vec<_>>(),
             }),
             Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
-            Event::Status(_) | Event::Down { .. } => return,
+            Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
         };
         say!("{value}");
     }

@@ -1,0 +1,105 @@
+//! `dayfly top`: what is read now, from where, and what holds readers up.
+
+mod bottleneck;
+
+use std::io::{IsTerminal, stdout};
+use std::process::ExitCode;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use dayfly_meta::metrics::SOURCE_NAMES;
+use dayfly_meta::wire::status::{NodeStatus, Reads, SOURCES, Status, total};
+
+use super::status::ask;
+use crate::args::Top;
+use crate::failure::{Failure, say};
+use crate::size::show;
+pub(super) use bottleneck::bottleneck;
+
+/// Back to the first line, and what was below it is gone.
+const CLEAR: &str = "\x1b[H\x1b[J";
+
+pub(super) fn run(arguments: &Top) -> Result<ExitCode, Failure> {
+    let is_terminal = stdout().is_terminal();
+    let mut left = arguments.count.or(if is_terminal { None } else { Some(1) });
+    let (session, mut before) = ask()?;
+    let mut looked = Instant::now();
+    while left != Some(0) {
+        sleep(Duration::from_secs_f64(arguments.interval));
+        let (_, now) = ask()?;
+        let seconds = looked.elapsed().as_secs_f64();
+        looked = Instant::now();
+        let clear = if is_terminal { CLEAR } else { "" };
+        say!("{clear}session {}, {} nodes, over {seconds:.1} s", session.id(), session.nodes());
+        show_nodes(&before, &now, seconds);
+        say!("{}", bottleneck(&before, &now, seconds));
+        before = now;
+        left = left.map(|left| left - 1);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show_nodes(before: &Status, now: &Status, seconds: f64) {
+    let [own, kept, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
+    say!(
+        "{:<12} {:>10} {:>10} {own:>5} {kept:>5} {arena:>5} {asked:>5} {:>10} {:>16} {:>22} {:>9} {:>7}",
+        "node",
+        "reads/s",
+        "bytes/s",
+        "remote/s",
+        "wait 50/99 %",
+        "prefetch hit/late/wast",
+        "ahead",
+        "queued"
+    );
+    for (old, new) in before.nodes.iter().zip(&now.nodes) {
+        let (Ok(old), Ok(status)) = (&old.status, &new.status) else {
+            say!("{:<12} does not answer", new.node);
+            continue;
+        };
+        let read = less(&status.reads, &old.reads);
+        let remote = status.remote.bytes.saturating_sub(old.remote.bytes);
+        let prefetch = status.prefetch;
+        say!(
+            "{} {:>10} {:>16} {:>22} {:>9} {:>7}",
+            rates(&format!("{}", new.node), &read, seconds),
+            show((remote as f64 / seconds) as u64),
+            format!("{}/{} us", status.wait_us[0], status.wait_us[2]),
+            format!(
+                "{}/{}/{}",
+                prefetch.hits - old.prefetch.hits.min(prefetch.hits),
+                prefetch.late - old.prefetch.late.min(prefetch.late),
+                prefetch.wasted - old.prefetch.wasted.min(prefetch.wasted)
+            ),
+            show(prefetch.depth_bytes),
+            status.queued,
+        );
+        show_clients(old, status, seconds);
+    }
+}
+
+fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
+    for client in &now.busiest {
+        let old = before.busiest.iter().find(|old| old.pid == client.pid).copied().unwrap_or_default();
+        let read = less(&client.reads, &old.reads);
+        if total(&read).count > 0 {
+            say!("{}", rates(&format!("  pid {}", client.pid), &read, seconds));
+        }
+    }
+}
+
+/// Rates, and the shares of sources.
+fn rates(name: &str, read: &[Reads; SOURCES], seconds: f64) -> String {
+    let all = total(read);
+    let shares: Vec<String> =
+        read.iter().map(|reads| format!("{:>4}%", (reads.bytes * 100).checked_div(all.bytes).unwrap_or(0))).collect();
+    let bytes = show((all.bytes as f64 / seconds) as u64);
+    format!("{name:<12} {:>10.0} {bytes:>10} {}", all.count as f64 / seconds, shares.join(" "))
+}
+
+fn less(now: &[Reads; SOURCES], before: &[Reads; SOURCES]) -> [Reads; SOURCES] {
+    std::array::from_fn(|source| Reads {
+        count: now[source].count.saturating_sub(before[source].count),
+        bytes: now[source].bytes.saturating_sub(before[source].bytes),
+    })
+}
