@@ -7,6 +7,7 @@ mod ping_pong;
 mod placement;
 mod posix;
 mod read;
+mod stream;
 
 use std::process::ExitCode;
 
@@ -23,6 +24,7 @@ struct Arguments {
 enum What {
     Catalog(catalog::Catalog),
     Read(read::Read),
+    Stream(stream::Stream),
     Make(make::Make),
     Posix(posix::Posix),
     PingPong(ping_pong::PingPong),
@@ -36,6 +38,7 @@ fn main() -> ExitCode {
     let done = match Arguments::parse().what {
         What::Catalog(arguments) => catalog::run(&arguments),
         What::Read(arguments) => read::run(&arguments),
+        What::Stream(arguments) => stream::run(&arguments),
         What::Make(arguments) => make::run(&arguments),
         What::Posix(arguments) => posix::run(&arguments),
         What::PingPong(arguments) => ping_pong::run(&arguments),

@@ -51,7 +51,7 @@ pub(crate) fn run(arguments: &Posix) -> Result<(), Failure> {
     let list = fs::read_to_string(&arguments.list)?;
     let paths: Vec<PathBuf> = list.lines().map(|path| arguments.root.join(path)).collect();
     let work: fn(&Path, &mut Vec<u8>) -> nix::Result<()> = match arguments.what {
-        Work::Files | Work::Memory => read_file,
+        Work::Files | Work::Memory => |path, buffer| read_file(path, buffer).map(drop),
         Work::Stat | Work::Attach => |path, _| stat(path).map(|stat| _ = black_box(stat)),
     };
     if matches!(arguments.what, Work::Attach) {
@@ -87,7 +87,8 @@ pub(crate) fn run(arguments: &Posix) -> Result<(), Failure> {
     Ok(())
 }
 
-fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<()> {
+/// Reads a file whole; returns its size.
+pub(crate) fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<u64> {
     let file = open(path, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
     let size = fstat(file.as_fd())?.st_size as usize;
     if buffer.len() < size {
@@ -102,7 +103,7 @@ fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<()> {
     }
     let number = file.as_raw_fd();
     std::mem::forget(file);
-    close(number)
+    close(number).map(|()| size as u64)
 }
 
 /// Memory that is this process's alone.

@@ -1,99 +1,195 @@
 //! Reading samples of a running session from one node: what it holds, and what others hold.
 
+use std::collections::VecDeque;
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
-use clap::Args;
-use dayfly_client::{Dataset, Session, View, locate};
+use clap::{Args, ValueEnum};
+use dayfly_client::{Dataset, Delivery, OnMissing, Samples, Session, View, fault, locate};
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use dayfly_meta::path::join;
 
 use crate::Failure;
-use crate::measure::{Numbers, median};
+use crate::measure::Numbers;
+use crate::posix::read_file;
 
-/// Read the samples of a session's first dataset in random order, one at a time and in batches.
+/// Read samples of a session's first dataset once, in random order; prints samples and bytes a second.
 ///
-/// No sample is read twice, so no remote one comes from the arena. Right after a stage-in that fits memory the page cache is
-/// warm; a first round is not counted.
+/// `--skip` goes on where another run ended, so that nothing comes from the arena that was read before.
 #[derive(Args)]
 pub(crate) struct Read {
     /// The node to read from.
     #[arg(long, default_value_t = 0)]
     node: u16,
-    /// Samples a run, if there are enough.
-    #[arg(long, default_value_t = 5_000)]
-    samples: usize,
+    #[arg(long, value_enum, default_value_t = From::Remote)]
+    from: From,
+    #[arg(long, value_enum, default_value_t = How::Views)]
+    how: How,
     /// Samples a batch.
     #[arg(long, default_value_t = 256)]
     batch: usize,
-    /// Runs; medians are told.
-    #[arg(long, default_value_t = 5)]
-    runs: usize,
+    /// Samples; fewer if there are not as many.
+    #[arg(long, default_value_t = 20_000)]
+    samples: usize,
+    /// Batches that are under way while one is looked at.
+    #[arg(long, default_value_t = 1)]
+    ahead: usize,
+    /// Samples passed over.
+    #[arg(long, default_value_t = 0)]
+    skip: usize,
+    /// Tell the server the order before.
+    #[arg(long)]
+    submit: bool,
+    /// Wait so long after that, in milliseconds.
+    #[arg(long, default_value_t = 0)]
+    head_start_ms: u64,
+    /// Look at every byte of views, not only at the first and the last.
+    #[arg(long)]
+    touch_all: bool,
+    /// Go through them so often; the time is that of the last.
+    #[arg(long, default_value_t = 1)]
+    passes: usize,
+}
+
+/// Which samples.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum From {
+    /// Those on the node's drives.
+    Local,
+    /// Those that are not.
+    Remote,
+    Any,
+}
+
+/// By which interface.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum How {
+    /// One at a time, by the Rust interface.
+    One,
+    /// In batches, looked at in place.
+    Views,
+    /// In batches, into buffers.
+    Buffers,
+    /// open, fstat, read, close; to be run under `dayfly exec`.
+    Posix,
 }
 
 pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
+    fault::install(nix::libc::sigaction)?;
     let view = View::new(Session::attach_to(&locate::find()?, NodeId(arguments.node))?);
     let datasets = view.session().datasets()?;
     let dataset = datasets.first().ok_or("the session has no dataset")?;
-    let samples = dataset.catalog().header().samples;
-    let first_block = |sample: u32| dataset.catalog().sample(SampleId(sample)).and_then(|(_, blocks)| blocks.into_iter().next());
-    let (mut here, mut far): (Vec<u32>, Vec<u32>) = (0..samples)
-        .filter(|&sample| first_block(sample).is_some())
-        .partition(|&sample| first_block(sample).is_some_and(|block| dataset.is_here(BlockId(block))));
-    for (what, list) in [("local", &mut here), ("remote", &mut far)] {
-        Numbers(7).shuffle(list);
-        // Two ways of reading, each with a round before those that count.
-        let count = arguments.samples.min(list.len() / (2 * (arguments.runs + 1)));
-        let mut rounds = list.chunks_exact(count.max(1));
-        if count == 0 {
-            println!("{what:<8} too few samples");
-            continue;
-        }
-        let one = rates(arguments.runs, &mut rounds, |samples| one_at_a_time(view.session(), dataset, samples))?;
-        println!("{what:<8} one at a time   {one} ({count} a run)");
-        let batch = rates(arguments.runs, &mut rounds, |samples| in_batches(view.session(), dataset, samples, arguments.batch))?;
-        println!("{what:<8} batches of {:<4} {batch} ({count} a run)", arguments.batch);
+    let samples = chosen(dataset, arguments);
+    if samples.is_empty() {
+        return Err("there is no such sample".into());
     }
+    let paths = if arguments.how == How::Posix { paths(&view, dataset, &samples) } else { Vec::new() };
+    let order = if arguments.submit { Some(view.session().submit(dataset, samples.iter().copied())?) } else { None };
+    std::thread::sleep(std::time::Duration::from_millis(arguments.head_start_ms));
+    let mut told = (0.0, 0);
+    for _ in 0..arguments.passes {
+        let start = Instant::now();
+        let bytes = match arguments.how {
+            How::One => one_at_a_time(view.session(), dataset, &samples)?,
+            How::Views => views(view.session(), dataset, &samples, arguments)?,
+            How::Buffers => buffers(view.session(), dataset, &samples, arguments.batch)?,
+            How::Posix => posix(&paths)?,
+        };
+        told = (start.elapsed().as_secs_f64(), bytes);
+    }
+    drop(order);
+    let (seconds, bytes) = told;
+    println!("{:.0} {:.0}", samples.len() as f64 / seconds, bytes as f64 / seconds);
     Ok(())
 }
 
-/// Samples and bytes a second, medians over rounds of fresh samples; the first is not counted.
-fn rates<'a>(
-    runs: usize,
-    rounds: &mut impl Iterator<Item = &'a [u32]>,
-    work: impl Fn(&[u32]) -> Result<(u64, u64), Failure>,
-) -> Result<String, Failure> {
-    let (mut samples_s, mut bytes_s) = (Vec::new(), Vec::new());
-    for (round, samples) in rounds.take(runs + 1).enumerate() {
-        let start = Instant::now();
-        let (samples, bytes) = work(samples)?;
-        let seconds = start.elapsed().as_secs_f64();
-        if round > 0 {
-            samples_s.push(samples as f64 / seconds);
-            bytes_s.push(bytes as f64 / seconds);
-        }
-    }
-    Ok(format!("{:>9.0} samples/s {:>8.1} MiB/s", median(samples_s), median(bytes_s) / (1 << 20) as f64))
+fn chosen(dataset: &Dataset, arguments: &Read) -> Vec<SampleId> {
+    let is_meant = |sample: &SampleId| {
+        let Some((size, blocks)) = dataset.catalog().sample(*sample) else { return false };
+        let is_here = size > 0 && dataset.is_here(BlockId(blocks.start));
+        size > 0 && (arguments.from == From::Any || is_here == (arguments.from == From::Local))
+    };
+    let mut samples: Vec<SampleId> = (0..dataset.catalog().header().samples).map(SampleId).filter(is_meant).collect();
+    Numbers(7).shuffle(&mut samples);
+    samples.into_iter().skip(arguments.skip).take(arguments.samples).collect()
 }
 
-fn one_at_a_time(session: &Session, dataset: &Dataset, samples: &[u32]) -> Result<(u64, u64), Failure> {
+fn paths(view: &View, dataset: &Dataset, samples: &[SampleId]) -> Vec<PathBuf> {
+    use std::os::unix::ffi::OsStringExt;
+    let names = Samples::of(dataset.catalog());
+    let root = join(view.session().prefix(), dataset.target());
+    let path = |&sample: &SampleId| {
+        let entry = dataset.catalog().entry(names.entry(sample)?)?;
+        Some(std::ffi::OsString::from_vec(join(&root, &dataset.catalog().path(&entry))).into())
+    };
+    samples.iter().filter_map(path).collect()
+}
+
+fn one_at_a_time(session: &Session, dataset: &Dataset, samples: &[SampleId]) -> Result<u64, Failure> {
     let mut buffer = Vec::new();
     let mut bytes = 0;
     for &sample in samples {
-        let (size, _) = dataset.catalog().sample(SampleId(sample)).ok_or("a damaged catalog")?;
-        buffer.resize(size as usize, 0);
-        bytes += session.read_at(dataset, SampleId(sample), 0, &mut buffer, &mut None)? as u64;
+        let (size, _) = dataset.catalog().sample(sample).ok_or("a damaged catalog")?;
+        if buffer.len() < size as usize {
+            buffer.resize(size as usize, 0);
+        }
+        bytes += session.read_at(dataset, sample, 0, &mut buffer[..size as usize], &mut None)? as u64;
     }
-    Ok((samples.len() as u64, bytes))
+    Ok(bytes)
 }
 
-fn in_batches(session: &Session, dataset: &Dataset, samples: &[u32], batch: usize) -> Result<(u64, u64), Failure> {
+fn views(session: &Session, dataset: &Arc<Dataset>, samples: &[SampleId], arguments: &Read) -> Result<u64, Failure> {
     let mut bytes = 0;
-    for samples in samples.chunks(batch.max(1)) {
-        let blocks = samples.iter().filter_map(|&sample| dataset.catalog().sample(SampleId(sample)));
-        let blocks: Vec<BlockId> = blocks.flat_map(|(_, blocks)| blocks).map(BlockId).collect();
-        session.read_blocks(dataset, &blocks, &mut |data| {
-            bytes += data.bytes.len() as u64;
-            Ok(())
-        })?;
+    let mut under_way = VecDeque::new();
+    let mut chunks = samples.chunks(arguments.batch.max(1));
+    loop {
+        while under_way.len() <= arguments.ahead
+            && let Some(samples) = chunks.next()
+        {
+            under_way.push_back(session.read_many(dataset, samples, Delivery::Arrival, OnMissing::Fail)?);
+        }
+        let Some(mut batch) = under_way.pop_front() else { return Ok(bytes) };
+        while let Some(delivered) = batch.next() {
+            let Ok(seen) = delivered?.bytes else { return Err("a sample is missing".into()) };
+            bytes += seen.len() as u64;
+            if arguments.touch_all {
+                black_box(seen.iter().map(|&byte| u64::from(byte)).sum::<u64>());
+            } else {
+                black_box((seen.first(), seen.last()));
+            }
+        }
+        if !batch.is_good() {
+            return Err("the dataset is gone".into());
+        }
     }
-    Ok((samples.len() as u64, bytes))
+}
+
+fn buffers(session: &Session, dataset: &Arc<Dataset>, samples: &[SampleId], batch: usize) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    let mut room: Vec<Vec<u8>> = vec![Vec::new(); batch.max(1)];
+    for samples in samples.chunks(batch.max(1)) {
+        let mut targets: Vec<&mut [u8]> = Vec::with_capacity(samples.len());
+        for (buffer, &sample) in room.iter_mut().zip(samples) {
+            let (size, _) = dataset.catalog().sample(sample).ok_or("a damaged catalog")?;
+            if buffer.len() < size as usize {
+                buffer.resize(size as usize, 0);
+            }
+            targets.push(&mut buffer[..size as usize]);
+        }
+        for size in session.read_many_into(dataset, samples, &mut targets, OnMissing::Fail)? {
+            bytes += size?;
+        }
+    }
+    Ok(bytes)
+}
+
+fn posix(paths: &[PathBuf]) -> Result<u64, Failure> {
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    for path in paths {
+        bytes += read_file(path, &mut buffer)?;
+    }
+    Ok(bytes)
 }

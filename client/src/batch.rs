@@ -277,6 +277,9 @@ impl<'a> Batch<'a> {
     /// Finds where each item is.
     fn look_up(&mut self, wishes: Vec<Wish>) {
         for item in wishes.iter().flatten() {
+            item.dataset.catalog().prefetch_sample(item.sample);
+        }
+        for item in wishes.iter().flatten() {
             if let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) {
                 item.dataset.prefetch_location(BlockId(blocks.start));
             }
@@ -339,11 +342,9 @@ impl<'a> Batch<'a> {
         if !self.session.is_cold(is_cold.then_some(COLD_BATCHES)) {
             return;
         }
-        let mut places: BTreeMap<DatasetId, (&Arc<Dataset>, Vec<(Place, u64)>)> = BTreeMap::new();
-        for (dataset, place, len) in in_segments() {
-            places.entry(dataset.id()).or_insert((dataset, Vec::new())).1.push((place, len));
-        }
-        places.values_mut().for_each(|(dataset, places)| dataset.read_ahead(places));
+        let mut places: Vec<(&Arc<Dataset>, Place, u64)> = in_segments().collect();
+        places.sort_unstable_by_key(|(dataset, place, _)| (dataset.id().0, place.drive, place.offset));
+        places.into_iter().for_each(|(dataset, place, len)| dataset.read_ahead(place, len));
     }
 
     /// The next item to be delivered, which is there then.

@@ -106,13 +106,10 @@ impl Dataset {
         map.view(segment, place.offset, len)
     }
 
-    /// Has the drives begin to read what is perhaps not in memory, all of it at once.
-    pub(crate) fn read_ahead(&self, places: &mut [(Place, u64)]) {
-        places.sort_unstable_by_key(|(place, _)| (place.drive, place.offset));
-        for (place, len) in places {
-            if let Some((segment, _)) = self.segments.get(usize::from(place.drive)) {
-                segment_map::read_ahead(segment, place.offset, *len);
-            }
+    /// Has the drive begin to read a range that is perhaps not in memory, without waiting for it.
+    pub(crate) fn read_ahead(&self, place: Place, len: u64) {
+        if let Some((segment, _)) = self.segments.get(usize::from(place.drive)) {
+            segment_map::read_ahead(segment, place.offset, len);
         }
     }
 

@@ -124,6 +124,38 @@ mod tests {
     }
 
     #[test]
+    fn blocks_lead_back_to_their_samples() {
+        let sizes = |kind: u32, number: u32| match kind {
+            0 => 5,
+            1 => u64::from(number.is_multiple_of(3)) * 7,
+            2 => {
+                if number < 150 {
+                    0
+                } else {
+                    3 * BLOCK_SIZE_MAX + 1
+                }
+            }
+            _ => [0, 1, BLOCK_SIZE_MAX, BLOCK_SIZE_MAX + 1][number as usize % 4],
+        };
+        for kind in 0..4 {
+            let members: Vec<_> = (0..200)
+                .map(|number| (file(format!("{number:03}").as_bytes(), u64::from(number) + 1, sizes(kind, number)), 1))
+                .collect();
+            let catalog = Catalog::open(&build(&members).file).unwrap();
+            let mut next = 0;
+            for sample in (0..200).map(SampleId) {
+                let (size, blocks) = catalog.sample(sample).unwrap();
+                for (part, block) in (0..).zip(blocks) {
+                    assert_eq!(catalog.block(BlockId(block)), Some((sample, block_len(size, part))), "kind {kind}");
+                    assert_eq!(block, next);
+                    next += 1;
+                }
+            }
+            assert_eq!(catalog.block(BlockId(next)), None);
+        }
+    }
+
+    #[test]
     fn an_empty_dataset_has_a_root() {
         let catalog = Catalog::open(&build(&[]).file).unwrap();
         catalog.check(1).unwrap();

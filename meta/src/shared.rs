@@ -26,6 +26,15 @@ pub fn map_private_file(file: &File) -> io::Result<MmapMut> {
     unsafe { MmapMut::map_mut(file) }
 }
 
+/// Asks the processor for what will be read soon: many such reads then wait for memory together, not one after another.
+pub fn prefetch<T>(soon: &T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which never faults; the pointer is to something that lives.
+    unsafe {
+        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(soon).cast());
+    }
+}
+
 /// Words in a file shared with other processes.
 pub struct SharedWords {
     map: MmapRaw,
@@ -83,12 +92,8 @@ impl SharedWords {
 
     /// Asks the processor for a word that will be read soon.
     pub fn prefetch(&self, index: usize) {
-        #[cfg(target_arch = "x86_64")]
         if let Some(word) = self.word(index) {
-            // SAFETY: a hint, which never faults; the pointer is to a live word.
-            unsafe {
-                core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(word).cast());
-            }
+            prefetch(word);
         }
     }
 

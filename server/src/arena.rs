@@ -23,7 +23,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout_at};
 
-use crate::store::Dataset;
+use crate::store::{ChunkInfo, Dataset};
 use table::{Resident, Table, Wish};
 
 /// A chunk's name on this node.
@@ -71,8 +71,7 @@ pub(crate) struct Wanted {
     /// Its place in the request.
     pub(crate) at: u32,
     pub(crate) chunk: Chunk,
-    pub(crate) len: u64,
-    pub(crate) owner: NodeId,
+    pub(crate) info: ChunkInfo,
 }
 
 /// What became of many wishes. What is not named had no room.
@@ -108,6 +107,7 @@ struct Load {
     at: u32,
     chunk: Chunk,
     len: u64,
+    is_block: bool,
     slot: Option<Slot>,
 }
 
@@ -167,14 +167,14 @@ impl Arena {
         let mut left = budget;
         let mut table = self.table();
         for wanted in wanted {
-            let Some(rest) = left.checked_sub(wanted.len) else { break };
+            let Some(rest) = left.checked_sub(wanted.info.len) else { break };
             let key = (dataset.id(), wanted.chunk);
             match table.wish(&key) {
                 Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
                 Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
                 Wish::Absent => {
-                    let Some(slot) = self.take_slot(&mut table, wanted.len) else { break };
-                    claimed.load_bytes += wanted.len;
+                    let Some(slot) = self.take_slot(&mut table, wanted.info.len) else { break };
+                    claimed.load_bytes += wanted.info.len;
                     self.add_load(&mut table, &mut claimed.loads, dataset, &wanted, slot);
                 }
             }
@@ -192,7 +192,7 @@ impl Arena {
             Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
             Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
             Wish::Absent => {
-                claimed.load_bytes = wanted.len;
+                claimed.load_bytes = wanted.info.len;
                 self.add_load(&mut table, &mut claimed.loads, dataset, wanted, slot);
             }
         }
@@ -220,14 +220,15 @@ impl Arena {
         wanted: &Wanted,
         slot: Slot,
     ) {
-        let load = Load { at: wanted.at, chunk: wanted.chunk, len: wanted.len, slot: Some(slot) };
-        let at = loads.iter().position(|ticket| ticket.owner == wanted.owner && ticket.takes(wanted.len));
+        let ChunkInfo { len, owner, is_block } = wanted.info;
+        let load = Load { at: wanted.at, chunk: wanted.chunk, len, is_block, slot: Some(slot) };
+        let at = loads.iter().position(|ticket| ticket.owner == owner && ticket.takes(len));
         let ticket = match at {
             Some(at) => &mut loads[at],
             None => {
                 let (ended, _) = watch::channel(None);
                 let dataset = dataset.clone();
-                loads.push(Ticket { arena: self.clone(), owner: wanted.owner, dataset, loads: Vec::new(), ended });
+                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), ended });
                 let last = loads.len() - 1;
                 &mut loads[last]
             }
@@ -350,7 +351,7 @@ impl Ticket {
                 filled.push((load.at, None));
                 continue;
             }
-            let held = Arc::new(arena.hold(&self.dataset, load.chunk, slot));
+            let held = Arc::new(arena.hold(&self.dataset, &load, slot));
             evicted.extend(table.fill(key, held.clone()));
             filled.push((load.at, Some(arena.lease(held))));
         }
@@ -375,14 +376,15 @@ impl Ticket {
 }
 
 impl Arena {
-    fn hold(&self, dataset: &Dataset, chunk: Chunk, slot: Slot) -> Held {
+    fn hold(&self, dataset: &Dataset, load: &Load, slot: Slot) -> Held {
+        let block = load.chunk.block;
         let unit = (slot.offset() / ARENA_UNIT) as u32;
         self.inner.marks.set(unit as usize, 0);
         let generation = self.inner.generation.fetch_add(1, Ordering::Relaxed);
         let location = Location::Arena { unit, generation };
         // Only where no process could find it otherwise.
-        let is_published = dataset.publish_in_arena(chunk.block, location);
-        let published = is_published.then(|| (dataset.locations().clone(), chunk.block, location));
+        let is_published = load.is_block && dataset.publish_in_arena(block, location);
+        let published = is_published.then(|| (dataset.locations().clone(), block, location));
         Held { slot, published, marks: self.inner.marks.clone() }
     }
 }

@@ -111,12 +111,12 @@ impl Fetcher {
         let (mut ready, wanted) = look_up(dataset, chunks);
         let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };
         if !self.arena.is_short() {
-            let claimed = self.arena.claim(dataset, wanted.into_iter(), budget.max(first.len));
+            let claimed = self.arena.claim(dataset, wanted.into_iter(), budget.max(first.info.len));
             if !claimed.is_empty() {
                 return self.start(ready, claimed);
             }
         }
-        let Some(slot) = self.arena.room_within(first.len, ARENA_TIMEOUT).await else {
+        let Some(slot) = self.arena.room_within(first.info.len, ARENA_TIMEOUT).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
             return Fetching::of(ready);
@@ -183,6 +183,7 @@ impl Fetcher {
     pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> Answer {
         let mut missing = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
+        dataset.prefetch(chunks);
         for (number, &chunk) in (0..).zip(chunks) {
             pieces.push(dataset.piece(chunk).unwrap_or_else(|| {
                 missing.push(number);
@@ -198,10 +199,11 @@ impl Fetcher {
 fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
     let mut ready = Part::new();
     let mut wanted = Vec::with_capacity(chunks.len());
+    dataset.prefetch(chunks);
     for (at, &chunk) in (0..).zip(chunks) {
         match dataset.chunk(chunk) {
             Some(_) if dataset.is_here(chunk.block) => ready.push((at, Fetched::Here)),
-            Some((len, owner)) => wanted.push(Wanted { at, chunk, len, owner }),
+            Some(info) => wanted.push(Wanted { at, chunk, info }),
             None => ready.push((at, Fetched::Failed("there is no such block".to_owned()))),
         }
     }

@@ -112,9 +112,11 @@ impl Prefetcher {
     pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: Vec<SampleId>) {
         let Ok(_permit) = self.permits.acquire().await else { return };
         let zero = || AtomicU64::new(0);
-        let (late, asked, depth_bytes, requests) = (zero(), Notify::new(), zero(), zero());
-        let order = Arc::new(Order { dataset: dataset.id(), late, asked, depth_bytes, requests });
+        let order =
+            Arc::new(Order { dataset: dataset.id(), late: zero(), asked: Notify::new(), depth_bytes: zero(), requests: zero() });
         self.orders().push(Arc::downgrade(&order));
+        // Until something is known; who has said how far, is not begun with anything else.
+        let depth_bytes = if let Some(Depth::Samples(_)) = self.policy().prefetch { 0 } else { 2 * REQUEST_LEN_MAX };
         let ahead = Ahead {
             prefetcher: &self,
             order: &order,
@@ -122,11 +124,11 @@ impl Prefetcher {
             window: VecDeque::new(),
             window_bytes: 0,
             controller: Controller::new(PREFETCH_REQUESTS_MAX),
-            plan: Plan { depth_bytes: 2 * REQUEST_LEN_MAX, requests: 2 },
+            plan: Plan { depth_bytes, requests: 2 },
             seen: Observed::default(),
             looked: Instant::now(),
             progressed: Instant::now(),
-            mean_len: 1,
+            mean_len: 4096,
             is_paused: false,
         };
         ahead.run().await;
@@ -170,7 +172,7 @@ impl Todo<'_> {
                 }
                 continue;
             };
-            let len = self.dataset.chunk(chunk).map_or(0, |(len, _)| len);
+            let len = self.dataset.chunk(chunk).map_or(0, |info| info.len);
             if len == 0 || self.dataset.is_here(chunk.block) {
                 self.chunks.pop_front();
                 continue;

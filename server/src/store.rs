@@ -16,7 +16,7 @@ use dayfly_meta::id::DatasetId;
 use dayfly_meta::path::{display, is_below, join};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-pub(crate) use dataset::Dataset;
+pub(crate) use dataset::{ChunkInfo, Dataset};
 pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
 pub(crate) use segment::{Segments, room_for};
 

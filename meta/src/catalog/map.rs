@@ -15,7 +15,7 @@ use super::layout::{
 use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
-use crate::shared::map_immutable;
+use crate::shared::{map_immutable, prefetch};
 use crate::wire::control::Grouping;
 
 /// Why a file is no catalog.
@@ -300,16 +300,48 @@ impl Catalog {
     /// The sample that a block is a piece of, and the block's length in bytes.
     pub fn block(&self, block: BlockId) -> Option<(SampleId, u64)> {
         // First blocks do not fall from sample to sample: find the last sample that starts at or before the block. A sample
-        // without blocks starts where its follower does, so the last such one is the one with blocks.
-        let (mut low, mut high) = (0, self.header.samples);
+        // without blocks starts where its follower does, so the last such one is the one with blocks. Nearly all samples are one
+        // block, so it is near where it would be if all were: look there, and then twice as far each time.
+        let starts_by = |sample: u32| self.node(Column::Samples, sample).map(|node| node.extra <= block.0);
+        let guess = self.guess(block)?;
+        let (mut low, mut high) = (guess, guess);
+        let mut step = 1;
+        while high < self.header.samples && starts_by(high)? {
+            (low, high) = (high + 1, high.saturating_add(step).min(self.header.samples));
+            step *= 2;
+        }
+        step = 1;
+        while low > 0 && !starts_by(low - 1)? {
+            (low, high) = (low.saturating_sub(step), low - 1);
+            step *= 2;
+        }
         while low < high {
             let middle = low + (high - low) / 2;
-            if self.node(Column::Samples, middle)?.extra <= block.0 { low = middle + 1 } else { high = middle }
+            if starts_by(middle)? { low = middle + 1 } else { high = middle }
         }
         let sample = SampleId(low.checked_sub(1)?);
         let (size, blocks) = self.sample(sample)?;
         let part = u64::from(block.0.checked_sub(blocks.start)?);
         blocks.contains(&block.0).then(|| (sample, (size - part * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX)))
+    }
+
+    fn guess(&self, block: BlockId) -> Option<u32> {
+        (u64::from(block.0) * u64::from(self.header.samples)).checked_div(self.header.blocks.into()).map(|guess| guess as u32)
+    }
+
+    /// Says that [`Self::block`] will be asked.
+    pub fn prefetch_block(&self, block: BlockId) {
+        let records = self.guess(block).and_then(|guess| self.record::<32>(Column::Samples, guess.into()));
+        if let Some(record) = records {
+            prefetch(record);
+        }
+    }
+
+    /// Says that [`Self::sample`] will be asked.
+    pub fn prefetch_sample(&self, sample: SampleId) {
+        if let Some(record) = self.record::<32>(Column::Samples, sample.0.into()) {
+            prefetch(record);
+        }
     }
 
     /// The node to ask for a block that is not here.

@@ -2,12 +2,11 @@
 //! so that a test can run through its interleavings.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
-use std::collections::hash_map::RandomState;
 use std::sync::Arc;
 
 use quick_cache::unsync::Cache;
 use quick_cache::{Lifecycle, Weighter};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 /// What is held: it knows its weight, and whether it was read without our being asked.
 pub(super) trait Resident {
@@ -30,9 +29,9 @@ pub(super) enum Wish<H, W> {
 
 /// Keys with what is held or on its way. A held one is pinned while anybody else has a reference to it.
 pub(super) struct Table<K, H, W> {
-    loading: HashMap<K, W>,
+    loading: FxHashMap<K, W>,
     /// Scan-resistant (S3-FIFO): what was wished for once leaves before what was wished for again.
-    held: Cache<Entry<K>, Option<Arc<H>>, Weights, RandomState, Pins>,
+    held: Cache<Entry<K>, Option<Arc<H>>, Weights, FxBuildHasher, Pins>,
     capacity: u64,
 }
 
@@ -80,8 +79,8 @@ impl<K, H: Resident> Lifecycle<Entry<K>, Option<Arc<H>>> for Pins {
 impl<K: Clone + Eq + std::hash::Hash, H: Resident, W: Clone> Table<K, H, W> {
     /// For `capacity` bytes, in about so many entries.
     pub(super) fn new(capacity: u64, entries: usize) -> Self {
-        let held = Cache::with(entries, capacity, Weights, RandomState::new(), Pins);
-        Self { loading: HashMap::new(), held, capacity }
+        let held = Cache::with(entries, capacity, Weights, FxBuildHasher, Pins);
+        Self { loading: FxHashMap::default(), held, capacity }
     }
 
     pub(super) fn wish(&self, key: &K) -> Wish<H, W> {

@@ -16,27 +16,38 @@ use tokio::time::timeout;
 /// A client that takes no bytes for so long is stuck or stopped; its leases must not be.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Read with one call: nearly all requests fit.
+const BUFFER_LEN: usize = 16 << 10;
+
 pub(super) struct Socket {
     stream: tokio::sync::Mutex<UnixStream>,
+    /// What was read and not looked at yet.
+    buffer: Vec<u8>,
 }
 
 impl Socket {
     pub(super) fn new(stream: UnixStream) -> Self {
-        Self { stream: tokio::sync::Mutex::new(stream) }
+        Self { stream: tokio::sync::Mutex::new(stream), buffer: Vec::with_capacity(BUFFER_LEN) }
     }
 
     /// The next message; `None` at the end.
     pub(super) async fn receive(&mut self) -> io::Result<Option<Vec<u8>>> {
-        let stream = self.stream.get_mut();
-        let mut header = [0; LOCAL_HEADER_LEN];
-        if stream.read(&mut header[..1]).await? == 0 {
-            return Ok(None);
+        loop {
+            if let Some((&header, rest)) = self.buffer.split_first_chunk::<LOCAL_HEADER_LEN>() {
+                let len = decode_local(header).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+                if let Some(message) = rest.get(..len) {
+                    let message = message.to_vec();
+                    self.buffer.drain(..LOCAL_HEADER_LEN + len);
+                    return Ok(Some(message));
+                }
+                self.buffer.reserve(LOCAL_HEADER_LEN + len - self.buffer.len());
+            } else {
+                self.buffer.reserve(BUFFER_LEN);
+            }
+            if self.stream.get_mut().read_buf(&mut self.buffer).await? == 0 {
+                return if self.buffer.is_empty() { Ok(None) } else { Err(io::ErrorKind::UnexpectedEof.into()) };
+            }
         }
-        stream.read_exact(&mut header[1..]).await?;
-        let len = decode_local(header).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        let mut message = vec![0; len];
-        stream.read_exact(&mut message).await?;
-        Ok(Some(message))
     }
 
     /// Sends a message; the descriptors travel with its first byte.

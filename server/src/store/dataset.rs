@@ -41,6 +41,15 @@ pub(crate) struct Held {
     pub(crate) bytes: u64,
 }
 
+/// A chunk.
+#[derive(Clone)]
+pub(crate) struct ChunkInfo {
+    pub(crate) len: u64,
+    pub(crate) owner: NodeId,
+    /// Whether it is all of its block.
+    pub(crate) is_block: bool,
+}
+
 /// A dataset.
 pub(crate) struct Dataset {
     id: DatasetId,
@@ -141,16 +150,27 @@ impl Dataset {
         &self.kept
     }
 
-    /// Length of a chunk, and its block's owner; `None` where there is no such chunk.
-    pub(crate) fn chunk(&self, chunk: Chunk) -> Option<(u64, NodeId)> {
-        let (_, len) = self.catalog.block(chunk.block)?;
-        Some((chunk.len_in(len)?, self.catalog.owner(chunk.block)?))
+    /// Says that all about these will be asked.
+    pub(crate) fn prefetch(&self, chunks: &[Chunk]) {
+        for chunk in chunks {
+            self.catalog.prefetch_block(chunk.block);
+            self.locations.prefetch(chunk.block);
+        }
     }
 
-    /// Lets processes find a block in the arena, if it is one chunk and they would not find it otherwise. Says whether it did.
+    /// What is known of a chunk; `None` where there is no such one.
+    pub(crate) fn chunk(&self, chunk: Chunk) -> Option<ChunkInfo> {
+        let (_, block_len) = self.catalog.block(chunk.block)?;
+        Some(ChunkInfo {
+            len: chunk.len_in(block_len)?,
+            owner: self.catalog.owner(chunk.block)?,
+            is_block: block_len <= CHUNK_LEN,
+        })
+    }
+
+    /// Lets processes find a block in the arena, if they would not find it otherwise. Says whether it did.
     pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
-        let is_one_chunk = self.catalog.block(block).is_some_and(|(_, len)| len <= CHUNK_LEN);
-        is_one_chunk && self.locations.publish_absent(block, location)
+        self.locations.publish_absent(block, location)
     }
 
     /// A chunk that this node owns, to be sent.

@@ -53,8 +53,12 @@ impl Kept {
     }
 
     fn chooses(&self, block: BlockId, seed: u64) -> bool {
+        let threshold = self.threshold.load(Ordering::Relaxed);
+        if threshold == 0 {
+            return false;
+        }
         let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&block.0.to_le_bytes(), seed) >> 32;
-        hash < self.threshold.load(Ordering::Relaxed)
+        hash < threshold
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<BlockId, Partial>> {

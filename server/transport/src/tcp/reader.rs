@@ -10,6 +10,9 @@ use crate::Slot;
 
 /// Read ahead of what is looked at.
 const BUFFER_LEN: usize = 64 << 10;
+/// Behind bulk bytes so much is read with the same call: what follows them is a header or two, and what else would come has to be
+/// copied once more.
+const BEHIND_LEN: usize = 256;
 /// Slots filled with one call.
 const SLICES_MAX: usize = 256;
 
@@ -61,7 +64,7 @@ impl Reader {
             }
             if room == left {
                 // What follows the frame comes with the same call.
-                slices.push(IoSliceMut::new(&mut self.buffer));
+                slices.push(IoSliceMut::new(&mut self.buffer[..BEHIND_LEN]));
             }
             let got = read(&self.half, &mut slices).await?;
             drop(slices);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
-use dayfly_meta::wire::frame::{Kind, PeerHeader};
+use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
 use rustix::net::{SendFlags, send};
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::net::tcp::OwnedWriteHalf;
@@ -49,35 +49,62 @@ pub(super) fn writer(half: OwnedWriteHalf) -> (Sender, impl Future<Output = io::
 }
 
 async fn write_all(mut half: OwnedWriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
+    let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
-        match outgoing {
-            Outgoing::Frame { kind, request, argument, body } => {
-                let header = PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode();
-                write(&mut half, &mut [IoSlice::new(&header), IoSlice::new(&body)]).await?;
+        // Frames that wait behind each other go out together.
+        let mut next = Some(outgoing);
+        let bulk = loop {
+            match next.take().or_else(|| queue.try_recv().ok()) {
+                Some(Outgoing::Frame { kind, request, argument, body }) => frames.add(kind, request, argument, body),
+                Some(Outgoing::Last { request, body }) => {
+                    if !body.is_empty() {
+                        frames.add(Kind::Data, request, 0, body);
+                    }
+                    frames.add(Kind::End, request, 0, Vec::new());
+                }
+                other => break other,
             }
-            Outgoing::Last { request, body } => {
-                let header = data(request, body.len());
-                let end = PeerHeader { body_len: 0, kind: Kind::End, request, argument: 0 }.encode();
-                let from = usize::from(body.is_empty()) * 2;
-                write(&mut half, &mut [IoSlice::new(&header), IoSlice::new(&body), IoSlice::new(&end)][from..]).await?;
-            }
-            Outgoing::Payload { request, slot, len, back } => {
+        };
+        frames.write(&mut half).await?;
+        match bulk {
+            Some(Outgoing::Payload { request, slot, len, back }) => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
                     write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)]).await?;
                 }
                 // Nobody waits for it any more if the request was given up; then the slot is free.
                 let _ = back.send(slot);
             }
-            Outgoing::File { request, range, sent } => {
+            Some(Outgoing::File { request, range, sent }) => {
                 let is_whole = write_file(&mut half, request, &range).await?;
                 let _ = sent.send(is_whole);
             }
+            _ => {}
         }
     }
     half.shutdown().await
 }
 
-fn data(request: u64, len: usize) -> [u8; dayfly_meta::wire::frame::PEER_HEADER_LEN] {
+/// Frames that are written with one call.
+#[derive(Default)]
+struct Frames(Vec<([u8; PEER_HEADER_LEN], Vec<u8>)>);
+
+impl Frames {
+    fn add(&mut self, kind: Kind, request: u64, argument: u64, body: Vec<u8>) {
+        self.0.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
+    }
+
+    async fn write(&mut self, half: &mut OwnedWriteHalf) -> io::Result<()> {
+        let frames = std::mem::take(&mut self.0);
+        if frames.is_empty() {
+            return Ok(());
+        }
+        let both = |(header, body)| [IoSlice::new(header), IoSlice::new(body)];
+        let mut slices: Vec<IoSlice<'_>> = frames.iter().map(|(header, body)| (&header[..], &body[..])).flat_map(both).collect();
+        write(half, &mut slices).await
+    }
+}
+
+fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
     PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
 }
 
