@@ -302,12 +302,12 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
         }
         let view = cluster.view(0);
         let mut longest = Duration::ZERO;
-        for number in 0..lens.len() {
+        for (number, &len) in lens.iter().enumerate() {
             let start = Instant::now();
             let file = view.open(&path(number)).unwrap();
-            let mut buffer = vec![0; lens[number]];
-            assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
-            assert!(buffer == content(number, lens[number]), "{number}");
+            let mut buffer = vec![0; len];
+            assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), len);
+            assert!(buffer == content(number, len), "{number}");
             longest = longest.max(start.elapsed());
         }
         assert!(longest < Duration::from_secs(12), "{longest:?}: the wait for room has a deadline that nobody should meet");

@@ -45,9 +45,9 @@ pub(crate) struct Read {
     /// Wait so long after that, in milliseconds.
     #[arg(long, default_value_t = 0)]
     head_start_ms: u64,
-    /// Look at every byte of views, not only at the first and the last.
-    #[arg(long)]
-    touch_all: bool,
+    /// What is done with views.
+    #[arg(long, value_enum, default_value_t = Touch::Ends)]
+    touch: Touch,
     /// Go through them so often; the time is that of the last.
     #[arg(long, default_value_t = 1)]
     passes: usize,
@@ -61,6 +61,17 @@ enum From {
     /// Those that are not.
     Remote,
     Any,
+}
+
+/// How views are looked at.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Touch {
+    /// At the first and the last byte.
+    Ends,
+    /// At every byte, added up one by one.
+    Sum,
+    /// They are copied, as into a tensor.
+    Copy,
 }
 
 /// By which interface.
@@ -88,12 +99,15 @@ pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
     let paths = if arguments.how == How::Posix { paths(&view, dataset, &samples) } else { Vec::new() };
     let order = if arguments.submit { Some(view.session().submit(dataset, samples.iter().copied())?) } else { None };
     std::thread::sleep(std::time::Duration::from_millis(arguments.head_start_ms));
+    // Its pages are there before the time is taken, as those of the stream's buffer are.
+    let largest = samples.iter().filter_map(|&sample| dataset.catalog().sample(sample)).map(|(size, _)| size).max();
+    let mut buffer = vec![1; largest.unwrap_or(0) as usize];
     let mut told = (0.0, 0);
     for _ in 0..arguments.passes {
         let start = Instant::now();
         let bytes = match arguments.how {
-            How::One => one_at_a_time(view.session(), dataset, &samples)?,
-            How::Views => views(view.session(), dataset, &samples, arguments)?,
+            How::One => one_at_a_time(view.session(), dataset, &samples, &mut buffer)?,
+            How::Views => views(view.session(), dataset, &samples, arguments, &mut buffer)?,
             How::Buffers => buffers(view.session(), dataset, &samples, arguments.batch)?,
             How::Posix => posix(&paths)?,
         };
@@ -127,20 +141,22 @@ fn paths(view: &View, dataset: &Dataset, samples: &[SampleId]) -> Vec<PathBuf> {
     samples.iter().filter_map(path).collect()
 }
 
-fn one_at_a_time(session: &Session, dataset: &Dataset, samples: &[SampleId]) -> Result<u64, Failure> {
-    let mut buffer = Vec::new();
+fn one_at_a_time(session: &Session, dataset: &Dataset, samples: &[SampleId], buffer: &mut [u8]) -> Result<u64, Failure> {
     let mut bytes = 0;
     for &sample in samples {
         let (size, _) = dataset.catalog().sample(sample).ok_or("a damaged catalog")?;
-        if buffer.len() < size as usize {
-            buffer.resize(size as usize, 0);
-        }
         bytes += session.read_at(dataset, sample, 0, &mut buffer[..size as usize], &mut None)? as u64;
     }
     Ok(bytes)
 }
 
-fn views(session: &Session, dataset: &Arc<Dataset>, samples: &[SampleId], arguments: &Read) -> Result<u64, Failure> {
+fn views(
+    session: &Session,
+    dataset: &Arc<Dataset>,
+    samples: &[SampleId],
+    arguments: &Read,
+    buffer: &mut [u8],
+) -> Result<u64, Failure> {
     let mut bytes = 0;
     let mut under_way = VecDeque::new();
     let mut chunks = samples.chunks(arguments.batch.max(1));
@@ -154,10 +170,10 @@ fn views(session: &Session, dataset: &Arc<Dataset>, samples: &[SampleId], argume
         while let Some(delivered) = batch.next() {
             let Ok(seen) = delivered?.bytes else { return Err("a sample is missing".into()) };
             bytes += seen.len() as u64;
-            if arguments.touch_all {
-                black_box(seen.iter().map(|&byte| u64::from(byte)).sum::<u64>());
-            } else {
-                black_box((seen.first(), seen.last()));
+            match arguments.touch {
+                Touch::Ends => _ = black_box((seen.first(), seen.last())),
+                Touch::Sum => _ = black_box(seen.iter().map(|&byte| u64::from(byte)).sum::<u64>()),
+                Touch::Copy => buffer[..seen.len()].copy_from_slice(seen),
             }
         }
         if !batch.is_good() {

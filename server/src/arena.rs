@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::ARENA_UNIT;
+use dayfly_meta::limits::{ARENA_UNIT, CHUNK_LEN};
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Location;
 use dayfly_meta::shared::SharedMarks;
@@ -309,7 +309,7 @@ impl Drop for Waiting<'_> {
 }
 
 /// One request to an owner asks for no more, so that what has come can be used while the next is under way.
-const TICKET_LEN_MAX: u64 = 8 << 20;
+const TICKET_LEN_MAX: u64 = CHUNK_LEN;
 
 impl Ticket {
     fn takes(&self, len: u64) -> bool {

@@ -307,7 +307,7 @@ pub(crate) struct Top {
 }
 
 fn positive(text: &str) -> Result<f64, String> {
-    let seconds = text.parse().ok().filter(|&seconds: &f64| seconds >= 0.05 && seconds <= 3600.0);
+    let seconds = text.parse().ok().filter(|seconds: &f64| (0.05..=3600.0).contains(seconds));
     seconds.ok_or_else(|| format!("'{text}' is no number of seconds between 0.05 and 3600"))
 }
 

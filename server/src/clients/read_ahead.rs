@@ -40,7 +40,9 @@ impl ReadAhead {
         }
         let is_new = !goes_on || self.until < to + 1;
         self.until = if is_new { to + 1 } else { self.until };
-        self.chunks = if goes_on { (self.chunks * 2).clamp(2, READ_AHEAD_LEN_MAX / CHUNK_LEN) } else { 1 };
+        // As far as it asks itself, and twice as far each time.
+        let asked = chunks.len() as u64;
+        self.chunks = if goes_on { (self.chunks * 2).max(asked).min(READ_AHEAD_LEN_MAX / CHUNK_LEN) } else { asked };
         let end = (to + 1 + self.chunks).min(size.div_ceil(CHUNK_LEN));
         let next: Vec<Chunk> = (self.until..end).filter_map(|number| chunk_at(size, blocks.start, number)).collect();
         self.until = self.until.max(end);

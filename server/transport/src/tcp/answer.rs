@@ -12,17 +12,19 @@ use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PAGE_SIZE};
 use dayfly_meta::wire::frame::Kind;
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use super::serve::refusal;
 use super::stream::{FileRange, Outgoing, Sender, join_body};
-use super::turns::Turns;
+use super::turns::{Turn, Turns};
 use crate::{Answer, Piece};
 
 /// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
 /// A cold piece is waited for at steps of this; the drive reads what lies between together.
 const WAIT_STEP: u64 = 128 << 10;
+/// Small cold pieces are waited for so many at a time.
+const WAIT_TOGETHER: usize = 64;
 
 /// Sends an answer and its pieces. A failed send means that the stream is dead, which its reader finds too.
 pub(super) async fn send_answer(
@@ -46,7 +48,7 @@ pub(super) async fn send_answer(
     if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
         return;
     }
-    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, is_warm: false };
+    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, warmed: None };
     if let Err(error) = gather.send(&pieces, peer, turns).await {
         tracing::debug!(%error, "cannot send a block");
         let body = refusal(format!("cannot read what it holds: {error}"));
@@ -66,8 +68,8 @@ struct Gather<'a> {
     request: u64,
     body: Vec<u8>,
     left: usize,
-    /// Whether a thread has waited for all of it already.
-    is_warm: bool,
+    /// How many of the pieces a thread has waited for, once there is one.
+    warmed: Option<watch::Receiver<usize>>,
 }
 
 impl Gather<'_> {
@@ -79,8 +81,8 @@ impl Gather<'_> {
                 continue;
             };
             if *len >= SENDFILE_LEN_MIN {
-                if !self.is_warm && !is_cached(file, *offset, *len) {
-                    self.warm(&pieces[at..], peer, turns).await?;
+                if self.warmed.is_some() || !is_cached(file, *offset, *len) {
+                    self.warm(pieces, at, at + 1, peer, turns).await;
                 }
                 let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
                 self.add_file(range).await?;
@@ -116,8 +118,8 @@ impl Gather<'_> {
         let start = self.body.len();
         self.body.resize(start + len, 0);
         let mut cached = read_cached(file, *offset, &mut self.body[start..])?;
-        if cached < len && !self.is_warm {
-            self.warm(&pieces[at..], peer, turns).await?;
+        if cached < len {
+            self.warm(pieces, at, (at + WAIT_TOGETHER).min(pieces.len()), peer, turns).await;
             cached = read_cached(file, *offset, &mut self.body[start..])?;
         }
         if cached < len {
@@ -144,31 +146,20 @@ impl Gather<'_> {
         }
     }
 
-    /// Waits until the drive has given all that is left of the answer.
-    async fn warm(&mut self, pieces: &[Piece], peer: NodeId, turns: &Turns) -> io::Result<()> {
-        self.is_warm = true;
-        let mut ranges: Vec<(Arc<File>, u64, u64)> = Vec::new();
-        for piece in pieces {
-            if let Piece::File { file, offset, len, .. } = piece {
-                ranges.push((file.clone(), *offset, *len));
-            }
+    /// Has the drive read all that is left of the answer, from piece `at` on, and waits for those before `until`.
+    async fn warm(&mut self, pieces: &[Piece], at: usize, until: usize, peer: NodeId, turns: &Turns) {
+        if self.warmed.is_none() {
+            let turn = turns.take(peer).await;
+            let ranges: Vec<(Arc<File>, u64, u64)> = pieces[at..].iter().filter_map(range).collect();
+            let (progress, warmed) = watch::channel(at);
+            self.warmed = Some(warmed);
+            // Not waited for: it ends by itself, at the pace of the drive.
+            drop(tokio::task::spawn_blocking(move || read_ahead(&ranges, &progress, turn)));
         }
-        let turn = turns.take(peer).await;
-        let read = move || {
-            let _turn = turn;
-            ranges.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
-            for (file, offset, len) in &ranges {
-                // A hint: where it is not taken, reading below waits for longer.
-                let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
-            }
-            let mut byte = [0];
-            for (file, offset, len) in &ranges {
-                let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
-                // A failure shows again where the bytes are taken.
-                steps.for_each(|at| drop(file.read_at(&mut byte, at)));
-            }
-        };
-        tokio::task::spawn_blocking(read).await.map_err(io::Error::other)
+        if let Some(warmed) = &mut self.warmed {
+            // Without a thread any more it is slower, not wrong.
+            let _ = warmed.wait_for(|&warmed| warmed >= until).await;
+        }
     }
 
     /// Makes room for so many bytes in the frame.
@@ -184,6 +175,31 @@ impl Gather<'_> {
         let frame = Outgoing::Frame { kind: Kind::Data, request: self.request, argument: 0, body };
         self.sender.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
+}
+
+fn range(piece: &Piece) -> Option<(Arc<File>, u64, u64)> {
+    match piece {
+        Piece::File { file, offset, len, .. } => Some((file.clone(), *offset, *len)),
+        Piece::Bytes(_) => None,
+    }
+}
+
+/// Asks the drive for all ranges, sorted by place, and then waits for one after another.
+fn read_ahead(ranges: &[(Arc<File>, u64, u64)], progress: &watch::Sender<usize>, turn: Turn) {
+    let mut sorted: Vec<&(Arc<File>, u64, u64)> = ranges.iter().collect();
+    sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
+    for (file, offset, len) in sorted {
+        // A hint: where it is not taken, reading below waits for longer.
+        let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
+    }
+    let mut byte = [0];
+    for (file, offset, len) in ranges {
+        let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
+        // A failure shows again where the bytes are taken.
+        steps.for_each(|at| drop(file.read_at(&mut byte, at)));
+        progress.send_modify(|warmed| *warmed += 1);
+    }
+    drop(turn);
 }
 
 /// Reads what is in the page cache, without ever waiting for a drive: from there it is not worth another thread's while.
