@@ -1,0 +1,227 @@
+//! What comes to be local: what is kept, what is fetched ahead, and what is told of it.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dayfly_client::{Delivery, OnMissing, Samples};
+use dayfly_meta::id::SampleId;
+use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, read_epoch, session};
+use harness::wait_until;
+
+#[test]
+fn with_room_for_all_the_second_epoch_asks_nobody() {
+    let lens: Vec<usize> = (0..800).map(|number| 100 + number * 37 % 30_000).chain([9 << 20, 5 << 20, 70_000]).collect();
+    let cluster = session(3, &[], &lens);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    let all: u64 = lens.iter().map(|&len| len as u64).sum();
+    wait_until("what came is kept", || {
+        let node = node(&cluster, 0);
+        count(&node["held_bytes"]) + count(&node["kept_bytes"]) == all
+    });
+    let before = node(&cluster, 0);
+    assert!(before["predicted_local_percent"].as_f64().unwrap() > 99.0);
+    read_epoch(&cluster.view(0), 1);
+    let after = node(&cluster, 0);
+    for source in ["asked", "arena"] {
+        assert_eq!(before["reads"][source], after["reads"][source], "{source}");
+    }
+    assert_eq!(before["remote_reads"], after["remote_reads"]);
+    for (number, &len) in lens.iter().enumerate() {
+        let mut bytes = vec![0; len];
+        let opened = view.open(&path(number)).unwrap();
+        assert!(view.read_at(&opened, 0, &mut bytes).unwrap() == len && bytes == content(number, len), "{number}");
+    }
+    // A stage-in comes before what is only kept, and `tune` gives it up; what is read meanwhile is right all the same.
+    let mut views =
+        view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::Given, OnMissing::Fail).unwrap();
+    views.wait().unwrap();
+    let seen = [views.get(0).unwrap().to_vec(), views.get(1).unwrap().to_vec()];
+    cluster.ok(&["tune", "--cache", "off"]);
+    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert!(views.get(0).unwrap() == seen[0] && views.get(1).unwrap() == seen[1], "views outlive what is given up");
+    drop(views);
+    read_epoch(&view, 2);
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+#[test]
+fn a_stage_in_gets_the_room_of_what_is_only_kept() {
+    let lens = vec![100_000; 60];
+    let cluster = session(2, &["--capacity", "8MiB"], &lens);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    wait_until("something is kept", || count(&node(&cluster, 0)["kept_bytes"]) > 2_000_000);
+    fs::create_dir(cluster.at("more")).unwrap();
+    (0..80).for_each(|number| fs::write(cluster.at(format!("more/{number}")), vec![number as u8; 100_000]).unwrap());
+    cluster.stage(&[&cluster.at("more")], "/dayfly/more");
+    read_epoch(&view, 1);
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+/// Share of an LRU's hits over cyclic epochs: what keeping would give if it were one.
+fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
+    let (mut held, mut clock) = (std::collections::HashMap::new(), 0_u64);
+    let (mut hits, mut all) = (0, 0);
+    for (number, epoch) in epochs.iter().enumerate() {
+        for &sample in epoch {
+            clock += 1;
+            let is_hit = held.insert(sample, clock).is_some();
+            if held.len() > room {
+                let oldest = held.iter().min_by_key(|(_, used)| **used).map(|(&sample, _)| sample).unwrap();
+                held.remove(&oldest);
+            }
+            if number > 0 {
+                all += 1;
+                hits += usize::from(is_hit);
+            }
+        }
+    }
+    hits as f64 / all as f64
+}
+
+#[test]
+fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
+    const FILES: usize = 1500;
+    const LEN: usize = 20_000;
+    // All the room of a node, its own part included, is four fifths of the data set, and little for what else it needs.
+    let capacity = (FILES * LEN * 4 / 5 + 300_000).to_string();
+    let cluster = session(3, &["--capacity", &capacity], &[LEN; FILES]);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    let kept = std::cell::Cell::new(0);
+    wait_until("what is kept is written", || {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = count(&node(&cluster, 0)["kept_bytes"]);
+        now > 0 && kept.replace(now) == now
+    });
+    let local = |node: &serde_json::Value| {
+        let reads = &node["reads"];
+        let bytes = |source: &str| count(&reads[source]["bytes"]) as f64;
+        (bytes("segment") + bytes("kept"), bytes("segment") + bytes("kept") + bytes("arena") + bytes("asked"))
+    };
+    let room = 0.8;
+    let mut before = local(&node(&cluster, 0));
+    for epoch in 1..5 {
+        read_epoch(&view, epoch);
+        let after = local(&node(&cluster, 0));
+        let share = (after.0 - before.0) / (after.1 - before.1);
+        println!("epoch {epoch}: {share:.3} of the bytes were local");
+        assert!((share - room).abs() < 0.05, "epoch {epoch}: {share}");
+        before = after;
+    }
+    let predicted = node(&cluster, 0)["predicted_local_percent"].as_f64().unwrap();
+    assert!((predicted / 100.0 - room).abs() < 0.05, "{predicted}");
+    // Beside it, what an LRU of the same room gives: the order of epochs is random, so it is not nothing, but far less.
+    let names = Samples::of(dataset(&view).catalog());
+    let epochs: Vec<Vec<SampleId>> = (0..5).map(|epoch| names.epoch(5, epoch).collect()).collect();
+    let lru = lru_hits(&epochs, FILES * 4 / 5);
+    println!("an LRU's share is {lru:.3}");
+    assert!(lru < room - 0.05, "{lru}");
+    cluster.down();
+}
+
+#[test]
+fn what_is_ordered_is_there_before_it_is_read() {
+    let lens: Vec<usize> = (0..2000).map(|number| 2000 + number * 13 % 3000).collect();
+    let cluster = session(3, &[], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let dataset = dataset(&view);
+    let samples: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(1, 0).collect();
+    let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
+    wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
+    let mut buffer = vec![0; 10_000];
+    for (at, &sample) in samples.iter().enumerate() {
+        let (size, _) = dataset.catalog().sample(sample).unwrap();
+        assert_eq!(view.session().read_at(&dataset, sample, 0, &mut buffer[..size as usize], &mut None).unwrap() as u64, size);
+        if at % 20 == 0 {
+            // As long as a step of training.
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+    let node = node(&cluster, 0);
+    let far = count(&node["reads"]["arena"]["count"]) + count(&node["reads"]["asked"]["count"]);
+    assert!(far > 1000 && count(&node["reads"]["asked"]["count"]) < far / 10, "{node}");
+    assert!(count(&node["prefetch"]["hits"]) > far * 8 / 10 && count(&node["prefetch"]["wasted"]) < far / 20, "{node}");
+    drop(order);
+    assert_accounts_are_settled(&cluster);
+    // Told not to, it does not.
+    let told = cluster.ok(&["tune", "--prefetch", "off", "--prefetch-memory", "10MiB"]);
+    assert_eq!(told.trim(), "prefetch off, in 10.0MiB; cache: off");
+    let other = cluster.view(1);
+    let _order = other.session().submit(&dataset, samples).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    let status = cluster.status();
+    assert_eq!(status["nodes"][1]["remote_reads"], 0);
+    assert_eq!(status["nodes"][1]["prefetch"]["orders"], 1);
+    drop(other);
+    cluster.down();
+}
+
+#[test]
+fn a_large_file_is_read_ahead_of_who_goes_through_it() {
+    let len = 40 << 20;
+    let cluster = session(4, &[], &[len; 6]);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let far = numbers(&view, 6, false)[0];
+    let file = view.open(&path(far)).unwrap();
+    let expected = content(far, len);
+    let mut buffer = vec![0; 300_000];
+    let before = node(&cluster, 0);
+    let mut at = 0;
+    while at < len {
+        let got = view.read_at(&file, at as u64, &mut buffer).unwrap();
+        assert!(buffer[..got] == expected[at..at + got], "at {at}");
+        at += got;
+    }
+    let after = node(&cluster, 0);
+    let came = count(&after["remote_bytes"]) - count(&before["remote_bytes"]);
+    assert_eq!(came, len as u64, "each byte once");
+    // A look into another's middle fetches little.
+    let other = numbers(&view, 6, false)[1];
+    let opened = view.open(&path(other)).unwrap();
+    assert_eq!(view.read_at(&opened, 20 << 20, &mut buffer[..100]).unwrap(), 100);
+    let looked = count(&node(&cluster, 0)["remote_bytes"]) - count(&after["remote_bytes"]);
+    assert!(looked <= 4 << 20, "{looked}");
+    cluster.down();
+}
+
+#[test]
+fn counters_are_told_in_every_form() {
+    let cluster = session(2, &[], &[5000; 300]);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    let metrics = cluster.ok(&["metrics"]);
+    let value = |name: &str| -> f64 {
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {metrics}"));
+        line.rsplit_once(' ').unwrap().1.parse().unwrap()
+    };
+    let far = value("dayfly_reads_total{node=\"0\",source=\"asked\"}");
+    assert!(far > 50.0 && value("dayfly_reads_total{node=\"0\",source=\"segment\"}") == 300.0 - far, "{metrics}");
+    assert_eq!(value("dayfly_owner_bytes_total{node=\"0\",owner=\"1\"}"), far * 5000.0);
+    assert!(value("dayfly_wait_seconds{node=\"0\",quantile=\"0.99\"}") > 0.0);
+    assert!(cluster.ok(&["metrics", "--all-nodes"]).contains("dayfly_clients{node=\"1\"}"));
+    let top = cluster.ok(&["top", "--interval", "0.1", "--count", "2"]);
+    assert_eq!(top.matches("bottleneck: ").count(), 2, "{top}");
+    assert!(cluster.ok(&["status"]).contains("prefetch auto, in half of the arena; cache: all free room"));
+    cluster.fails(2, &["tune", "--prefetch", "fast"]);
+    let status = node(&cluster, 0);
+    assert_eq!(count(&status["busiest_clients"][0]["pid"]), u64::from(std::process::id()));
+    drop(view);
+    cluster.down();
+}
+
+#[test]
+fn the_page_of_metrics_is_what_the_program_tells() {
+    let page = fs::read_to_string(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("docs/METRICS.md")).unwrap();
+    assert_eq!(page, dayfly_meta::metrics::page(), "dayfly metrics --describe > docs/METRICS.md");
+}
