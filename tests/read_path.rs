@@ -281,7 +281,7 @@ fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
 
 #[test]
 fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
-    let seconds = std::env::var("DAYFLY_STRESS_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
     let lens: Vec<usize> = (0..600).map(|number| 10 + number * number * 7 % 90_000).chain([6 << 20; 4]).collect();
     let memory = (4 * ARENA_LEN_MIN).to_string();
     let cluster = session(3, &["--memory", &memory], &lens);

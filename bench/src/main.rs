@@ -6,6 +6,7 @@ mod measure;
 mod ping_pong;
 mod placement;
 mod posix;
+mod prefetch;
 mod read;
 mod stream;
 
@@ -25,6 +26,7 @@ enum What {
     Catalog(catalog::Catalog),
     Read(read::Read),
     Stream(stream::Stream),
+    Prefetch(prefetch::Prefetch),
     Make(make::Make),
     Posix(posix::Posix),
     PingPong(ping_pong::PingPong),
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
         What::Catalog(arguments) => catalog::run(&arguments),
         What::Read(arguments) => read::run(&arguments),
         What::Stream(arguments) => stream::run(&arguments),
+        What::Prefetch(arguments) => prefetch::run(&arguments),
         What::Make(arguments) => make::run(&arguments),
         What::Posix(arguments) => posix::run(&arguments),
         What::PingPong(arguments) => ping_pong::run(&arguments),

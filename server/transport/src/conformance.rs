@@ -45,7 +45,8 @@ impl Service for Echo {
         let piece = |(slot, len): (usize, &u64)| match slot % 2 {
             0 => Piece::File {
                 file: self.file.clone(),
-                offset: slot as u64,
+                // Cut short, as a segment is that is given up: all but its first bytes are gone.
+                offset: if message == b"short" { (4 << 20) - 100 } else { slot as u64 },
                 len: *len,
                 revoked: Arc::new(AtomicBool::new(message == b"gone")),
             },
@@ -128,6 +129,12 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     // What is given up while it is read is refused, not sent as zeros.
     let revoked = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await;
     assert!(matches!(revoked, Err(TransportError::Refused { .. })));
+    for len in [1000, 300_000, 3 << 20] {
+        let slots = [len, len, 10].map(|len| region.slot(len).unwrap()).into();
+        let short = connection.pull(b"short".to_vec(), slots, TIMEOUT).await;
+        assert!(matches!(short, Err(TransportError::Refused { .. })), "{len} bytes of which 100 are there");
+        assert!(connection.pull(b"hi".to_vec(), vec![region.slot(500).unwrap()], TIMEOUT).await.is_ok(), "and it goes on");
+    }
 
     // A deadline is kept; while it runs others are served; the slot comes back only with the connection.
     let start = Instant::now();
