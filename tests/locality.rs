@@ -52,6 +52,58 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
 }
 
 #[test]
+fn what_is_kept_is_thought_over_by_one_at_a_time() {
+    let cluster = session(3, &[], &[50_000; 300]);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    for _ in 0..3 {
+        // Somebody looks at what is kept, so that giving it up takes its time; another thinks it over meanwhile.
+        let samples: Vec<SampleId> = (0..300).map(SampleId).collect();
+        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Fail).unwrap();
+        batch.wait().unwrap();
+        std::thread::scope(|scope| {
+            let tuning = ["all", "all", "30MiB"].map(|cache| {
+                std::thread::sleep(Duration::from_millis(50));
+                let cluster = &cluster;
+                scope.spawn(move || cluster.ok(&["tune", "--cache", cache]))
+            });
+            std::thread::sleep(Duration::from_millis(300));
+            drop(batch);
+            tuning.into_iter().for_each(|tuned| drop(tuned.join().unwrap()));
+        });
+        for epoch in 1..3 {
+            read_epoch(&view, epoch);
+        }
+        for number in 0..300 {
+            let mut bytes = vec![0; 50_000];
+            view.read_at(&view.open(&path(number)).unwrap(), 0, &mut bytes).unwrap();
+            assert!(bytes == content(number, 50_000), "{number}");
+        }
+    }
+    cluster.down();
+}
+
+#[test]
+fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
+    let cluster = session(3, &[], &[20_000; 1500]);
+    let view = cluster.view(0);
+    let dataset = dataset(&view);
+    let samples: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(1, 0).collect();
+    let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
+    wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
+    for samples in samples.chunks(64) {
+        let mut batch = view.session().read_many(&dataset, samples, Delivery::Given, OnMissing::Fail).unwrap();
+        batch.wait().unwrap();
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let prefetch = node(&cluster, 0)["prefetch"].clone();
+    assert!(count(&prefetch["hits"]) > 700 && count(&prefetch["late"]) < 150, "{prefetch}");
+    drop(order);
+    wait_until("what was read is kept", || node(&cluster, 0)["kept_blocks"].as_u64().unwrap() > 800);
+    cluster.down();
+}
+
+#[test]
 fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     let lens = vec![100_000; 60];
     let cluster = session(2, &["--capacity", "8MiB"], &lens);

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use dayfly_client::{ClientError, Delivery, OnMissing, Samples, View};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::limits::ARENA_LEN_MIN;
-use harness::Cluster;
 use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, session};
+use harness::{Cluster, Ground, wait_until};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -253,6 +253,76 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
         assert!(longest < Duration::from_secs(12), "{longest:?}: the wait for room has a deadline that nobody should meet");
     });
     assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
+#[test]
+fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
+    let memory = ARENA_LEN_MIN.to_string();
+    let lens = vec![100_000; 1200];
+    let cluster = session(3, &["--memory", &memory], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let all_hold = std::sync::Barrier::new(6);
+    std::thread::scope(|scope| {
+        for reader in 0..6_u32 {
+            let (cluster, all_hold) = (&cluster, &all_hold);
+            scope.spawn(move || {
+                let view = cluster.view(0);
+                let samples: Vec<SampleId> = (reader * 200..reader * 200 + 200).map(SampleId).collect();
+                let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Fail).unwrap();
+                all_hold.wait();
+                std::thread::sleep(Duration::from_millis(300));
+                let start = Instant::now();
+                batch.wait().unwrap();
+                assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+            });
+        }
+    });
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
+#[test]
+fn a_batch_under_way_ends_when_the_session_does() {
+    let cluster = session(2, &[], &[20_000; 3000]);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let samples: Vec<SampleId> = (0..3000).map(SampleId).collect();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Tell).unwrap();
+    drop(batch.next());
+    cluster.ok(&["down"]);
+    let start = Instant::now();
+    while let Some(delivered) = batch.next() {
+        if delivered.is_err() {
+            break;
+        }
+    }
+    assert!(!batch.is_good() && start.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..120_usize).for_each(|number| fs::write(ground.at(format!("d/{number}")), vec![(number % 251) as u8; 200_000]).unwrap());
+    let cluster = ground.up_with(2, &["--memory", &ARENA_LEN_MIN.to_string()]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster.ok(&["tune", "--cache", "off"]);
+    let far = numbers(&cluster.view(0), 120, false);
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/posix/fork_batch.py");
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--node", "0", "--", "python3"]).arg(script);
+    command.args(far.iter().map(|&number| String::from_utf8(path(number)).unwrap()));
+    let mut parent = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(parent.stdout.as_mut().unwrap()), &mut line).unwrap();
+    if line.trim() == "ended" {
+        // The child still has all of it open.
+        wait_until("the order has ended", || node(&cluster, 0)["prefetch"]["orders"] == 0);
+        assert_accounts_are_settled(&cluster);
+    }
+    let output = parent.wait_with_output().unwrap();
+    assert!(output.status.success() && line.trim() == "ended", "{}", harness::text(&output.stderr));
     cluster.down();
 }
 

@@ -233,10 +233,8 @@ impl Session {
         match self.is_home().then(|| self.idle.take()).flatten() {
             Some(socket) => Ok(socket),
             None => {
-                let (socket, welcome, _) = open(&self.path)?;
-                if let FromServer::Welcome { slot, .. } = welcome {
-                    self.slot.store(slot, Ordering::Relaxed);
-                }
+                let (socket, _, _) = open(&self.path)?;
+                self.slot.store(socket.slot(), Ordering::Relaxed);
                 Ok(Box::new(socket))
             }
         }
@@ -270,8 +268,7 @@ impl Session {
     }
 
     /// From here on, until the result is dropped, what is kept on this node stays where it is found.
-    pub(crate) fn begin_views(&self) -> Views<'_> {
-        let slot = self.slot.load(Ordering::Relaxed);
+    pub(crate) fn begin_views(&self, slot: u32) -> Views<'_> {
         self.counters.begin_view(slot);
         Views { counters: &self.counters, slot }
     }
@@ -302,7 +299,12 @@ fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
     socket.send(&FromClient::Hello { version: VERSION })?;
     match socket.receive() {
         Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
-        Ok((welcome, files)) => Ok((socket, welcome, files)),
+        Ok((welcome, files)) => {
+            if let FromServer::Welcome { slot, .. } = welcome {
+                socket.set_slot(slot);
+            }
+            Ok((socket, welcome, files))
+        }
         // It hangs up on what it does not understand.
         Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => Err(ClientError::OtherBuild),
         Err(error) => Err(error),

@@ -14,7 +14,7 @@ use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 use crate::attach::{Views, unexpected};
 use crate::read::verify;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset, Session};
+use crate::{ClientError, Dataset, Session, fault};
 
 /// In which order samples of a batch are delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,7 +66,14 @@ pub struct Batch<'a> {
     far: Far,
     leases: Vec<u64>,
     is_over: bool,
-    _views: Views<'a>,
+    /// The connection failed, and with it ended the leases.
+    is_broken: bool,
+    /// See [`fault::zeroed`].
+    zeroed: usize,
+    /// What is kept here stays while this lives; without a server nobody gives it up.
+    views: Option<Views<'a>>,
+    /// The process whose connection and views these are.
+    home: u32,
 }
 
 /// Where an item's bytes are.
@@ -134,6 +141,9 @@ impl Session {
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Batch<'_>, ClientError> {
+        // Before any location is looked at. Its connection is ours until the end: by it the server knows whose views these are.
+        let socket = self.take_socket().ok();
+        let views = socket.as_ref().map(|socket| self.begin_views(socket.slot()));
         let mut batch = Batch {
             session: self,
             items: Vec::with_capacity(wishes.len()),
@@ -142,11 +152,13 @@ impl Session {
             on_missing,
             next: 0,
             arrived: VecDeque::new(),
-            far: Far::default(),
+            far: Far { socket, ..Far::default() },
             leases: Vec::new(),
             is_over: false,
-            // Before any location is looked at.
-            _views: self.begin_views(),
+            is_broken: false,
+            zeroed: fault::zeroed(),
+            views,
+            home: std::process::id(),
         };
         batch.look_up(wishes);
         batch.ask()?;
@@ -232,7 +244,7 @@ impl<'a> Batch<'a> {
                 return None;
             }
             Err(error) => {
-                self.is_over = true;
+                (self.is_over, self.is_broken) = (true, true);
                 return Some(Err(error));
             }
         };
@@ -245,6 +257,9 @@ impl<'a> Batch<'a> {
 
     /// Waits until all have come.
     pub fn wait(&mut self) -> Result<(), ClientError> {
+        if self.is_broken {
+            return Err(ClientError::Protocol("the batch has failed before"));
+        }
         while let Some(delivered) = self.next() {
             delivered?;
         }
@@ -253,7 +268,11 @@ impl<'a> Batch<'a> {
 
     /// A sample that has been delivered, by its place in what was asked for.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
-        let is_there = index < self.states.len() && !matches!(self.states[index], State::Far | State::Later);
+        let is_there = match self.states.get(index) {
+            None | Some(State::Far | State::Later) => false,
+            Some(State::Leased(..)) => !self.is_broken,
+            Some(_) => true,
+        };
         if is_there { self.bytes(index).ok() } else { None }
     }
 
@@ -264,7 +283,8 @@ impl<'a> Batch<'a> {
             let is_other = !std::ptr::eq(std::mem::replace(&mut last, Arc::as_ptr(&item.dataset)), Arc::as_ptr(&item.dataset));
             is_other && item.dataset.is_gone()
         };
-        !self.session.is_gone() && !self.items.iter().flatten().any(is_gone)
+        let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.session.is_gone();
+        is_whole && !self.items.iter().flatten().any(is_gone)
     }
 
     fn take_error(&mut self, index: usize) -> ClientError {
@@ -313,7 +333,8 @@ impl<'a> Batch<'a> {
             _ if size == 0 => return State::Empty,
             _ if size > CHUNK_LEN => return State::Later,
             Some(Location::Owned(place)) => (place, Source::Segment),
-            Some(Location::Kept(place)) => (place, Source::Kept),
+            Some(Location::Kept(place)) if self.views.is_some() => (place, Source::Kept),
+            Some(Location::Kept(_)) => return State::Later,
             // What lies in the arena has to be leased before it is looked at.
             Some(Location::Arena { .. }) | None => {
                 let chunk = Chunk { block, index: 0 };
@@ -446,8 +467,14 @@ impl<'a> Batch<'a> {
 
     /// Takes in what comes next.
     fn receive(&mut self) -> Result<(), ClientError> {
+        if self.home != std::process::id() {
+            return Err(ClientError::Protocol("a batch is its process's own, not a forked child's"));
+        }
+        if self.session.is_gone() {
+            return Err(ClientError::Gone);
+        }
         if !self.far.is_under_way {
-            return self.ask();
+            self.ask()?;
         }
         let Some(mut socket) = self.far.socket.take() else { return Err(ClientError::Protocol("nobody was asked")) };
         // On a failure the connection is not used again: what comes on it belongs to nothing any more.
@@ -480,7 +507,7 @@ impl<'a> Batch<'a> {
             self.arrived.push_back(index);
         }
         self.session.count(Source::Asked, count, bytes);
-        if !self.session.is_gone() && is_last {
+        if is_last {
             if is_nothing {
                 self.let_go()?;
             }
@@ -529,6 +556,13 @@ impl Far {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
+        if self.home != std::process::id() {
+            // Its parent's, who ends them.
+            std::mem::forget(self.views.take());
+            return;
+        }
+        // Before the connection is another's.
+        drop(self.views.take());
         // Where the connection fails, its end is the leases' end.
         let is_released = self.release().is_ok();
         if let Some(socket) = self.far.socket.take().filter(|_| is_released && !self.far.is_under_way) {

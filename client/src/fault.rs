@@ -115,6 +115,8 @@ unsafe extern "C" fn copy_until_fault(_: *mut u8, _: *const u8, len: usize) -> u
     len
 }
 
+/// Pages of zeros that were put in the place of others.
+static ZEROED: AtomicUsize = AtomicUsize::new(0);
 /// Mapped ranges that are given out as views.
 static VIEWED: [(AtomicUsize, AtomicUsize); VIEWED_MAX] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; VIEWED_MAX];
 const VIEWED_MAX: usize = (SEGMENT_MAP_BYTES_MAX / SEGMENT_WINDOW_LEN) as usize;
@@ -146,6 +148,11 @@ impl Drop for Mapped {
     }
 }
 
+/// How many pages of this process are zeros that should be something else: what was looked at while this changed does not count.
+pub(crate) fn zeroed() -> usize {
+    ZEROED.load(Ordering::Acquire)
+}
+
 /// Maps a page of zeros over one that is not there, if it is one of those.
 fn put_zeros(address: usize) -> bool {
     let is_viewed = |(start, len): &(AtomicUsize, AtomicUsize)| {
@@ -154,6 +161,7 @@ fn put_zeros(address: usize) -> bool {
     if !VIEWED.iter().any(is_viewed) {
         return false;
     }
+    ZEROED.fetch_add(1, Ordering::AcqRel);
     let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: the page lies in a mapping of ours, whose bytes are gone; nobody but readers of views refers to it. A plain system
@@ -234,6 +242,8 @@ mod tests {
         let look = |at: usize| unsafe { std::ptr::read_volatile(map.as_ptr().add(at)) };
         assert_eq!((look(0), look(8191)), (7, 7));
         file.set_len(0).unwrap();
+        let before = zeroed();
         assert_eq!((look(1), look(8191), look(4096)), (0, 0, 0));
+        assert!(zeroed() >= before + 2, "and can know that they are none");
     }
 }

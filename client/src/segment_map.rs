@@ -65,7 +65,12 @@ impl SegmentMap {
             return Copied::No;
         }
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
-        if copied { Copied::Yes } else { Copied::Fault }
+        match copied {
+            false => Copied::Fault,
+            // Some page may be zeros by now that the drive did not give: the kernel knows.
+            true if fault::zeroed() > 0 => Copied::No,
+            true => Copied::Yes,
+        }
     }
 
     /// The bytes of a range, if it lies in one window. Read them with care: where the segment was given up since, they are zeros.

@@ -11,8 +11,8 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
 use nix::errno::Errno;
 use nix::sys::socket::{
-    AddressFamily, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, connect, recvmsg, send, setsockopt, socket,
-    sockopt,
+    AddressFamily, ControlMessageOwned, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect, recvmsg, send, setsockopt,
+    shutdown, socket, sockopt,
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
@@ -25,6 +25,20 @@ const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 /// A connection to the server.
 pub(crate) struct Socket {
     stream: Kept,
+    /// The process's place in the counters, while this lives.
+    slot: u32,
+    /// The process that made it.
+    home: u32,
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        // A forked child may have it open; in it, closing its copy must not end ours.
+        if self.home == std::process::id() {
+            // Closed by the server already, perhaps.
+            let _ = shutdown(self.stream.as_raw_fd(), Shutdown::Both);
+        }
+    }
 }
 
 impl Socket {
@@ -36,7 +50,15 @@ impl Socket {
         setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
         connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|error| late(error.into()))?;
         // As a file, which a stream socket can be read and written as.
-        Ok(Self { stream: Kept::new(File::from(socket)) })
+        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, home: std::process::id() })
+    }
+
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    pub(crate) fn set_slot(&mut self, slot: u32) {
+        self.slot = slot;
     }
 
     pub(crate) fn send(&mut self, message: &FromClient) -> Result<(), ClientError> {

@@ -141,8 +141,8 @@ pub const FETCH_PART_LEN: u64 = 16 << 20;
 pub const PREFETCH_SHARE: u64 = 2;
 /// How long a server waits for processes to end the views they have, before it gives kept blocks up.
 pub const VIEWS_TIMEOUT: Duration = Duration::from_secs(2);
-/// Samples of one order that a client submits: an epoch of a large data set, 4 bytes each.
-pub const ORDER_SAMPLES_MAX: usize = 1 << 28;
+/// Samples of all orders of a node together, 4 bytes each: an epoch of a large data set, or of a smaller one for each of many readers.
+pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
 /// Orders that are read ahead at once on a node; more wait for those before them to end.

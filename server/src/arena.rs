@@ -19,7 +19,6 @@ use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Location;
 use dayfly_meta::shared::SharedMarks;
 use dayfly_transport::{Region, Slot};
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout_at};
 
@@ -122,8 +121,7 @@ impl Arena {
     pub(crate) fn new(region: Region) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
         let marks_len = region.len() / ARENA_UNIT;
-        let marks_file = File::from(memfd_create("dayfly-marks", MFdFlags::MFD_CLOEXEC)?);
-        marks_file.set_len(marks_len)?;
+        let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
         let inner = Inner {
@@ -161,8 +159,15 @@ impl Arena {
         (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
     }
 
-    /// Claims as many as `budget` bytes and the room allow; room is waited for by nobody here.
-    pub(crate) fn claim(&self, dataset: &Arc<Dataset>, wanted: impl Iterator<Item = Wanted>, budget: u64) -> Claimed {
+    /// Claims as many as `budget` bytes and the room allow, or, where no new room is to be taken, those that need none. Room is
+    /// waited for by nobody here.
+    pub(crate) fn claim(
+        &self,
+        dataset: &Arc<Dataset>,
+        wanted: impl Iterator<Item = Wanted>,
+        budget: u64,
+        takes_room: bool,
+    ) -> Claimed {
         let mut claimed = Claimed::default();
         let mut left = budget;
         let mut table = self.table();
@@ -172,6 +177,7 @@ impl Arena {
             match table.wish(&key) {
                 Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
                 Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
+                Wish::Absent if !takes_room => continue,
                 Wish::Absent => {
                     let Some(slot) = self.take_slot(&mut table, wanted.info.len) else { break };
                     claimed.load_bytes += wanted.info.len;
@@ -325,6 +331,11 @@ impl Ticket {
         self.loads.iter().map(|load| load.chunk).collect()
     }
 
+    /// Their places in the request.
+    pub(crate) fn places(&self) -> impl Iterator<Item = u32> {
+        self.loads.iter().map(|load| load.at)
+    }
+
     pub(crate) fn len(&self, number: usize) -> u64 {
         self.loads.get(number).map_or(0, |load| load.len)
     }
@@ -447,9 +458,14 @@ impl Lease {
         &self.held().slot
     }
 
-    /// Whether a process has read it without asking.
+    /// Whether a process has read it since it came, or since [`Self::clear_mark`].
     pub(crate) fn was_read(&self) -> bool {
         self.held().marks.get(self.held().unit()) > 0
+    }
+
+    /// Forgets that it was read.
+    pub(crate) fn clear_mark(&self) {
+        self.held().marks.set(self.held().unit(), 0);
     }
 }
 

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{DatasetId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES, ORDER_SAMPLES_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
@@ -26,6 +26,7 @@ use tokio::task::JoinSet;
 use crate::arena::Lease;
 use crate::fetch::{Fetched, Part};
 use crate::lead;
+use crate::prefetch::Ordered;
 use crate::server::Server;
 use crate::store::{Dataset, nameless_file};
 pub(crate) use processes::Processes;
@@ -108,7 +109,7 @@ struct Client {
     last_lease: u64,
     read_ahead: ReadAhead,
     /// An order that has not come whole yet.
-    order: Vec<SampleId>,
+    order: Ordered,
     /// What is done for this connection meanwhile; it ends with it.
     tasks: JoinSet<()>,
 }
@@ -123,7 +124,7 @@ impl Client {
             leased_bytes: 0,
             last_lease: 0,
             read_ahead: ReadAhead::default(),
-            order: Vec::new(),
+            order: Ordered::default(),
             tasks: JoinSet::new(),
         }
     }
@@ -176,8 +177,13 @@ impl Client {
         }
         let start = Instant::now();
         let _asking = server.reading().begin();
-        server.prefetcher().asked(dataset.id(), chunks.len() as u64);
-        let mut fetching = server.fetcher().begin(dataset, chunks, share - self.leased_bytes).await;
+        let budget = share - self.leased_bytes;
+        // Who has leases does not wait for room: others who do may wait for his. He is told of nothing, and lets go first.
+        let mut fetching = match self.leased_bytes {
+            0 => server.fetcher().begin(dataset, chunks, budget).await,
+            _ => server.fetcher().begin_if_room(dataset, chunks, budget),
+        };
+        server.prefetcher().asked(dataset.id(), fetching.late.iter().filter_map(|&at| chunks.get(at as usize)));
         self.read_ahead.asked(server.fetcher(), dataset, chunks);
         loop {
             let part = fetching.next().await;
@@ -219,19 +225,22 @@ impl Client {
 
     /// Takes a part of an order; with the last, begins to read it ahead, and no longer what was ordered before.
     async fn order(&mut self, dataset: DatasetId, samples: Vec<SampleId>, is_last: bool) -> io::Result<()> {
-        if samples.len() > ORDER_PART_SAMPLES || self.order.len() + samples.len() > ORDER_SAMPLES_MAX {
-            return self.refuse("too many samples in one order").await;
+        if samples.len() > ORDER_PART_SAMPLES {
+            return self.refuse("too many samples in one part of an order").await;
         }
-        self.order.extend(samples);
+        if !self.order.extend(self.server.prefetcher(), samples) {
+            self.order = Ordered::default();
+            return self.refuse("too many samples are ordered on this node").await;
+        }
         if !is_last {
             return Ok(());
         }
-        let samples = std::mem::take(&mut self.order);
+        let order = std::mem::take(&mut self.order);
         self.tasks.abort_all();
         let Some(dataset) = self.server.store().dataset(dataset) else {
             return self.refuse("the dataset is not there any more").await;
         };
-        self.tasks.spawn(self.server.prefetcher().clone().run(dataset, samples));
+        self.tasks.spawn(self.server.prefetcher().clone().run(dataset, order));
         self.socket.send(&FromServer::Ordered, &[]).await
     }
 

@@ -50,11 +50,13 @@ pub(crate) struct Fetching {
     under_way: FuturesUnordered<BoxFuture<'static, Part>>,
     /// Bytes that come over the network for it.
     pub(crate) load_bytes: u64,
+    /// What was not there yet, by place in the request.
+    pub(crate) late: Vec<u32>,
 }
 
 impl Fetching {
     fn of(ready: Part) -> Self {
-        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0 }
+        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, late: Vec::new() }
     }
 
     /// What has come; waits until something has. `None` at the end.
@@ -110,44 +112,54 @@ impl Fetcher {
     pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
         let (mut ready, wanted) = look_up(dataset, chunks);
         let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };
-        if !self.arena.is_short() {
-            let claimed = self.arena.claim(dataset, wanted.into_iter(), budget.max(first.info.len));
-            if !claimed.is_empty() {
-                return self.start(ready, claimed);
-            }
+        // What is here, or on its way, needs no room; new room is for those who wait for it, if any do.
+        let budget = budget.max(first.info.len);
+        let claimed = self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short());
+        if !claimed.is_empty() {
+            return self.start(ready, claimed, true);
         }
         let Some(slot) = self.arena.room_within(first.info.len, ARENA_TIMEOUT).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
             return Fetching::of(ready);
         };
-        self.start(ready, self.arena.claim_with(dataset, &first, slot))
+        self.start(ready, self.arena.claim_with(dataset, &first, slot), true)
     }
 
-    /// As [`Self::begin`], but where there is no room, and where others wait for some, nothing is got.
+    /// As [`Self::begin`], but no new room is taken where there is none, and where others wait for some.
     pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
         let (ready, wanted) = look_up(dataset, chunks);
-        if self.arena.is_short() {
-            return Fetching::of(ready);
-        }
-        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget))
+        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), true)
     }
 
-    fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed) -> Fetching {
+    /// As [`Self::begin_if_room`], of what is not read yet: it is not kept before it is, so that its reader can be seen to read it.
+    pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+        let (ready, wanted) = look_up(dataset, chunks);
+        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), false)
+    }
+
+    /// Has what was read ahead kept, if it is meant to be.
+    pub(crate) fn keep(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
+        self.keeper.keep(dataset, chunk, || Some(lease));
+    }
+
+    fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed, keeps: bool) -> Fetching {
         ready.extend(claimed.held.into_iter().map(|(at, lease)| (at, Fetched::Leased(lease))));
         self.joined.fetch_add(claimed.loading.len() as u64, Ordering::Relaxed);
-        let fetching = Fetching { load_bytes: claimed.load_bytes, ..Fetching::of(ready) };
+        let loads = claimed.loads.iter().flat_map(Ticket::places);
+        let late = claimed.loading.iter().map(|(at, ..)| *at).chain(loads).collect();
+        let fetching = Fetching { load_bytes: claimed.load_bytes, late, ..Fetching::of(ready) };
         for (at, key, loading) in claimed.loading {
             fetching.under_way.push(Box::pin(join(self.arena.clone(), at, key, loading)));
         }
         for ticket in claimed.loads {
-            fetching.under_way.push(Box::pin(self.clone().load(ticket)));
+            fetching.under_way.push(Box::pin(self.clone().load(ticket, keeps)));
         }
         fetching
     }
 
     /// One message to one owner.
-    async fn load(self: Arc<Self>, mut ticket: Ticket) -> Part {
+    async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> Part {
         let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
         let (count, bytes, slots) = (chunks.len(), ticket.bytes(), ticket.take_slots());
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.clone() };
@@ -169,7 +181,9 @@ impl Fetcher {
         for (chunk, (at, lease)) in chunks.into_iter().zip(filled) {
             let fetched = match lease {
                 Some(lease) => {
-                    self.keeper.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                    if keeps {
+                        self.keeper.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                    }
                     Fetched::Leased(lease)
                 }
                 None => Fetched::Failed(format!("node {owner} does not hold {}", name(&dataset, chunk))),

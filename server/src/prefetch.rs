@@ -4,14 +4,14 @@
 
 mod controller;
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
-use dayfly_meta::limits::{ORDER_IDLE_TIMEOUT, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
+use dayfly_meta::limits::{ORDER_IDLE_TIMEOUT, ORDER_SAMPLES_MAX, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
 use dayfly_meta::wire::status::{Depth, Policy, PrefetchStatus};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::{Notify, Semaphore};
@@ -30,6 +30,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const IDLE_INTERVAL: Duration = Duration::from_millis(10);
 /// Readers of one order go ahead of each other by so many chunks: as many unread ones are looked behind.
 const OUT_OF_ORDER_MAX: usize = 256;
+/// Chunks asked for by processes that are remembered.
+const ASKED_FOR_MAX: usize = 16 << 10;
 /// Samples that are here already and are passed over before others have their turn.
 const PASSED_OVER_MAX: usize = 4096;
 
@@ -40,9 +42,43 @@ pub(crate) struct Prefetcher {
     policy: Mutex<Policy>,
     orders: Mutex<Vec<Weak<Order>>>,
     permits: Semaphore,
+    /// Samples in all orders.
+    ordered: AtomicU64,
+    /// Bytes that all orders have ahead, or on their way.
+    taken: AtomicU64,
     hits: AtomicU64,
     late: AtomicU64,
     wasted: AtomicU64,
+}
+
+/// Samples in the order in which they will be read.
+#[derive(Default)]
+pub(crate) struct Ordered {
+    samples: Vec<SampleId>,
+    /// Who has counted them.
+    prefetcher: Option<Arc<Prefetcher>>,
+}
+
+impl Ordered {
+    /// Takes more of them; `false`, and nothing taken, where the node has as many as it may.
+    pub(crate) fn extend(&mut self, prefetcher: &Arc<Prefetcher>, samples: Vec<SampleId>) -> bool {
+        let more = samples.len() as u64;
+        let fits = |count: u64| count.checked_add(more).filter(|&count| count <= ORDER_SAMPLES_MAX as u64);
+        if prefetcher.ordered.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_err() {
+            return false;
+        }
+        self.prefetcher.get_or_insert_with(|| prefetcher.clone());
+        self.samples.extend(samples);
+        true
+    }
+}
+
+impl Drop for Ordered {
+    fn drop(&mut self) {
+        if let Some(prefetcher) = &self.prefetcher {
+            prefetcher.ordered.fetch_sub(self.samples.len() as u64, Ordering::Relaxed);
+        }
+    }
 }
 
 /// What others see of an order.
@@ -50,8 +86,16 @@ struct Order {
     dataset: DatasetId,
     late: AtomicU64,
     asked: Notify,
+    /// What processes asked for themselves: it need not wait for them in the window.
+    asked_for: Mutex<HashSet<Chunk>>,
     depth_bytes: AtomicU64,
     requests: AtomicU64,
+}
+
+impl Order {
+    fn asked_for(&self) -> MutexGuard<'_, HashSet<Chunk>> {
+        self.asked_for.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Prefetcher {
@@ -63,6 +107,8 @@ impl Prefetcher {
             policy: Mutex::default(),
             orders: Mutex::default(),
             permits: Semaphore::new(ORDERS_MAX),
+            ordered: zero(),
+            taken: zero(),
             hits: zero(),
             late: zero(),
             wasted: zero(),
@@ -93,34 +139,53 @@ impl Prefetcher {
         }
     }
 
-    /// A process has asked for chunks: if they were ordered, that comes too late.
-    pub(crate) fn asked(&self, dataset: DatasetId, chunks: u64) {
+    /// A process has asked for chunks that were not there: if they were ordered, they come too late.
+    pub(crate) fn asked<'a>(&self, dataset: DatasetId, chunks: impl Iterator<Item = &'a Chunk> + Clone) {
+        let count = chunks.clone().count() as u64;
         let mut orders = self.orders();
         orders.retain(|order| order.strong_count() > 0);
+        if count == 0 {
+            return;
+        }
         let mut is_ordered = false;
         for order in orders.iter().filter_map(Weak::upgrade).filter(|order| order.dataset == dataset) {
             is_ordered = true;
-            order.late.fetch_add(chunks, Ordering::Relaxed);
+            order.late.fetch_add(count, Ordering::Relaxed);
+            let mut asked_for = order.asked_for();
+            if asked_for.len() > ASKED_FOR_MAX {
+                asked_for.clear();
+            }
+            asked_for.extend(chunks.clone().copied());
+            drop(asked_for);
             order.asked.notify_one();
         }
         if is_ordered {
-            self.late.fetch_add(chunks, Ordering::Relaxed);
+            self.late.fetch_add(count, Ordering::Relaxed);
         }
     }
 
     /// Reads an order ahead, until its end or until this is dropped.
-    pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: Vec<SampleId>) {
+    pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, ordered: Ordered) {
         let Ok(_permit) = self.permits.acquire().await else { return };
         let zero = || AtomicU64::new(0);
-        let order =
-            Arc::new(Order { dataset: dataset.id(), late: zero(), asked: Notify::new(), depth_bytes: zero(), requests: zero() });
+        let order = Arc::new(Order {
+            dataset: dataset.id(),
+            late: zero(),
+            asked: Notify::new(),
+            asked_for: Mutex::default(),
+            depth_bytes: zero(),
+            requests: zero(),
+        });
         self.orders().push(Arc::downgrade(&order));
         // Until something is known; who has said how far, is not begun with anything else.
-        let depth_bytes = if let Some(Depth::Samples(_)) = self.policy().prefetch { 0 } else { 2 * REQUEST_LEN_MAX };
+        let depth_bytes = match self.policy().prefetch {
+            Some(Depth::Samples(_)) => 0,
+            _ => self.memory().min(2 * REQUEST_LEN_MAX),
+        };
         let ahead = Ahead {
             prefetcher: &self,
             order: &order,
-            todo: Todo { dataset: &dataset, samples: &samples, next: 0, chunks: VecDeque::new() },
+            todo: Todo { dataset: &dataset, samples: &ordered.samples, next: 0, chunks: VecDeque::new() },
             window: VecDeque::new(),
             window_bytes: 0,
             controller: Controller::new(PREFETCH_REQUESTS_MAX),
@@ -130,16 +195,22 @@ impl Prefetcher {
             progressed: Instant::now(),
             mean_len: 4096,
             is_paused: false,
+            taken: 0,
         };
         ahead.run().await;
     }
 
-    /// What an order may take of the arena.
-    fn memory(&self) -> u64 {
-        let orders = self.orders().iter().filter(|order| order.strong_count() > 0).count().max(1) as u64;
+    /// What all orders together may take of the arena.
+    fn all_memory(&self) -> u64 {
         let all = self.policy().prefetch_bytes.unwrap_or(self.arena.len() / PREFETCH_SHARE);
         // The rest is for those who ask.
-        all.min(self.arena.len() - self.arena.len() / 4) / orders
+        all.min(self.arena.len() - self.arena.len() / 4)
+    }
+
+    /// What each of them may take.
+    fn memory(&self) -> u64 {
+        let orders = self.orders().iter().filter(|order| order.strong_count() > 0).count().max(1) as u64;
+        self.all_memory() / orders
     }
 
     fn orders(&self) -> MutexGuard<'_, Vec<Weak<Order>>> {
@@ -219,6 +290,8 @@ struct Ahead<'a> {
     mean_len: u64,
     /// Whether all was given back, for nobody read.
     is_paused: bool,
+    /// What is counted in `Prefetcher::taken` for it.
+    taken: u64,
 }
 
 impl Ahead<'_> {
@@ -227,9 +300,11 @@ impl Ahead<'_> {
         let mut flight_bytes = 0;
         loop {
             self.look();
+            self.take(self.window_bytes + flight_bytes);
             while !self.is_paused
                 && flights.len() < self.plan.requests
                 && self.window_bytes + flight_bytes < self.plan.depth_bytes
+                && self.take(self.window_bytes + flight_bytes) < self.prefetcher.all_memory()
             {
                 let (chunks, bytes) = self.todo.request();
                 if chunks.is_empty() {
@@ -258,13 +333,26 @@ impl Ahead<'_> {
         }
     }
 
+    /// Says what this order has ahead, or on its way; returns what all orders have.
+    fn take(&mut self, bytes: u64) -> u64 {
+        let before = std::mem::replace(&mut self.taken, bytes);
+        let taken = &self.prefetcher.taken;
+        if bytes >= before {
+            taken.fetch_add(bytes - before, Ordering::Relaxed) + bytes - before
+        } else {
+            taken.fetch_sub(before - bytes, Ordering::Relaxed) - (before - bytes)
+        }
+    }
+
     fn land(&mut self, flight: Flight) {
         let mut left: Vec<Option<Chunk>> = flight.chunks.into_iter().map(Some).collect();
         for (at, fetched) in flight.part {
             let Some(chunk) = left.get_mut(at as usize).and_then(Option::take) else { continue };
             // What has failed fails again for its reader, who is the one to be told.
             let Fetched::Leased(lease) = fetched else { continue };
-            if !lease.was_read() {
+            if !self.order.asked_for().remove(&chunk) {
+                // If it was read before, that was in another epoch.
+                lease.clear_mark();
                 self.window_bytes += lease.len();
                 self.mean_len = (self.mean_len * 15 + lease.len()) / 16 + 1;
                 self.window.push_back(Waiting { chunk, lease, since: Instant::now() });
@@ -283,12 +371,14 @@ impl Ahead<'_> {
     fn look(&mut self) {
         let (mut at, mut hits, mut read_bytes) = (0, 0, 0);
         while at < self.window.len().min(OUT_OF_ORDER_MAX) {
-            if self.window[at].lease.was_read() {
-                let read = self.window.remove(at);
-                read_bytes += read.map_or(0, |read| read.lease.len());
-                hits += 1;
-            } else {
+            let Waiting { chunk, lease, .. } = &self.window[at];
+            // What came to be kept is found there, by reads that leave no mark.
+            if !lease.was_read() && !self.todo.dataset.is_here(chunk.block) {
                 at += 1;
+            } else if let Some(Waiting { chunk, lease, .. }) = self.window.remove(at) {
+                read_bytes += lease.len();
+                hits += 1;
+                self.prefetcher.fetcher.keep(self.todo.dataset, chunk, lease);
             }
         }
         self.window_bytes -= read_bytes;
@@ -325,6 +415,15 @@ impl Ahead<'_> {
         }
         self.order.depth_bytes.store(self.plan.depth_bytes, Ordering::Relaxed);
         self.order.requests.store(self.plan.requests as u64, Ordering::Relaxed);
+        if seen.is_short {
+            // Others wait, and not all of this is needed soon.
+            while self.window_bytes > self.plan.depth_bytes
+                && let Some(Waiting { chunk, lease, .. }) = self.window.pop_back()
+            {
+                self.window_bytes -= lease.len();
+                self.todo.put_back(std::iter::once(chunk));
+            }
+        }
         self.seen = Observed::default();
         self.looked = Instant::now();
     }
@@ -349,6 +448,12 @@ impl Ahead<'_> {
     }
 }
 
+impl Drop for Ahead<'_> {
+    fn drop(&mut self) {
+        self.take(0);
+    }
+}
+
 /// A request that has ended.
 struct Flight {
     chunks: Vec<Chunk>,
@@ -361,7 +466,7 @@ struct Flight {
 
 async fn fetch(fetcher: Arc<Fetcher>, dataset: &Arc<Dataset>, chunks: Vec<Chunk>, bytes: u64) -> Flight {
     let start = Instant::now();
-    let mut fetching = fetcher.begin_if_room(dataset, &chunks, bytes);
+    let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
     let is_remote = fetching.load_bytes > 0;
     let mut part = Part::new();
     while let Some(more) = fetching.next().await {

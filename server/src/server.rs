@@ -80,6 +80,8 @@ pub struct Server {
     lead: Lead,
     processes: Arc<Processes>,
     reading: Reading,
+    /// Held while what is kept is thought over.
+    planning: tokio::sync::Mutex<()>,
     running: Mutex<Option<Running>>,
     ended: watch::Sender<bool>,
 }
@@ -120,6 +122,7 @@ impl Server {
             lead: Lead::default(),
             processes: Arc::default(),
             reading: Reading::default(),
+            planning: tokio::sync::Mutex::default(),
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
         });

@@ -14,11 +14,21 @@ use std::sync::{Arc, PoisonError, RwLock};
 use dayfly_meta::board::{self, Board, Counters};
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::path::{display, is_below, join};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use dataset::{ChunkInfo, Dataset};
 pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
 pub(crate) use segment::{Segments, room_for};
+
+/// Memory to be shared with processes, which cannot make it shorter under our feet.
+pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
+    let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
+    file.set_len(len)?;
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
+    Ok(file)
+}
 
 /// Why a dataset cannot be where it is wanted.
 pub(crate) enum Conflict {
@@ -51,13 +61,8 @@ pub(crate) struct Store {
 impl Store {
     /// `capacity` is for all data dirs together; it is parted among them by their free room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
-        let shared = |name: &str, len: u64| -> io::Result<File> {
-            let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC)?);
-            file.set_len(len)?;
-            Ok(file)
-        };
-        let board_file = shared("dayfly-board", board::FILE_LEN)?;
-        let counters_file = shared("dayfly-counters", board::COUNTERS_LEN)?;
+        let board_file = shared_file("dayfly-board", board::FILE_LEN)?;
+        let counters_file = shared_file("dayfly-counters", board::COUNTERS_LEN)?;
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),

@@ -2,7 +2,8 @@
  *
  * Link with libdayfly_preload.so. The session is that of the environment (`dayfly exec`, `dayfly run` or
  * `eval "$(dayfly env)"`). Functions return -1 or NULL and set errno, as C's own do. All of them may be called from several
- * threads at once. After a fork the child may go on with what its parent had. */
+ * threads at once. After a fork the child may go on with what its parent had, but for batches
+ * and orders, which are the parent's alone. */
 
 #ifndef DAYFLY_H
 #define DAYFLY_H

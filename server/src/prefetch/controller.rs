@@ -103,7 +103,7 @@ impl Controller {
         let length = seen.request_len.max(1) as f64;
         let depth = self.boost * self.rate * (2.0 * latency + 2.0 * INTERVAL.as_secs_f64());
         let requests = self.boost * self.rate * latency / length + 1.0;
-        let memory = (seen.memory as f64 * self.memory_share).max(length);
+        let memory = seen.memory as f64 * self.memory_share;
         Plan {
             depth_bytes: depth.max(2.0 * length).min(memory) as u64,
             requests: (requests.round() as usize).clamp(2, self.requests_max),

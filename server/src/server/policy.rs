@@ -36,7 +36,13 @@ impl Server {
 
     /// Gives up all that is kept of other nodes' blocks, so that its room is free.
     pub(crate) async fn give_up_kept(self: &Arc<Self>) -> Result<(), String> {
-        let is_kept = |server: &Self| server.store.datasets().iter().any(|dataset| dataset.kept().is_planned());
+        let _alone = self.planning.lock().await;
+        self.give_up_kept_alone().await
+    }
+
+    /// As [`Self::give_up_kept`], by who is the only one: what one withdraws, another must not plan anew before its room is free.
+    async fn give_up_kept_alone(self: &Arc<Self>) -> Result<(), String> {
+        let is_kept = |server: &Self| server.store.datasets().iter().any(|dataset| dataset.has_kept());
         if !is_kept(self) {
             return Ok(());
         }
@@ -55,7 +61,8 @@ impl Server {
 
     /// Parts the room that is left among the datasets, for what they may keep from now on. What is kept is chosen anew.
     pub(crate) async fn plan_kept(self: &Arc<Self>) -> Result<(), String> {
-        self.give_up_kept().await?;
+        let _alone = self.planning.lock().await;
+        self.give_up_kept_alone().await?;
         if self.stages.is_any() {
             // They need the room; when the last has ended, this comes again.
             return Ok(());
@@ -69,6 +76,6 @@ impl Server {
         });
         planned.await?.map_err(|error| format!("cannot prepare for what is kept: {error}"))?;
         // One may have begun in the meantime.
-        if self.stages.is_any() { self.give_up_kept().await } else { Ok(()) }
+        if self.stages.is_any() { self.give_up_kept_alone().await } else { Ok(()) }
     }
 }

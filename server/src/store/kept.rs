@@ -47,11 +47,6 @@ impl Kept {
         self.threshold.load(Ordering::Relaxed) * 1000 / ALL
     }
 
-    /// Whether anything is kept, or may be.
-    pub(crate) fn is_planned(&self) -> bool {
-        self.threshold.load(Ordering::Relaxed) > 0 || self.blocks.load(Ordering::Relaxed) > 0
-    }
-
     fn chooses(&self, block: BlockId, seed: u64) -> bool {
         let threshold = self.threshold.load(Ordering::Relaxed);
         if threshold == 0 {
@@ -70,6 +65,11 @@ impl Dataset {
     /// Bytes that others own.
     pub(crate) fn others_bytes(&self) -> u64 {
         self.catalog().header().bytes.saturating_sub(self.held().bytes)
+    }
+
+    /// Whether anything is kept, or may be, or takes room though it was given up.
+    pub(crate) fn has_kept(&self) -> bool {
+        self.kept().threshold.load(Ordering::Relaxed) > 0 || self.segments().kept_room() > 0
     }
 
     /// Whether a block that came from its owner is to be kept.

@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use dayfly_meta::limits::CLIENTS_SHOWN_MAX;
 use dayfly_meta::metrics::SOURCE_NAMES;
-use dayfly_meta::wire::status::{NodeStatus, Reads, SOURCES, Status, total};
+use dayfly_meta::wire::status::{ClientStatus, NodeStatus, Reads, SOURCES, Status, total};
 
 use super::status::ask;
 use crate::args::Top;
@@ -80,7 +81,12 @@ fn show_nodes(before: &Status, now: &Status, seconds: f64) {
 
 fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
     for client in &now.busiest {
-        let old = before.busiest.iter().find(|old| old.pid == client.pid).copied().unwrap_or_default();
+        let old = match before.busiest.iter().find(|old| old.pid == client.pid) {
+            Some(old) => *old,
+            // It may have been there, and not among those that are told.
+            None if before.busiest.len() == CLIENTS_SHOWN_MAX => continue,
+            None => ClientStatus::default(),
+        };
         let read = less(&client.reads, &old.reads);
         if total(&read).count > 0 {
             say!("{}", rates(&format!("  pid {}", client.pid), &read, seconds));

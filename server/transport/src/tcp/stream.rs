@@ -19,6 +19,9 @@ use crate::Slot;
 /// Frames waiting to be written on one stream; bulk ones are 1 MiB.
 const QUEUE_LEN: usize = 8;
 
+/// Frames that wait are written together up to this: one call has one deadline.
+const WRITTEN_TOGETHER: usize = 256 << 10;
+
 /// What is to be written.
 pub(super) enum Outgoing {
     /// A frame.
@@ -54,7 +57,8 @@ async fn write_all(mut half: OwnedWriteHalf, mut queue: mpsc::Receiver<Outgoing>
         // Frames that wait behind each other go out together.
         let mut next = Some(outgoing);
         let bulk = loop {
-            match next.take().or_else(|| queue.try_recv().ok()) {
+            let is_enough = frames.bytes >= WRITTEN_TOGETHER;
+            match next.take().or_else(|| if is_enough { None } else { queue.try_recv().ok() }) {
                 Some(Outgoing::Frame { kind, request, argument, body }) => frames.add(kind, request, argument, body),
                 Some(Outgoing::Last { request, body }) => {
                     if !body.is_empty() {
@@ -86,15 +90,19 @@ async fn write_all(mut half: OwnedWriteHalf, mut queue: mpsc::Receiver<Outgoing>
 
 /// Frames that are written with one call.
 #[derive(Default)]
-struct Frames(Vec<([u8; PEER_HEADER_LEN], Vec<u8>)>);
+struct Frames {
+    frames: Vec<([u8; PEER_HEADER_LEN], Vec<u8>)>,
+    bytes: usize,
+}
 
 impl Frames {
     fn add(&mut self, kind: Kind, request: u64, argument: u64, body: Vec<u8>) {
-        self.0.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
+        self.bytes += body.len();
+        self.frames.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
     }
 
     async fn write(&mut self, half: &mut OwnedWriteHalf) -> io::Result<()> {
-        let frames = std::mem::take(&mut self.0);
+        let frames = std::mem::take(self).frames;
         if frames.is_empty() {
             return Ok(());
         }
