@@ -212,7 +212,9 @@ fn a_full_file_system_is_an_error_too() {
     cluster.ok(&["verify", "--from-every-node"]);
     // Unmounted before the folder that it is in is removed.
     cluster.ok(&["down"]);
-    assert!(Command::new("umount").arg(&small).status().unwrap().success());
+    harness::wait_until("the kernel has closed the servers' files", || {
+        Command::new("umount").arg(&small).status().unwrap().success()
+    });
     cluster.ground.assert_clean();
 }
 

@@ -189,9 +189,15 @@ impl Dataset {
         self.locations.set_gone(gone);
     }
 
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
     /// Gives its room back at once. [`Self::set_gone`] must have come before.
     pub(crate) fn give_up(&self) {
-        debug_assert!(self.gone.load(Ordering::Acquire));
+        debug_assert!(self.is_gone());
+        // What is being kept at this moment is written before, and nothing is after.
+        let _nothing_is_written = self.kept.lock();
         self.segments.give_up();
     }
 }

@@ -30,7 +30,7 @@ pub(crate) struct Kept {
 }
 
 /// A block of which some chunks have come.
-struct Partial {
+pub(super) struct Partial {
     place: Place,
     /// One bit a chunk.
     chunks: u16,
@@ -56,7 +56,7 @@ impl Kept {
         hash < threshold
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<BlockId, Partial>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<BlockId, Partial>> {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -79,6 +79,10 @@ impl Dataset {
 
     /// Keeps as many as fit `room` bytes from now on, of `wanted` bytes that all datasets want to keep.
     pub(crate) fn plan_kept(&self, room: u64, wanted: u64) -> io::Result<()> {
+        let _nothing_is_given_up = self.kept().lock();
+        if self.is_gone() {
+            return Ok(());
+        }
         let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
         let threshold = share.map_or(ALL, |share| share.min(ALL.into()) as u64);
         // Processes map what the file is long, when they first see it: so it is long from the start, without taking room.
@@ -91,6 +95,9 @@ impl Dataset {
     /// Writes chunks to this node's drives and lets processes find them there. What there is no room for is not kept.
     pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<()> {
         let mut partial = self.kept().lock();
+        if self.is_gone() {
+            return Ok(());
+        }
         let (mut whole, mut pieces) = (Vec::with_capacity(chunks.len()), Vec::new());
         for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| self.keeps(chunk.block)) {
             match self.catalog().block(chunk.block) {
