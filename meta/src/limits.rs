@@ -135,8 +135,8 @@ pub const ARENA_UNIT: u64 = 64;
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
 /// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
 pub const LEASE_SHARE: u64 = 4;
-/// Bytes that an answer to a client leases at most, so that the first of a long list can be used while the rest is under way.
-pub const FETCH_PART_LEN: u64 = 16 << 20;
+/// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
+pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// What is fetched ahead takes at most this part of the arena, when `tune --prefetch-memory` says nothing else.
 pub const PREFETCH_SHARE: u64 = 2;
 /// How long a server waits for processes to end the views they have, before it gives kept blocks up.

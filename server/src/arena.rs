@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::{ARENA_UNIT, CHUNK_LEN};
+use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Location;
 use dayfly_meta::shared::SharedMarks;
@@ -314,13 +314,10 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// One request to an owner asks for no more, so that what has come can be used while the next is under way.
-const TICKET_LEN_MAX: u64 = CHUNK_LEN;
-
 impl Ticket {
     fn takes(&self, len: u64) -> bool {
         let bytes: u64 = self.loads.iter().map(|load| load.len).sum();
-        bytes + len <= TICKET_LEN_MAX
+        bytes + len <= FETCH_PART_LEN
     }
 
     pub(crate) fn dataset(&self) -> &Arc<Dataset> {

@@ -71,6 +71,14 @@ impl Fetching {
         Some(std::mem::take(&mut self.ready))
     }
 
+    /// What was here already, by place in the request; to be asked before [`Self::next`].
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Lease)> {
+        self.ready.iter().filter_map(|(at, fetched)| match fetched {
+            Fetched::Leased(lease) => Some((*at, lease)),
+            _ => None,
+        })
+    }
+
     /// Whether all has been told.
     pub(crate) fn is_done(&self) -> bool {
         self.ready.is_empty() && self.under_way.is_empty()
@@ -107,8 +115,8 @@ impl Fetcher {
     /// Begins to get as many of the first chunks as `budget` bytes and the room allow, at least one. The others are not named in what
     /// comes; they are to be asked for again.
     ///
-    /// Only for the first chunk is room waited for, and by whoever holds nothing yet; and who loads a chunk has room for it. So
-    /// requests cannot wait for each other in a ring.
+    /// Only for the first chunk is room waited for; this is for who holds no leases. And who loads a chunk has room for it. So requests
+    /// cannot wait for each other in a ring.
     pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
         let (mut ready, wanted) = look_up(dataset, chunks);
         let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };

@@ -188,6 +188,8 @@ impl Prefetcher {
             todo: Todo { dataset: &dataset, samples: &ordered.samples, next: 0, chunks: VecDeque::new() },
             window: VecDeque::new(),
             window_bytes: 0,
+            next_number: 1,
+            furthest: 0,
             controller: Controller::new(PREFETCH_REQUESTS_MAX),
             plan: Plan { depth_bytes, requests: 2 },
             seen: Observed::default(),
@@ -272,6 +274,8 @@ struct Waiting {
     chunk: Chunk,
     lease: Lease,
     since: Instant,
+    /// Its place among all that came for the order.
+    number: u64,
 }
 
 /// An order that is being read ahead.
@@ -281,6 +285,9 @@ struct Ahead<'a> {
     todo: Todo<'a>,
     window: VecDeque<Waiting>,
     window_bytes: u64,
+    /// The next one's number, and that of the furthest that was read.
+    next_number: u64,
+    furthest: u64,
     controller: Controller,
     plan: Plan,
     seen: Observed,
@@ -311,7 +318,7 @@ impl Ahead<'_> {
                     break;
                 }
                 flight_bytes += bytes;
-                flights.push(fetch(self.prefetcher.fetcher.clone(), self.todo.dataset, chunks, bytes));
+                flights.push(fetch(&self.prefetcher.fetcher, self.todo.dataset, self.order, chunks, bytes));
             }
             let is_through = self.todo.is_empty() && flights.is_empty();
             if is_through && self.window.is_empty() {
@@ -351,11 +358,10 @@ impl Ahead<'_> {
             // What has failed fails again for its reader, who is the one to be told.
             let Fetched::Leased(lease) = fetched else { continue };
             if !self.order.asked_for().remove(&chunk) {
-                // If it was read before, that was in another epoch.
-                lease.clear_mark();
                 self.window_bytes += lease.len();
                 self.mean_len = (self.mean_len * 15 + lease.len()) / 16 + 1;
-                self.window.push_back(Waiting { chunk, lease, since: Instant::now() });
+                self.window.push_back(Waiting { chunk, lease, since: Instant::now(), number: self.next_number });
+                self.next_number += 1;
             }
         }
         // There was no room for these.
@@ -375,7 +381,8 @@ impl Ahead<'_> {
             // What came to be kept is found there, by reads that leave no mark.
             if !lease.was_read() && !self.todo.dataset.is_here(chunk.block) {
                 at += 1;
-            } else if let Some(Waiting { chunk, lease, .. }) = self.window.remove(at) {
+            } else if let Some(Waiting { chunk, lease, number, .. }) = self.window.remove(at) {
+                self.furthest = self.furthest.max(number);
                 read_bytes += lease.len();
                 hits += 1;
                 self.prefetcher.fetcher.keep(self.todo.dataset, chunk, lease);
@@ -428,9 +435,10 @@ impl Ahead<'_> {
         self.looked = Instant::now();
     }
 
-    /// What others behind it were read long since will not be read.
+    /// What has been there for long, while others behind it were read, will not be read.
     fn drop_overtaken(&mut self) {
-        while self.window.front().is_some_and(|first| first.since.elapsed() > ORDER_IDLE_TIMEOUT) {
+        let is_overtaken = |first: &Waiting| first.number < self.furthest && first.since.elapsed() > ORDER_IDLE_TIMEOUT;
+        while self.window.front().is_some_and(is_overtaken) {
             let overtaken = self.window.pop_front();
             self.window_bytes -= overtaken.map_or(0, |overtaken| overtaken.lease.len());
             self.prefetcher.wasted.fetch_add(1, Ordering::Relaxed);
@@ -451,6 +459,7 @@ impl Ahead<'_> {
 impl Drop for Ahead<'_> {
     fn drop(&mut self) {
         self.take(0);
+        self.prefetcher.wasted.fetch_add(self.window.len() as u64, Ordering::Relaxed);
     }
 }
 
@@ -464,9 +473,15 @@ struct Flight {
     is_remote: bool,
 }
 
-async fn fetch(fetcher: Arc<Fetcher>, dataset: &Arc<Dataset>, chunks: Vec<Chunk>, bytes: u64) -> Flight {
+async fn fetch(fetcher: &Arc<Fetcher>, dataset: &Arc<Dataset>, order: &Order, chunks: Vec<Chunk>, bytes: u64) -> Flight {
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
+    for (at, lease) in fetching.held() {
+        // If it was read before, and not asked for just now, that was in another epoch.
+        if chunks.get(at as usize).is_some_and(|chunk| !order.asked_for().contains(chunk)) {
+            lease.clear_mark();
+        }
+    }
     let is_remote = fetching.load_bytes > 0;
     let mut part = Part::new();
     while let Some(more) = fetching.next().await {
