@@ -59,7 +59,7 @@ posix_rows() { # NAME SAMPLES
     beside_tcp "$1" "$2" dayfly exec --node 0 -- dayfly-bench read --how posix --submit
 }
 posix_small() { posix_rows "3 KB by open/fstat/read/close, ordered" 30000 100000; }
-posix_large() { posix_rows "110 KB by open/fstat/read/close, ordered" 960 1200; }
+posix_large() { posix_rows "110 KB by open/fstat/read/close, ordered" $((12000 / DAYFLY_RUNS)) 3000; }
 unet() {
     warm_up 2 1
     skip=0
@@ -92,25 +92,27 @@ epochs() {
 }
 
 # Cold: all in a control group whose memory is a third of the data, on a drive that fio reads beside it.
-cold() { # NAME BATCH BLOCK_LEN SAMPLES_A_RUN SAMPLES_TO_WARM_UP
+cold() { # NAME BATCH BLOCK_LEN LOCAL_SAMPLES REMOTE_SAMPLES SAMPLES_TO_WARM_UP; samples are of all runs
     work_rates=$(mktemp); work_tcp=$(mktemp)
-    local from run fio_file=$DAYFLY_BENCH_WORK/fio
+    local from run count fio_file=$DAYFLY_BENCH_WORK/fio
     for from in local remote; do
         # The arena's memory has been touched.
-        skip=$5; [ $from = local ] && skip=0 || dayfly-bench read --batch "$2" --samples "$5" >/dev/null
+        if [ $from = local ]; then skip=0 count=$(($4 / DAYFLY_RUNS)); else
+            skip=$6 count=$(($5 / DAYFLY_RUNS)); dayfly-bench read --batch "$2" --samples "$6" >/dev/null
+        fi
         : > "$work_rates"; : > "$work_tcp"
         for run in $(seq "$DAYFLY_RUNS"); do
             sync; echo 3 > /proc/sys/vm/drop_caches
             fio --name=cold --filename="$fio_file" --rw=randread --bs="$3" --iodepth=32 --ioengine=libaio --direct=1 --runtime=3 --time_based \
                 --output-format=json | python3 -c 'import json, sys; print(json.load(sys.stdin)["jobs"][0]["read"]["bw_bytes"])' >> "$work_tcp"
-            dayfly-bench read --from $from --touch copy --batch "$2" --samples "$4" --skip $skip >> "$work_rates"; skip=$((skip + $4))
+            dayfly-bench read --from $from --touch copy --batch "$2" --samples $count --skip $skip >> "$work_rates"; skip=$((skip + count))
         done
         awk -v name="cold, $from, $1, batches of $2" -v bytes="$(cut -d' ' -f2 "$work_rates" | median)" -v fio="$(median < "$work_tcp")" \
             'BEGIN {printf "%-44s %7.1f MB/s; fio %7.1f MB/s: %.2f\n", name, bytes/1e6, fio/1e6, bytes/fio}'
     done
 }
-cold_large() { cold "110 KB" 64 110592 960 1200; }
-cold_small() { cold "3 KB" 256 3072 5120 30000; }
+cold_large() { cold "110 KB" 64 110592 4800 12800 1200; }
+cold_small() { cold "3 KB" 256 3072 25600 25600 30000; }
 in_little_memory() { # SET FUNCTION BYTES_OF_SAMPLES
     local group=/sys/fs/cgroup/memory/dayfly-bench bytes
     [ -d /sys/fs/cgroup/memory ] || { group=/sys/fs/cgroup/dayfly-bench; }
