@@ -70,7 +70,10 @@ impl Session {
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
         let _no_fork = fork::hold();
         let path = location.socket(node);
-        let (socket, welcome, files) = open(&path)?;
+        let (socket, welcome, files) = open(&path).map_err(|error| match error {
+            ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
+            error => error,
+        })?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
             return Err(ClientError::Protocol("no welcome"));
         };
