@@ -166,6 +166,9 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     for ((&number, size), bytes) in wanted.iter().zip(sizes).zip(room) {
         assert!(size.unwrap() == lens[number] as u64 && bytes == content(number, lens[number])[..bytes.len()], "{number}");
     }
+    // Without a buffer there is nothing to be filled; file 0 is empty.
+    let sizes = view.read_many_into(&[&path(0), &path(5)], &mut [], OnMissing::Fail).unwrap();
+    assert_eq!(sizes.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, lens[5] as u64]);
     assert_accounts_are_settled(&cluster);
     cluster.down();
 }

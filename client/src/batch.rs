@@ -188,9 +188,11 @@ impl Session {
         let mut batch = self.begin_batch(whole, Delivery::Arrival, OnMissing::Tell)?;
         while let Some(index) = batch.advance()? {
             let at = whole_at[index];
-            match batch.bytes(index) {
-                Ok(bytes) => buffers[at][..bytes.len()].copy_from_slice(bytes),
-                Err(_) => sizes[at] = Err(batch.take_error(index)),
+            match (batch.bytes(index), buffers.get_mut(at)) {
+                (Ok(bytes), Some(buffer)) => buffer[..bytes.len()].copy_from_slice(bytes),
+                // Nothing was wanted of it.
+                (Ok(_), None) => {}
+                (Err(_), _) => sizes[at] = Err(batch.take_error(index)),
             }
         }
         if !batch.is_good() {
@@ -454,15 +456,14 @@ impl<'a> Batch<'a> {
         if self.session.is_gone() {
             return Err(ClientError::Gone);
         }
-        let mut socket = match self.far.socket.take() {
+        let socket = match &mut self.far.socket {
             Some(socket) => socket,
-            None => self.session.take_socket()?,
+            none => none.insert(self.session.take_socket()?),
         };
-        socket.send(&FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect() })?;
-        self.far.asked = asked.into_iter().map(Some).collect();
-        self.far.socket = Some(socket);
         self.far.is_under_way = true;
-        Ok(())
+        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect() };
+        self.far.asked = asked.into_iter().map(Some).collect();
+        socket.send(&request)
     }
 
     /// Takes in what comes next.
@@ -476,15 +477,16 @@ impl<'a> Batch<'a> {
         if !self.far.is_under_way {
             self.ask()?;
         }
-        let Some(mut socket) = self.far.socket.take() else { return Err(ClientError::Protocol("nobody was asked")) };
-        // On a failure the connection is not used again: what comes on it belongs to nothing any more.
-        self.far.is_under_way = false;
+        let Some(socket) = self.far.socket.as_mut().filter(|_| self.far.is_under_way) else {
+            return Err(ClientError::Protocol("nobody was asked"));
+        };
+        // On a failure it stays under way, and so the connection ends with the batch, and after its views: what comes on it belongs to
+        // nothing any more.
         let (chunks, lease, is_last) = match socket.receive()?.0 {
             FromServer::Fetched { chunks, lease, is_last } => (chunks, lease, is_last),
             other => return Err(unexpected(other)),
         };
         self.far.is_under_way = !is_last;
-        self.far.socket = Some(socket);
         let is_nothing = chunks.is_empty();
         if lease != 0 {
             self.leases.push(lease);

@@ -96,6 +96,8 @@ impl Counters {
 
     /// See [`Self::begin_view`].
     pub fn end_view(&self, slot: u32) {
+        // What was looked at was read before this can be seen.
+        fence(Ordering::Release);
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, u64::MAX);
     }
 

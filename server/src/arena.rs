@@ -99,6 +99,7 @@ pub(crate) struct Ticket {
     pub(crate) owner: NodeId,
     dataset: Arc<Dataset>,
     loads: Vec<Load>,
+    bytes: u64,
     ended: watch::Sender<Option<Arc<str>>>,
 }
 
@@ -234,13 +235,14 @@ impl Arena {
             None => {
                 let (ended, _) = watch::channel(None);
                 let dataset = dataset.clone();
-                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), ended });
+                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), bytes: 0, ended });
                 let last = loads.len() - 1;
                 &mut loads[last]
             }
         };
         table.begin((dataset.id(), wanted.chunk), ticket.ended.subscribe());
         ticket.loads.push(load);
+        ticket.bytes += len;
     }
 
     fn lease(&self, held: Arc<Held>) -> Lease {
@@ -316,8 +318,7 @@ impl Drop for Waiting<'_> {
 
 impl Ticket {
     fn takes(&self, len: u64) -> bool {
-        let bytes: u64 = self.loads.iter().map(|load| load.len).sum();
-        bytes + len <= FETCH_PART_LEN
+        self.bytes + len <= FETCH_PART_LEN
     }
 
     pub(crate) fn dataset(&self) -> &Arc<Dataset> {
@@ -338,7 +339,7 @@ impl Ticket {
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.loads.iter().map(|load| load.len).sum()
+        self.bytes
     }
 
     /// Where the chunks shall land.

@@ -13,6 +13,11 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use offset_allocator::{Allocation, Allocator};
 use tokio::sync::Notify;
 
+/// How many slots a region may have: each takes 28 bytes of memory beside it from the start. In a large region small samples are
+/// many: one of 2 KiB for each 2 KiB.
+const SLOTS_MIN: u32 = 128 << 10;
+const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
+
 /// A region; clones share it.
 #[derive(Clone)]
 pub struct Region {
@@ -35,7 +40,8 @@ impl Region {
         file.set_len(u64::from(units) * UNIT)?;
         let map = MmapRaw::map_raw(&file)?;
         fcntl(file.as_fd(), FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
-        let inner = Inner { map, file, room: Mutex::new(Allocator::new(units)), freed: Notify::new() };
+        let room = Mutex::new(Allocator::with_max_allocs(units, SLOTS_MIN.max(units / UNITS_PER_SLOT)));
+        let inner = Inner { map, file, room, freed: Notify::new() };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -145,6 +151,14 @@ mod tests {
         slots.clear();
         assert!(region.slot(1 << 20).is_some());
         assert!(region.slot((1 << 20) + 1).is_none());
+    }
+
+    #[test]
+    fn a_large_region_is_not_full_of_few_small_slots() {
+        let region = Region::new(1 << 30).unwrap();
+        let slots: Vec<Slot> = std::iter::from_fn(|| region.slot(3000)).collect();
+        // Beside what is lost between slots.
+        assert!(slots.len() > 300_000, "{}", slots.len());
     }
 
     #[tokio::test]
