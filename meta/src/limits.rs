@@ -160,6 +160,28 @@ pub const CLIENTS_SHOWN_MAX: usize = 32;
 /// Answers that read drives for peers at once; each peer has its turn.
 pub const DRIVE_READERS_MAX: usize = 16;
 
+/// Receives for messages that all of a card's queue pairs share; a message that finds none is sent again by the card.
+pub const RDMA_RECEIVES: u32 = 512;
+/// Longest request by RDMA: one for [`BATCH_BLOCKS_MAX`] blocks fits.
+pub const RDMA_REQUEST_LEN_MAX: u32 = 32 << 10;
+/// Completions that a card's queue has room for; work that could overflow it waits.
+pub const RDMA_COMPLETIONS_MAX: u32 = 16 << 10;
+/// Operations posted on one queue pair.
+pub const RDMA_SEND_DEPTH: u32 = 128;
+/// Longest operation: longer ones keep others of the card waiting.
+pub const RDMA_WRITE_LEN_MAX: u32 = 1 << 20;
+/// Bytes of the operations posted on one queue pair.
+pub const RDMA_BYTES_IN_FLIGHT_MAX: u64 = 4 << 20;
+/// Requests of one node that wait for another's answers by RDMA.
+pub const RDMA_WINDOW: u32 = 64;
+/// Registered memory that bytes take their way through from a file to the card.
+pub const RDMA_STAGING_LEN: u64 = 32 << 20;
+/// Registered memory for requests and their answers.
+pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
+/// A pair whose queue pairs failed so often in a row goes by TCP,
+pub const RDMA_FAILURES_MAX: u32 = 3;
+/// and tries again after this.
+pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process maps at most this much of its node's segments; the rest is `pread`. Page tables cost 2 MiB a mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
 /// Segments are mapped piece by piece, as they are read.

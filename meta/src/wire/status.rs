@@ -93,6 +93,35 @@ pub struct NodeEntry {
     pub status: Result<NodeStatus, String>,
 }
 
+/// How a node reaches its peers.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct Network {
+    /// By RDMA; else by TCP.
+    pub is_rdma: bool,
+    /// Which card, port and address; or why not by RDMA.
+    pub detail: String,
+    /// Peers that are reached by TCP all the same, and why.
+    pub fallen_back: Vec<(NodeId, String)>,
+    /// Calls that posted work to the card.
+    pub posts: u64,
+    /// Operations that they posted.
+    pub works: u64,
+    /// Completions that the card told of.
+    pub completions: u64,
+    /// Times its thread was woken.
+    pub wake_ups: u64,
+    /// Bytes written into peers' memory, for their reads.
+    pub written_bytes: u64,
+    /// Bytes read from peers' memory, when they stage in.
+    pub read_bytes: u64,
+    /// Queue pairs, now.
+    pub queue_pairs: u64,
+    /// Queue pairs that failed.
+    pub failed: u64,
+    /// Memory that the card may touch, in bytes.
+    pub registered_bytes: u64,
+}
+
 /// What a node says of itself.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeStatus {

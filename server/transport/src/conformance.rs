@@ -10,6 +10,7 @@ use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 
 use super::*;
 use crate::fault::{Fault, Faulty, Plan};
+use crate::rdma::{Choice, Rdma};
 use crate::tcp::{Identity, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -169,6 +170,29 @@ async fn tcp_conforms_when_slow() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let plan: Plan = Arc::new(|number| (number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(number % 7))));
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
+}
+
+/// Without a card it is the inner transport, under the messages of both.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rdma_without_a_card_conforms() {
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Tcp, &Choice::default()));
+    conforms(&ours, &theirs, address).await;
+    assert!(!ours.status().is_rdma && ours.status().detail == "TCP was asked for");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rdma_conforms() {
+    if !crate::rdma::tests::has_card() {
+        return;
+    }
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default()));
+    conforms(&ours, &theirs, address).await;
+    assert!(ours.status().is_rdma);
+    // What the body moved went by the card: its slots of the first pull, and the offers.
+    assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
+    assert_eq!((ours.status().failed, theirs.status().failed), (0, 0));
 }
 
 #[tokio::test]

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::status::Network;
 
-use crate::{Connection, Offered, Pulled, Region, Service, Serving, Slot, Transport, TransportError};
+use crate::{Ability, Agreement, Connection, Offered, Pulled, Region, Service, Serving, Slot, Transport, TransportError};
 
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +54,22 @@ impl<T: Transport> Transport for Faulty<T> {
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
         self.inner.serve(service).await
+    }
+
+    fn ability(&self) -> Ability {
+        self.inner.ability()
+    }
+
+    fn agree(&self, agreement: Agreement) {
+        self.inner.agree(agreement);
+    }
+
+    fn fallen_back(&self) -> Vec<(NodeId, String)> {
+        self.inner.fallen_back()
+    }
+
+    fn status(&self) -> Network {
+        self.inner.status()
     }
 }
 

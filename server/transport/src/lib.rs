@@ -5,9 +5,12 @@
 //! our bytes when it is ready. Slots go in by value and come back only when no more bytes can land in them: a deadline
 //! answers the caller, while the slot stays with the connection until that is drained or dead.
 
+mod cold;
 pub mod fault;
+pub mod rdma;
 mod region;
 pub mod tcp;
+mod turns;
 
 use std::fs::File;
 use std::io;
@@ -18,7 +21,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::status::Network;
 
+pub use rdma::{Ability, Agreement, Preference};
 pub use region::{Region, Slot};
 
 /// Why a message did not get through, or its answer not back.
@@ -186,6 +191,18 @@ pub trait Transport: Send + Sync {
 
     /// Answers peers until the returned guard is dropped.
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving>;
+
+    /// What this node has to offer to the others, before they agree.
+    fn ability(&self) -> Ability;
+
+    /// Does as all have agreed. Until it is told, it tries the best it has.
+    fn agree(&self, agreement: Agreement);
+
+    /// Peers that are not reached in the agreed way, and why.
+    fn fallen_back(&self) -> Vec<(NodeId, String)>;
+
+    /// For the user.
+    fn status(&self) -> Network;
 }
 
 /// A running listener; dropping it ends it and all connections that it accepted.

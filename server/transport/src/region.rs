@@ -1,9 +1,10 @@
 //! Shared memory, cut into slots. A slot's bytes belong to whoever holds it; dropping it gives the room back.
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::limits::ARENA_UNIT as UNIT;
@@ -18,6 +19,21 @@ use tokio::sync::Notify;
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 
+/// By which a card may touch a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Keys {
+    /// For our own operations.
+    pub(crate) local: u32,
+    /// For our peers'.
+    pub(crate) remote: u32,
+}
+
+/// That a card may touch a region, until the guard is dropped.
+pub(crate) struct Registration {
+    pub(crate) keys: Keys,
+    pub(crate) _guard: Box<dyn Any + Send + Sync>,
+}
+
 /// A region; clones share it.
 #[derive(Clone)]
 pub struct Region {
@@ -25,6 +41,8 @@ pub struct Region {
 }
 
 struct Inner {
+    /// Goes before what it is of.
+    registration: OnceLock<Registration>,
     map: MmapRaw,
     file: File,
     room: Mutex<Allocator>,
@@ -41,13 +59,25 @@ impl Region {
         let map = MmapRaw::map_raw(&file)?;
         fcntl(file.as_fd(), FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
         let room = Mutex::new(Allocator::with_max_allocs(units, SLOTS_MIN.max(units / UNITS_PER_SLOT)));
-        let inner = Inner { map, file, room, freed: Notify::new() };
+        let inner = Inner { registration: OnceLock::new(), map, file, room, freed: Notify::new() };
         Ok(Self { inner: Arc::new(inner) })
     }
 
     /// The file behind it, for other processes to map read-only.
     pub fn file(&self) -> &File {
         &self.inner.file
+    }
+
+    /// Where it lies in this process.
+    pub(crate) fn address(&self) -> u64 {
+        self.inner.map.as_mut_ptr() as u64
+    }
+
+    /// Has a card's registration end with it.
+    pub(crate) fn registered(self, registration: Registration) -> Self {
+        // It is new, and has none.
+        let _ = self.inner.registration.set(registration);
+        self
     }
 
     /// Its length in bytes.
@@ -105,6 +135,16 @@ impl Slot {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Where it lies in this process.
+    pub(crate) fn address(&self) -> u64 {
+        self.pointer() as u64
+    }
+
+    /// By which a card may touch it, if one may.
+    pub(crate) fn keys(&self) -> Option<Keys> {
+        self.region.inner.registration.get().map(|registration| registration.keys)
     }
 
     fn pointer(&self) -> *mut u8 {

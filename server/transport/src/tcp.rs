@@ -6,7 +6,6 @@ mod handshake;
 mod reader;
 mod serve;
 mod stream;
-mod turns;
 
 use std::io;
 use std::net::SocketAddr;
@@ -14,10 +13,11 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::wire::status::Network;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
-use crate::{Connection, Region, Service, Serving, Transport, TransportError};
+use crate::{Ability, Agreement, Connection, Region, Service, Serving, Transport, TransportError};
 
 /// Who we are, and what we and our peers prove to each other.
 #[derive(Clone)]
@@ -59,5 +59,19 @@ impl Transport for Tcp {
         let listener = self.listener.lock().await.take();
         let listener = listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node serves already"))?;
         Ok(serve::start(listener, self.identity.clone(), service))
+    }
+
+    fn ability(&self) -> Ability {
+        Ability { rdma: Err("it has TCP alone".to_owned()) }
+    }
+
+    fn agree(&self, _agreement: Agreement) {}
+
+    fn fallen_back(&self) -> Vec<(NodeId, String)> {
+        Vec::new()
+    }
+
+    fn status(&self) -> Network {
+        Network::default()
     }
 }

@@ -1,28 +1,23 @@
 //! Sending what was pulled. What the page cache has of small pieces is gathered into frames, and of large ones sent by the kernel
 //! without a copy; for what it has not, a thread asks the drive for all of the answer at once, sorted by place, and waits.
 
-use std::fs::File;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PAGE_SIZE};
+use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::Kind;
-use rustix::fs::{Advice, fadvise};
-use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot;
 
 use super::serve::refusal;
 use super::stream::{FileRange, Outgoing, Sender, join_body};
-use super::turns::{Turn, Turns};
+use crate::cold::{Cold, is_cached, read_cached};
+use crate::turns::Turns;
 use crate::{Answer, Piece};
 
 /// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
-/// A cold piece is waited for at steps of this; the drive reads what lies between together.
-const WAIT_STEP: u64 = 128 << 10;
 /// Small cold pieces are waited for so many at a time.
 const WAIT_TOGETHER: usize = 64;
 
@@ -48,8 +43,8 @@ pub(super) async fn send_answer(
     if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
         return;
     }
-    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, warmed: None };
-    if let Err(error) = gather.send(&pieces, peer, turns).await {
+    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, cold: Cold::new(&pieces, peer, turns) };
+    if let Err(error) = gather.send(&pieces).await {
         tracing::debug!(%error, "cannot send a block");
         let body = refusal(format!("cannot read what it holds: {error}"));
         let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body }).await;
@@ -68,12 +63,11 @@ struct Gather<'a> {
     request: u64,
     body: Vec<u8>,
     left: usize,
-    /// How many of the pieces a thread has waited for, once there is one.
-    warmed: Option<watch::Receiver<usize>>,
+    cold: Cold<'a>,
 }
 
 impl Gather<'_> {
-    async fn send(&mut self, pieces: &[Piece], peer: NodeId, turns: &Turns) -> io::Result<()> {
+    async fn send(&mut self, pieces: &[Piece]) -> io::Result<()> {
         for (at, piece) in pieces.iter().enumerate() {
             let Piece::File { file, offset, len, revoked } = piece else {
                 let Piece::Bytes(bytes) = piece else { continue };
@@ -81,13 +75,13 @@ impl Gather<'_> {
                 continue;
             };
             if *len >= SENDFILE_LEN_MIN {
-                if self.warmed.is_some() || !is_cached(file, *offset, *len) {
-                    self.warm(pieces, at, at + 1, peer, turns).await;
+                if self.cold.is_any() || !is_cached(file, *offset, *len) {
+                    self.cold.warm(at, at + 1).await;
                 }
                 let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
                 self.add_file(range).await?;
             } else {
-                self.add_small(pieces, at, peer, turns).await?;
+                self.add_small(pieces, at).await?;
             }
             if revoked.load(Ordering::Acquire) {
                 return Err(io::Error::other("it has just been given up"));
@@ -108,7 +102,7 @@ impl Gather<'_> {
         Ok(())
     }
 
-    async fn add_small(&mut self, pieces: &[Piece], at: usize, peer: NodeId, turns: &Turns) -> io::Result<()> {
+    async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<()> {
         let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(()) };
         let len = *len as usize;
         self.flush_if_full(len).await?;
@@ -119,7 +113,7 @@ impl Gather<'_> {
         self.body.resize(start + len, 0);
         let mut cached = read_cached(file, *offset, &mut self.body[start..])?;
         if cached < len {
-            self.warm(pieces, at, (at + WAIT_TOGETHER).min(pieces.len()), peer, turns).await;
+            self.cold.warm(at, (at + WAIT_TOGETHER).min(pieces.len())).await;
             cached = read_cached(file, *offset, &mut self.body[start..])?;
         }
         if cached < len {
@@ -146,22 +140,6 @@ impl Gather<'_> {
         }
     }
 
-    /// Has the drive read all that is left of the answer, from piece `at` on, and waits for those before `until`.
-    async fn warm(&mut self, pieces: &[Piece], at: usize, until: usize, peer: NodeId, turns: &Turns) {
-        if self.warmed.is_none() {
-            let turn = turns.take(peer).await;
-            let ranges: Vec<(Arc<File>, u64, u64)> = pieces[at..].iter().filter_map(range).collect();
-            let (progress, warmed) = watch::channel(at);
-            self.warmed = Some(warmed);
-            // Not waited for: it ends by itself, at the pace of the drive.
-            drop(tokio::task::spawn_blocking(move || read_ahead(&ranges, &progress, turn)));
-        }
-        if let Some(warmed) = &mut self.warmed {
-            // Without a thread any more it is slower, not wrong.
-            let _ = warmed.wait_for(|&warmed| warmed >= until).await;
-        }
-    }
-
     /// Makes room for so many bytes in the frame.
     async fn flush_if_full(&mut self, len: usize) -> io::Result<()> {
         if self.body.len() + len > FRAME_BODY_LEN_MAX { self.flush().await } else { Ok(()) }
@@ -175,46 +153,4 @@ impl Gather<'_> {
         let frame = Outgoing::Frame { kind: Kind::Data, request: self.request, argument: 0, body };
         self.sender.send(frame).await.map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
-}
-
-fn range(piece: &Piece) -> Option<(Arc<File>, u64, u64)> {
-    match piece {
-        Piece::File { file, offset, len, .. } => Some((file.clone(), *offset, *len)),
-        Piece::Bytes(_) => None,
-    }
-}
-
-/// Asks the drive for all ranges, sorted by place, and then waits for one after another.
-fn read_ahead(ranges: &[(Arc<File>, u64, u64)], progress: &watch::Sender<usize>, turn: Turn) {
-    let mut sorted: Vec<&(Arc<File>, u64, u64)> = ranges.iter().collect();
-    sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
-    for (file, offset, len) in sorted {
-        // A hint: where it is not taken, reading below waits for longer.
-        let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
-    }
-    let mut byte = [0];
-    for (file, offset, len) in ranges {
-        let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
-        // A failure shows again where the bytes are taken.
-        steps.for_each(|at| drop(file.read_at(&mut byte, at)));
-        progress.send_modify(|warmed| *warmed += 1);
-    }
-    drop(turn);
-}
-
-/// Reads what is in the page cache, without ever waiting for a drive: from there it is not worth another thread's while.
-fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
-    match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
-        Ok(count) => Ok(count),
-        // Not cached, or a file system that cannot tell.
-        Err(Errno::AGAIN | Errno::INTR | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(0),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Whether a range seems to be in the page cache: its ends and its middle are.
-fn is_cached(file: &File, offset: u64, len: u64) -> bool {
-    let last = offset + len - 1;
-    let places = [offset, (offset + len / 2) / PAGE_SIZE * PAGE_SIZE, last];
-    places.into_iter().all(|place| read_cached(file, place, &mut [0]).is_ok_and(|count| count == 1))
 }

@@ -22,7 +22,7 @@ use super::answer::send_answer;
 use super::handshake;
 use super::reader::{Landing, Reader};
 use super::stream::{Outgoing, Sender, split_body, writer};
-use super::turns::Turns;
+use crate::turns::Turns;
 use crate::{Incoming, Service, Serving, Slot};
 
 /// Accepts peers until the result is dropped.

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 /// A number of places, for which peers wait in queues of their own.
 #[derive(Clone)]
-pub(super) struct Turns {
+pub(crate) struct Turns {
     state: Arc<Mutex<State>>,
 }
 
@@ -21,17 +21,17 @@ struct State {
 }
 
 /// A place, until it is dropped.
-pub(super) struct Turn {
+pub(crate) struct Turn {
     turns: Option<Turns>,
 }
 
 impl Turns {
-    pub(super) fn new(places: usize) -> Self {
+    pub(crate) fn new(places: usize) -> Self {
         Self { state: Arc::new(Mutex::new(State { free: places, waiting: BTreeMap::new(), last: NodeId(0) })) }
     }
 
     /// Waits for a place.
-    pub(super) async fn take(&self, peer: NodeId) -> Turn {
+    pub(crate) async fn take(&self, peer: NodeId) -> Turn {
         let turn = {
             let mut state = self.lock();
             if state.free > 0 {

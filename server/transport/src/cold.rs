@@ -1,0 +1,97 @@
+//! Bytes that the page cache has, and those that it has not: these are asked of the drive for all of an answer at once, sorted by
+//! place, on a thread that waits for them.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::PAGE_SIZE;
+use rustix::fs::{Advice, fadvise};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use tokio::sync::watch;
+
+use crate::Piece;
+use crate::turns::{Turn, Turns};
+
+/// A cold piece is waited for at steps of this; the drive reads what lies between together.
+const WAIT_STEP: u64 = 128 << 10;
+
+/// The pieces of an answer, of which some may have to be read from a drive.
+pub(crate) struct Cold<'a> {
+    pieces: &'a [Piece],
+    peer: NodeId,
+    turns: &'a Turns,
+    /// How many of the pieces a thread has waited for, once there is one.
+    warmed: Option<watch::Receiver<usize>>,
+}
+
+impl<'a> Cold<'a> {
+    pub(crate) fn new(pieces: &'a [Piece], peer: NodeId, turns: &'a Turns) -> Self {
+        Self { pieces, peer, turns, warmed: None }
+    }
+
+    /// Whether a drive had to be asked.
+    pub(crate) fn is_any(&self) -> bool {
+        self.warmed.is_some()
+    }
+
+    /// Has the drive read all that is left of the answer, from piece `at` on, and waits for those before `until`.
+    pub(crate) async fn warm(&mut self, at: usize, until: usize) {
+        if self.warmed.is_none() {
+            let turn = self.turns.take(self.peer).await;
+            let ranges: Vec<(Arc<File>, u64, u64)> = self.pieces[at..].iter().filter_map(range).collect();
+            let (progress, warmed) = watch::channel(at);
+            self.warmed = Some(warmed);
+            // Not waited for: it ends by itself, at the pace of the drive.
+            drop(tokio::task::spawn_blocking(move || read_ahead(&ranges, &progress, turn)));
+        }
+        if let Some(warmed) = &mut self.warmed {
+            // Without a thread any more it is slower, not wrong.
+            let _ = warmed.wait_for(|&warmed| warmed >= until).await;
+        }
+    }
+}
+
+fn range(piece: &Piece) -> Option<(Arc<File>, u64, u64)> {
+    match piece {
+        Piece::File { file, offset, len, .. } => Some((file.clone(), *offset, *len)),
+        Piece::Bytes(_) => None,
+    }
+}
+
+/// Asks the drive for all ranges, sorted by place, and then waits for one after another.
+fn read_ahead(ranges: &[(Arc<File>, u64, u64)], progress: &watch::Sender<usize>, turn: Turn) {
+    let mut sorted: Vec<&(Arc<File>, u64, u64)> = ranges.iter().collect();
+    sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
+    for (file, offset, len) in sorted {
+        // A hint: where it is not taken, reading below waits for longer.
+        let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
+    }
+    let mut byte = [0];
+    for (file, offset, len) in ranges {
+        let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
+        // A failure shows again where the bytes are taken.
+        steps.for_each(|at| drop(file.read_at(&mut byte, at)));
+        progress.send_modify(|warmed| *warmed += 1);
+    }
+    drop(turn);
+}
+
+/// Reads what is in the page cache, without ever waiting for a drive: from there it is not worth another thread's while.
+pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
+        Ok(count) => Ok(count),
+        // Not cached, or a file system that cannot tell.
+        Err(Errno::AGAIN | Errno::INTR | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a range seems to be in the page cache: its ends and its middle are.
+pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
+    let last = offset + len - 1;
+    let places = [offset, (offset + len / 2) / PAGE_SIZE * PAGE_SIZE, last];
+    places.into_iter().all(|place| read_cached(file, place, &mut [0]).is_ok_and(|count| count == 1))
+}

@@ -1,0 +1,317 @@
+//! Our peers' requests over queue pairs: bytes are read into registered memory, written into the asker's places, and the last write,
+//! the answer itself, tells it.
+
+use std::any::Any;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{LANDING_TIMEOUT, REQUEST_TIMEOUT};
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::ask::PROGRESS;
+use super::engine::{Batch, Engine, Events};
+use super::message::{Answered, Ask, Request, answer_len};
+use super::outcomes::Outcomes;
+use super::queue::{Action, Remote, Work};
+use crate::cold::{Cold, is_cached, read_cached};
+use crate::turns::Turns;
+use crate::{Answer, Incoming, Landing, Piece, Region, Service, Slot};
+
+/// Operations posted together.
+const WORKS_TOGETHER: usize = 64;
+/// Pieces of at least this that are not in the page cache are read past it, if their place allows.
+const DIRECT_LEN_MIN: u64 = 64 << 10;
+/// Small cold pieces are waited for so many at a time.
+const WAIT_TOGETHER: usize = 64;
+/// Of an answer that takes longer the asker hears so often.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// What comes in on a queue pair, on the engine's thread.
+pub(super) struct Requests(pub(super) Option<mpsc::Sender<Request>>);
+
+impl Events for Requests {
+    fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
+        let request = Request::decode(message).ok_or("its request makes no sense")?;
+        let requests = self.0.as_ref().ok_or("it has ended")?;
+        requests.try_send(request).map_err(|_| "it asks more than was agreed")
+    }
+
+    fn told(&mut self, _number: u32) -> Result<(), &'static str> {
+        Err("it writes where it asks")
+    }
+
+    fn ended(&mut self, _reason: &str) {
+        // Ends the loop that answers.
+        self.0 = None;
+    }
+}
+
+/// What answering takes; clones share it.
+#[derive(Clone)]
+pub(super) struct Answerer {
+    pub(super) engine: Arc<Engine>,
+    /// Longest operation; a longer piece is written in several.
+    pub(super) write_len: u64,
+    /// Registered memory that bytes take their way through.
+    pub(super) staging: Region,
+    pub(super) turns: Turns,
+    pub(super) service: Arc<dyn Service>,
+    pub(super) outcomes: Arc<Outcomes>,
+}
+
+impl Answerer {
+    /// Answers what comes in until the queue pair has ended. Offers that are being taken are brought to their end even then.
+    pub(super) async fn run(self, (peer, far_queue): (NodeId, u32), queue: u32, mut requests: mpsc::Receiver<Request>) {
+        let (mut pulls, mut offers) = (JoinSet::new(), JoinSet::new());
+        while let Some(request) = requests.recv().await {
+            while pulls.try_join_next().is_some() || offers.try_join_next().is_some() {}
+            let answerer = self.clone();
+            match request.ask {
+                Ask::Ping => drop(pulls.spawn(async move {
+                    let pong = Answered::Done { lens: Vec::new(), message: Vec::new() };
+                    answerer.finish(queue, &request, pong).await;
+                })),
+                Ask::Pull => drop(pulls.spawn(async move { answerer.pull(peer, queue, request).await })),
+                Ask::Offer => drop(offers.spawn(async move { answerer.offer(peer, queue, far_queue, request).await })),
+            }
+        }
+        pulls.abort_all();
+        let _ = timeout(LANDING_TIMEOUT, async { while offers.join_next().await.is_some() {} }).await;
+    }
+
+    async fn pull(&self, peer: NodeId, queue: u32, mut request: Request) {
+        let room: Vec<u64> = request.places.iter().map(|(_, len)| u64::from(*len)).collect();
+        let message = std::mem::take(&mut request.message);
+        let answered = match self.service.pulled(peer, message, room).await {
+            Ok(answer) => self.move_pieces(peer, queue, &request, answer).await,
+            Err(reason) => Answered::Refused(reason),
+        };
+        self.finish(queue, &request, answered).await;
+    }
+
+    /// Writes the pieces into their places; the answer goes behind them.
+    async fn move_pieces(&self, peer: NodeId, queue: u32, request: &Request, answer: Answer) -> Answered {
+        let Answer { message, pieces } = answer;
+        let fits = pieces.len() <= request.places.len()
+            && pieces.iter().zip(&request.places).all(|(piece, (_, room))| piece.len() <= u64::from(*room));
+        if !fits {
+            return Answered::Refused("the answer does not fit".to_owned());
+        }
+        let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
+        // Told here, it need not be found out behind all the bytes.
+        if answer_len(lens.len(), message.len()) > request.answer_len as usize {
+            return Answered::TooLong;
+        }
+        let mut gather = Gather {
+            answerer: self,
+            queue,
+            request,
+            cold: Cold::new(&pieces, peer, &self.turns),
+            left: lens.iter().map(|&len| u64::from(len)).sum(),
+            chain: None,
+            told: Instant::now(),
+        };
+        match gather.send(&pieces).await {
+            Ok(()) => Answered::Done { lens, message },
+            Err(error) => {
+                tracing::debug!(%peer, %error, "cannot send a block");
+                Answered::Refused(format!("cannot read what it holds: {error}"))
+            }
+        }
+    }
+
+    async fn offer(&self, peer: NodeId, queue: u32, far_queue: u32, mut request: Request) {
+        let Some(&(from, len)) = request.places.first() else { return };
+        let message = std::mem::take(&mut request.message);
+        let landing = RdmaLanding { engine: self.engine.clone(), queue, from, len, read_len: self.write_len };
+        let incoming = Incoming { len: u64::from(len), landing: Box::new(landing) };
+        let outcome = self.outcomes.begin(peer, far_queue, request.number);
+        let answered = self.service.offered(peer, message, incoming).await;
+        outcome.end(answered.clone());
+        let answered = answered.map_or_else(Answered::Refused, |message| Answered::Done { lens: Vec::new(), message });
+        if self.finish(queue, &request, answered).await {
+            outcome.forget();
+        }
+    }
+
+    /// Writes the answer and tells of it; whether it arrived.
+    async fn finish(&self, queue: u32, request: &Request, answered: Answered) -> bool {
+        let bytes = answered.encode(request.answer_len as usize);
+        let Some(mut slot) = self.staging.slot_within(bytes.len() as u64, REQUEST_TIMEOUT).await else { return false };
+        slot[..bytes.len()].copy_from_slice(&bytes);
+        let action = Action::WriteAndTell(request.answer, request.number);
+        let Some(work) = work(&slot, 0, bytes.len() as u32, action) else { return false };
+        self.post(queue, vec![work], slot).await.is_ok()
+    }
+
+    fn post(&self, queue: u32, works: Vec<Work>, slot: Slot) -> oneshot::Receiver<Box<dyn Any + Send>> {
+        let (done, posted) = oneshot::channel();
+        self.engine.post(queue, Batch { works, hold: Box::new(slot), done: Some(done) });
+        posted
+    }
+}
+
+fn work(slot: &Slot, at: u64, len: u32, action: Action) -> Option<Work> {
+    Some(Work { action, address: slot.address() + at, len, local_key: slot.keys()?.local })
+}
+
+fn broken() -> io::Error {
+    io::ErrorKind::BrokenPipe.into()
+}
+
+/// Writes that will be posted together, out of one slot.
+struct Chain {
+    slot: Slot,
+    used: usize,
+    works: Vec<Work>,
+}
+
+/// An answer's pieces on their way.
+struct Gather<'a> {
+    answerer: &'a Answerer,
+    queue: u32,
+    request: &'a Request,
+    cold: Cold<'a>,
+    /// Bytes that are not in a chain yet.
+    left: u64,
+    chain: Option<Chain>,
+    told: Instant,
+}
+
+impl Gather<'_> {
+    async fn send(&mut self, pieces: &[Piece]) -> io::Result<()> {
+        for (at, piece) in pieces.iter().enumerate() {
+            let mut from = 0;
+            while from < piece.len() {
+                let len = (piece.len() - from).min(self.answerer.write_len);
+                self.send_part(at, piece, from, len as usize).await?;
+                from += len;
+            }
+            if let Piece::File { revoked, .. } = piece
+                && revoked.load(Ordering::Acquire)
+            {
+                return Err(io::Error::other("it has just been given up"));
+            }
+        }
+        self.flush();
+        Ok(())
+    }
+
+    async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<()> {
+        let mut chain = self.room(len).await?;
+        let start = chain.used;
+        match piece {
+            Piece::Bytes(bytes) => chain.slot[start..start + len].copy_from_slice(&bytes[from as usize..from as usize + len]),
+            Piece::File { file, offset, .. } => {
+                let offset = offset + from;
+                let mut got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
+                if got < len {
+                    let until = if piece.len() >= DIRECT_LEN_MIN { at + 1 } else { at + WAIT_TOGETHER };
+                    if !is_cached(file, offset, len as u64) {
+                        self.cold.warm(at, until).await;
+                    }
+                    got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
+                }
+                if got < len {
+                    let (file, offset) = (file.clone(), offset + got as u64);
+                    let reading = tokio::task::spawn_blocking(move || {
+                        file.read_exact_at(&mut chain.slot[start + got..start + len], offset).map(|()| chain)
+                    });
+                    chain = reading.await.map_err(io::Error::other)??;
+                }
+            }
+        }
+        chain.used += len;
+        let (place, _) = self.request.places[at];
+        let to = Remote { address: place.address + from, key: place.key };
+        self.left -= len as u64;
+        let next = work(&chain.slot, start as u64, len as u32, Action::Write(to)).ok_or_else(broken)?;
+        // What lies together on both sides is one operation.
+        match chain.works.last_mut() {
+            Some(Work { action: Action::Write(last), len: last_len, .. })
+                if last.address + u64::from(*last_len) == to.address && last.key == to.key =>
+            {
+                *last_len += next.len;
+            }
+            _ => chain.works.push(next),
+        }
+        self.chain = Some(chain);
+        self.tell_progress();
+        Ok(())
+    }
+
+    /// Takes the chain if it has room for so many bytes and one more operation; else posts it and begins another.
+    async fn room(&mut self, len: usize) -> io::Result<Chain> {
+        let has_room = |chain: &Chain| chain.works.len() < WORKS_TOGETHER && chain.used + len <= chain.slot.len();
+        if self.chain.as_ref().is_some_and(|chain| !has_room(chain)) {
+            self.flush();
+        }
+        if let Some(chain) = self.chain.take() {
+            return Ok(chain);
+        }
+        let size = self.left.clamp(len as u64, self.answerer.write_len);
+        let slot = self.answerer.staging.slot_within(size, REQUEST_TIMEOUT).await;
+        let slot = slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))?;
+        Ok(Chain { slot, used: 0, works: Vec::with_capacity(WORKS_TOGETHER) })
+    }
+
+    /// Posts the chain. That it is done shows when the answer behind it is.
+    fn flush(&mut self) {
+        if let Some(Chain { slot, works, .. }) = self.chain.take()
+            && !works.is_empty()
+        {
+            drop(self.answerer.post(self.queue, works, slot));
+        }
+    }
+
+    fn tell_progress(&mut self) {
+        if self.told.elapsed() < PROGRESS_INTERVAL {
+            return;
+        }
+        self.told = Instant::now();
+        let Request { answer, number, .. } = *self.request;
+        let works = vec![Work { action: Action::WriteAndTell(answer, number | PROGRESS), address: 0, len: 0, local_key: 0 }];
+        self.answerer.engine.post(self.queue, Batch { works, hold: Box::new(()), done: None });
+    }
+}
+
+/// Reads offered bytes out of the asker's memory.
+struct RdmaLanding {
+    engine: Arc<Engine>,
+    queue: u32,
+    from: Remote,
+    len: u32,
+    read_len: u64,
+}
+
+#[async_trait]
+impl Landing for RdmaLanding {
+    async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot> {
+        if self.len == 0 {
+            return Ok(slot);
+        }
+        let parts = (0..u64::from(self.len)).step_by(self.read_len as usize);
+        let read = |at: u64| {
+            let from = Remote { address: self.from.address + at, key: self.from.key };
+            work(&slot, at, self.read_len.min(u64::from(self.len) - at) as u32, Action::Read(from))
+        };
+        let unregistered = || io::Error::new(io::ErrorKind::InvalidInput, "the slot is not of memory that the card knows");
+        let works = parts.map(read).collect::<Option<Vec<_>>>().ok_or_else(unregistered)?;
+        if works.len() > WORKS_TOGETHER {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "more is offered than is taken at once"));
+        }
+        let (done, landed) = oneshot::channel();
+        self.engine.post(self.queue, Batch { works, hold: Box::new(slot), done: Some(done) });
+        // On a deadline the slot stays with the engine: bytes may still land in it, until the queue pair ends.
+        let landed = timeout(REQUEST_TIMEOUT, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let hold = landed.map_err(|_| io::Error::from(io::ErrorKind::ConnectionReset))?;
+        hold.downcast::<Slot>().map(|slot| *slot).map_err(|_| broken())
+    }
+}
