@@ -111,6 +111,26 @@ metrics! {
         |node| one(node.leases);
     "dayfly_clients" Gauge "" "Processes attached."
         |node| one(node.clients);
+    "dayfly_rdma" Gauge "" "1 where the node reaches its peers by RDMA, 0 where by TCP."
+        |node| one(node.network.is_rdma.into());
+    "dayfly_fallen_back_peers" Gauge "" "Peers that it reaches by TCP although RDMA was agreed on."
+        |node| one(node.network.fallen_back.len() as u64);
+    "dayfly_rdma_operations_total" Counter "" "Operations that it posted to its card."
+        |node| one(node.network.works);
+    "dayfly_rdma_completions_total" Counter "" "Completions that the card told of."
+        |node| one(node.network.completions);
+    "dayfly_rdma_wake_ups_total" Counter "" "Times the thread that takes them was woken."
+        |node| one(node.network.wake_ups);
+    "dayfly_rdma_written_bytes_total" Counter "" "Bytes that it wrote into peers' memory, for their reads."
+        |node| one(node.network.written_bytes);
+    "dayfly_rdma_read_bytes_total" Counter "" "Bytes that it read from peers' memory, while they staged in."
+        |node| one(node.network.read_bytes);
+    "dayfly_rdma_queue_pairs" Gauge "" "Queue pairs."
+        |node| one(node.network.queue_pairs);
+    "dayfly_rdma_failed_queue_pairs_total" Counter "" "Queue pairs that failed."
+        |node| one(node.network.failed);
+    "dayfly_rdma_registered_bytes" Gauge "" "Memory that the card may touch."
+        |node| one(node.network.registered_bytes);
     "dayfly_memory_bytes" Gauge "" "Resident memory of the server, shared parts included."
         |node| one(node.memory_bytes);
 }

@@ -23,6 +23,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::{NodeId, SessionId};
 
+pub use dayfly_transport::{Ability, Agreement, Choice, Options, Preference, agree};
 pub use server::{Server, StartError};
 
 /// What a server is told when it starts.
@@ -36,6 +37,8 @@ pub struct Config {
     pub node: NodeId,
     /// Where peers reach it; port 0 for any.
     pub listen: SocketAddr,
+    /// By what it reaches them.
+    pub network: Options,
     /// The session's folder: 0700, with each node's socket and lock.
     pub runtime_dir: PathBuf,
     /// Where blocks are kept.

@@ -14,8 +14,8 @@ use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
-use dayfly_transport::tcp::{Identity, Tcp};
-use dayfly_transport::{Answer, Incoming, Piece, Region, Service, Serving, Transport};
+use dayfly_transport::tcp::Identity;
+use dayfly_transport::{Ability, Agreement, Answer, Incoming, Piece, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -100,8 +100,7 @@ impl Server {
         let identity = Identity { session: config.session, key: config.key.clone(), node: config.node };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
-        let (transport, address) = Tcp::bind(identity, config.listen).await.map_err(listen)?;
-        let transport: Arc<dyn Transport> = Arc::new(transport);
+        let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
@@ -139,6 +138,22 @@ impl Server {
     /// Where peers reach this server.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// By what peers could reach this server.
+    pub fn ability(&self) -> Ability {
+        self.transport.ability()
+    }
+
+    /// Takes note of what all nodes have agreed on.
+    pub fn agree(&self, agreement: Agreement) {
+        self.transport.agree(agreement);
+    }
+
+    /// Peers that are not reached as was agreed, each in words.
+    pub fn fallen_back(&self) -> Vec<String> {
+        let words = |(peer, why)| format!("node {} does not reach node {peer}: {why}", self.config.node);
+        self.transport.fallen_back().into_iter().map(words).collect()
     }
 
     /// Takes the roster and connects to everyone in it.

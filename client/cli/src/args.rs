@@ -81,12 +81,35 @@ pub(crate) struct SessionOptions {
     /// Where programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,
+    /// How nodes reach each other: rdma, or no session; tcp; auto takes RDMA where every pair of nodes has it. `dayfly status` says which.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Network::Auto)]
+    pub(crate) transport: Network,
+    /// The RDMA card to take, and its port. [default: of those whose port is up the nearest to the data dir]
+    #[arg(long, value_name = "NAME[:PORT]")]
+    pub(crate) rdma_device: Option<String>,
+    /// Service level (RoCE: priority) of RDMA traffic, by which a site keeps it apart from other traffic.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=15))]
+    pub(crate) service_level: u8,
+    /// Traffic class of RDMA packets; of RoCE the IP header's: DSCP x 4.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) traffic_class: u8,
     /// Check every block that is read against the checksum taken at stage-in.
     #[arg(long)]
     pub(crate) verify_reads: bool,
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
     #[arg(long)]
     pub(crate) allow_network_data_dir: bool,
+}
+
+/// Values of --transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Network {
+    /// RDMA where every pair of nodes has it, else TCP.
+    Auto,
+    /// RDMA, or no session.
+    Rdma,
+    /// TCP.
+    Tcp,
 }
 
 /// Stage sources into the namespace, as one dataset at TARGET.

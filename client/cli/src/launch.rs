@@ -21,9 +21,10 @@ use dayfly_client::locate::{self, Location};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, START_TIMEOUT};
 use dayfly_meta::path::display;
+use dayfly_server::{Ability, Agreement, Preference, agree};
 use serde::{Deserialize, Serialize};
 
-use crate::args::SessionOptions;
+use crate::args::{Network, SessionOptions};
 use crate::failure::{Failure, complain};
 use crate::size;
 
@@ -34,6 +35,10 @@ pub(crate) struct Orders {
     pub(crate) key: [u8; 32],
     pub(crate) node: u16,
     pub(crate) listen: SocketAddr,
+    pub(crate) transport: Preference,
+    pub(crate) rdma_device: Option<String>,
+    pub(crate) service_level: u8,
+    pub(crate) traffic_class: u8,
     pub(crate) folder: PathBuf,
     pub(crate) data_dirs: Vec<PathBuf>,
     pub(crate) capacity: u64,
@@ -51,16 +56,22 @@ pub(crate) struct Orders {
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Hello {
     pub(crate) address: SocketAddr,
+    pub(crate) ability: Ability,
 }
 
-/// The second line on standard input: every node's address, in order.
+/// The second line on standard input: every node's address, in order, and how they try to reach each other.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Roster {
     pub(crate) addresses: Vec<SocketAddr>,
+    pub(crate) agreement: Agreement,
 }
 
-/// The second line of standard output.
-pub(crate) const READY: &str = "ready";
+/// The second line of standard output: all peers were reached; some not in the way that was tried. What all then do, an [`Agreement`],
+/// is the third line on standard input.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Ready {
+    pub(crate) fallen_back: Vec<String>,
+}
 
 /// A session that has just been started.
 pub(crate) struct Started {
@@ -112,6 +123,11 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
     // One source is decoded by as many as are there: with many sources, its workers take turns all the same.
     let decoders = cores.clamp(1, DECODERS_MAX);
     let stage_memory = memory::for_stage_ins(options.stage_in_memory, options.local)?;
+    let transport = match options.transport {
+        Network::Auto => Preference::Auto,
+        Network::Rdma => Preference::Rdma,
+        Network::Tcp => Preference::Tcp,
+    };
     let mut starting_servers = Servers { location: location.clone(), servers: Vec::new(), is_up: false };
     let list = OpenOptions::new().create_new(true).write(true).mode(0o600).open(location.folder.join(data_dir::LIST));
     list?.write_all(&data_dir::list(&data_dirs, session))?;
@@ -122,6 +138,10 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
             node,
             // Nodes of one machine differ by their loopback address, as nodes of a cluster differ by theirs.
             listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::new(127, 0, 0, (node + 1) as u8)), 0),
+            transport,
+            rdma_device: options.rdma_device.clone(),
+            service_level: options.service_level,
+            traffic_class: options.traffic_class,
             folder: location.folder.clone(),
             data_dirs: data_dir::for_node(&data_dirs, session, node),
             capacity,
@@ -135,7 +155,7 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
         };
         starting_servers.servers.push(ServerProcess::spawn(&location, &orders)?);
     }
-    starting_servers.wait_until_ready()?;
+    starting_servers.wait_until_ready(transport)?;
     drop(starting);
     let tethered = starting_servers.release(is_tethered);
     Ok(Started { location, tethered })
@@ -186,24 +206,32 @@ struct ServerProcess {
 }
 
 impl Servers {
-    fn wait_until_ready(&mut self) -> Result<(), Failure> {
+    fn wait_until_ready(&mut self, transport: Preference) -> Result<(), Failure> {
         let deadline = Instant::now() + START_TIMEOUT;
-        let mut addresses = Vec::with_capacity(self.servers.len());
+        let (mut addresses, mut abilities) = (Vec::with_capacity(self.servers.len()), Vec::new());
         for server in &mut self.servers {
             let line = server.line(deadline)?;
             let hello: Hello = serde_json::from_str(&line).map_err(|_| server.failure("it says no hello"))?;
             addresses.push(hello.address);
+            abilities.push(hello.ability);
         }
-        let roster = serde_json::to_string(&Roster { addresses }).map_err(Failure::new)?;
+        let agreed = |failed: &[String]| {
+            agree(transport, &abilities, failed)
+                .map_err(|why| Failure::new(format!("no session by RDMA, as --transport rdma demands: {why}")))
+        };
+        self.tell_all(&Roster { addresses, agreement: agreed(&[])? })?;
+        let mut fallen_back = Vec::new();
         for server in &mut self.servers {
-            server.tell(&roster)?;
+            let ready: Ready =
+                serde_json::from_str(&server.line(deadline)?).map_err(|_| server.failure("it does not become ready"))?;
+            fallen_back.extend(ready.fallen_back);
         }
-        for server in &mut self.servers {
-            if server.line(deadline)? != READY {
-                return Err(server.failure("it does not become ready"));
-            }
-        }
-        Ok(())
+        self.tell_all(&agreed(&fallen_back)?)
+    }
+
+    fn tell_all(&mut self, what: &impl Serialize) -> Result<(), Failure> {
+        let line = serde_json::to_string(what).map_err(Failure::new)?;
+        self.servers.iter_mut().try_for_each(|server| server.tell(&line))
     }
 
     /// From here on the servers live on their own, or by the tethers that this returns.

@@ -179,6 +179,8 @@ pub struct NodeStatus {
     pub predicted_local_permille: u64,
     /// What holds of [`Policy`].
     pub policy: Policy,
+    /// How it reaches its peers.
+    pub network: Network,
 }
 
 /// A process of a node.

@@ -48,6 +48,7 @@ impl Server {
             kept,
             predicted_local_permille: predicted_local(&datasets),
             policy: self.prefetcher.policy(),
+            network: self.transport.status(),
         }
     }
 

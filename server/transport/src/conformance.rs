@@ -16,21 +16,21 @@ use crate::tcp::{Identity, Tcp};
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Answers a pull of `n` with a file's and its own bytes; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
-struct Echo {
+pub(crate) struct Echo {
     file: Arc<File>,
     region: Region,
     landed: AtomicUsize,
 }
 
 impl Echo {
-    fn new(region: Region) -> Arc<Self> {
+    pub(crate) fn new(region: Region) -> Arc<Self> {
         let mut file = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut file, &pattern(4 << 20)).unwrap();
         Arc::new(Self { file: Arc::new(file), region, landed: AtomicUsize::new(0) })
     }
 }
 
-fn pattern(len: usize) -> Vec<u8> {
+pub(crate) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
 }
 
@@ -70,7 +70,7 @@ impl Service for Echo {
     }
 }
 
-async fn tcp(node: u16) -> (Tcp, SocketAddr) {
+pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
     let identity = Identity { session: SessionId([9; 8]), key: Arc::new([3; 32]), node: NodeId(node) };
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
 }

@@ -23,7 +23,7 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 
-pub use rdma::{Ability, Agreement, Preference};
+pub use rdma::{Ability, Agreement, Choice, Preference, agree};
 pub use region::{Region, Slot};
 
 /// Why a message did not get through, or its answer not back.
@@ -203,6 +203,21 @@ pub trait Transport: Send + Sync {
 
     /// For the user.
     fn status(&self) -> Network;
+}
+
+/// What a node uses to reach its peers.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// What the user wants.
+    pub preference: Preference,
+    /// Which card.
+    pub choice: Choice,
+}
+
+/// Binds the listener and opens the card, if there is one; peers reach us at the returned address.
+pub async fn open(identity: tcp::Identity, address: SocketAddr, options: &Options) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
+    let (tcp, address) = tcp::Tcp::bind(identity, address).await?;
+    Ok((Arc::new(rdma::Rdma::new(tcp, options.preference, &options.choice)), address))
 }
 
 /// A running listener; dropping it ends it and all connections that it accepted.

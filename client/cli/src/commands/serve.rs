@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use dayfly_client::locate::Location;
 use dayfly_meta::id::NodeId;
-use dayfly_server::{Config, Server};
+use dayfly_server::{Choice, Config, Options, Server};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
 
 use crate::failure::Failure;
-use crate::launch::{self, Hello, Orders, READY, Roster};
+use crate::launch::{self, Hello, Orders, Ready, Roster};
 
 /// Threads that move messages; the rest is done on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
@@ -39,6 +41,15 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         key: Arc::new(orders.key),
         node,
         listen: orders.listen,
+        network: Options {
+            preference: orders.transport,
+            choice: Choice {
+                device: orders.rdma_device,
+                near: orders.data_dirs.first().cloned(),
+                service_level: orders.service_level,
+                traffic_class: orders.traffic_class,
+            },
+        },
         runtime_dir: orders.folder,
         data_dirs: orders.data_dirs,
         capacity: orders.capacity,
@@ -61,11 +72,12 @@ async fn serve(config: Config, is_tethered: bool) -> Result<(), Failure> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _hangups_do_not_end_us = signal(SignalKind::hangup())?;
     let server = Server::start(config).await.map_err(Failure::new)?;
-    tell(&serde_json::to_string(&Hello { address: server.address() }).map_err(Failure::new)?)?;
-    let roster: Roster =
-        serde_json::from_str(&read_line()?).map_err(|_| Failure::new("no roster came; 'dayfly up' was ended"))?;
+    tell(&Hello { address: server.address(), ability: server.ability() })?;
+    let roster: Roster = hear()?;
+    server.agree(roster.agreement);
     server.join(&roster.addresses).await.map_err(Failure::new)?;
-    tell(READY)?;
+    tell(&Ready { fallen_back: server.fallen_back() })?;
+    server.agree(hear()?);
     let untethered = watch_tether(is_tethered);
     tokio::select! {
         () = server.ended() => {}
@@ -85,7 +97,13 @@ fn read_line() -> Result<String, Failure> {
     Ok(line)
 }
 
-fn tell(line: &str) -> Result<(), Failure> {
+/// What `up` says next.
+fn hear<T: DeserializeOwned>() -> Result<T, Failure> {
+    serde_json::from_str(&read_line()?).map_err(|_| Failure::new("no word came from 'dayfly up', which was ended"))
+}
+
+fn tell(what: &impl Serialize) -> Result<(), Failure> {
+    let line = serde_json::to_string(what).map_err(Failure::new)?;
     let mut output = io::stdout().lock();
     writeln!(output, "{line}")?;
     Ok(output.flush()?)

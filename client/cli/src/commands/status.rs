@@ -6,7 +6,7 @@ use dayfly_client::Session;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
 use dayfly_meta::wire::control::{Command, Event};
-use dayfly_meta::wire::status::{NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
+use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
 use serde_json::{Value, json};
 
 use crate::args::Status;
@@ -102,6 +102,13 @@ fn as_table(session: &Session, status: &SessionStatus) {
             format!("{}/{}/{}", prefetch.hits, prefetch.late, prefetch.wasted),
         );
     }
+    for NodeEntry { node, status, .. } in &status.nodes {
+        let Ok(NodeStatus { network, .. }) = status else { continue };
+        say!("node {node} reaches its peers by {}: {}", kind(network), network.detail);
+        for (peer, why) in &network.fallen_back {
+            say!("node {node} reaches node {peer} by TCP all the same: {why}");
+        }
+    }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
         say!("{}", super::tune::told(&node.policy));
     }
@@ -114,6 +121,10 @@ fn as_table(session: &Session, status: &SessionStatus) {
             show(dataset.catalog_bytes)
         );
     }
+}
+
+fn kind(network: &Network) -> &'static str {
+    if network.is_rdma { "RDMA" } else { "TCP" }
 }
 
 fn counted(reads: Reads) -> String {
@@ -153,7 +164,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 "wasted": status.prefetch.wasted,
             },
             "kept_blocks": status.kept.count, "kept_bytes": status.kept.bytes,
-            "local_percent": local_percent(status),
+            "local_percent": local_percent(status), "network": network_as_json(&status.network),
             "predicted_local_percent": status.predicted_local_permille as f64 / 10.0,
             "busiest_clients": status.busiest.iter().map(|client| json!({
                 "pid": client.pid, "reads": by_source(&client.reads),
@@ -169,6 +180,16 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
     json!({
         "session": session.id().to_string(), "prefix": display(session.prefix()),
         "nodes": status.nodes.iter().map(node).collect::<Vec<_>>(), "datasets": datasets.collect::<Vec<_>>(),
+    })
+}
+
+fn network_as_json(network: &Network) -> Value {
+    let fallen_back = network.fallen_back.iter().map(|(peer, why)| json!({ "node": peer.0, "why": why }));
+    json!({
+        "transport": kind(network).to_lowercase(), "detail": network.detail, "fallen_back": fallen_back.collect::<Vec<_>>(),
+        "posts": network.posts, "works": network.works, "completions": network.completions, "wake_ups": network.wake_ups,
+        "written_bytes": network.written_bytes, "read_bytes": network.read_bytes, "queue_pairs": network.queue_pairs,
+        "failed": network.failed, "registered_bytes": network.registered_bytes,
     })
 }
 

@@ -69,14 +69,15 @@ impl Asker {
     /// Puts a joined queue pair into service.
     pub(super) fn start(engine: &Arc<Engine>, pair: QueuePair, far: &Hello, messages: &Region) -> Self {
         let pending = Arc::new(Pending { requests: Mutex::default(), ended: watch::Sender::new(None) });
-        let queue = pair.number();
+        let (queue, depth) = (pair.number(), pair.depth());
         engine.add(pair, Box::new(Answers(pending.clone())));
         Self {
             engine: engine.clone(),
             queue,
             request_len_max: far.request_len as usize,
             messages: messages.clone(),
-            window: Arc::new(Semaphore::new(far.window.min(1 << 16) as usize)),
+            // Not more than our own queue pair has room for.
+            window: Arc::new(Semaphore::new(far.window.min(depth) as usize)),
             next: AtomicU32::new(0),
             pending,
         }

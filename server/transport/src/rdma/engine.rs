@@ -169,9 +169,8 @@ impl Engine {
     }
 
     /// A queue pair for this engine, not joined to its far end yet.
-    pub(super) fn queue_pair(&self) -> Result<QueuePair, RdmaError> {
-        // One more than is used: for the mark behind the work of one that fails.
-        QueuePair::new(&self.device, &self.completions, &self.receives, self.limits.send_depth + 1)
+    pub(super) fn queue_pair(&self, depth: u32) -> Result<QueuePair, RdmaError> {
+        QueuePair::new(&self.device, &self.completions, &self.receives, depth)
     }
 
     /// Takes a queue pair over, which can receive from now on.
@@ -301,7 +300,7 @@ impl Running {
             let Some(queue) = self.queues.get_mut(&number) else { continue };
             let Some(batch) = queue.waiting.front() else { continue };
             let (works, bytes) = (batch.works.len() as u32, batch.bytes());
-            let fits = queue.works + works <= self.limits.send_depth
+            let fits = queue.works + works <= queue.pair.depth()
                 && self.works + works <= self.works_max
                 && (queue.bytes == 0 || queue.bytes + bytes <= self.limits.bytes_in_flight);
             if !fits {

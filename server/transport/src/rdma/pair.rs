@@ -137,8 +137,8 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
 
 async fn set_up(link: &Link) -> Result<Asker, String> {
     let card = link.core.card()?;
-    let engine = card.engine.clone();
-    let pair = blocking(move || engine.queue_pair().map_err(|error| error.to_string())).await?;
+    let (engine, depth) = (card.engine.clone(), card.limits.window);
+    let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
     let hello = our_hello(card, &pair);
     let message = [&hello.encode()[..], &[SET_UP]].concat();
     let answered = link.inner.pull(message, Vec::new(), REQUEST_TIMEOUT).await.map_err(|error| error.to_string())?;
@@ -296,8 +296,8 @@ impl Welcome {
         }
         let card = self.core.card()?;
         let far = Hello::decode(message).ok_or("an end of a queue pair that makes no sense")?;
-        let engine = card.engine.clone();
-        let pair = blocking(move || engine.queue_pair().map_err(|error| error.to_string())).await?;
+        let (engine, depth) = (card.engine.clone(), card.limits.send_depth);
+        let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
         let (pair, far) = join(pair, far).await?;
         let hello = our_hello(card, &pair).encode();
         let (sender, requests) = mpsc::channel(card.limits.window as usize);

@@ -187,6 +187,7 @@ pub(super) struct QueuePair {
     device: Arc<Device>,
     queue: NonNull<verbs::Qp>,
     first_packet: u32,
+    depth: u32,
     _completions: Arc<Completions>,
     _receives: Arc<Receives>,
 }
@@ -204,7 +205,7 @@ impl QueuePair {
         receives: &Arc<Receives>,
         depth: u32,
     ) -> Result<Self, RdmaError> {
-        let cap = verbs::QpCap { max_send_wr: depth, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline_data: 0 };
+        let cap = verbs::QpCap { max_send_wr: depth + 1, max_recv_wr: 0, max_send_sge: 1, max_recv_sge: 0, max_inline_data: 0 };
         let mut attributes = verbs::QpInitAttr {
             qp_context: ptr::null_mut(),
             send_cq: completions.queue.as_ptr(),
@@ -222,6 +223,7 @@ impl QueuePair {
             device: device.clone(),
             queue,
             first_packet: u32::from_le_bytes(random) & 0xff_ffff,
+            depth,
             _completions: completions.clone(),
             _receives: receives.clone(),
         };
@@ -235,6 +237,11 @@ impl QueuePair {
     pub(super) fn number(&self) -> u32 {
         // SAFETY: the queue lives as long as `self`.
         unsafe { self.queue.as_ref().qp_num }
+    }
+
+    /// How many operations may be posted, beside the mark behind the work of one that fails.
+    pub(super) fn depth(&self) -> u32 {
+        self.depth
     }
 
     /// Our end, for the far side.

@@ -1,15 +1,470 @@
-//! RDMA under faults. These run where there is a card: in a virtual machine with Soft-RoCE, by `tests/vm/rdma`.
+//! RDMA under faults and for long. These run where there is a card: in a virtual machine with Soft-RoCE, by `tests/vm/rdma`, one after
+//! another, as root, for some take the card's link down and look at the kernel's memory.
 
-use std::io::Write;
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
-use super::device;
+use dayfly_meta::id::SessionId;
+use nix::sys::resource::{Resource, setrlimit};
+use tokio::time::sleep;
+
+use super::engine::Events;
+use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
+use super::*;
+use crate::conformance::{Echo, pattern, tcp};
+use crate::tcp::{Identity, Tcp};
+use crate::Slot;
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Tells a child of these tests what it is.
+const ROLE: &str = "DAYFLY_TEST_ROLE";
 
 /// Whether there is a card to test with; says so where there is none, past the test harness.
 pub(crate) fn has_card() -> bool {
     let is_there = !device::names().is_empty();
     if !is_there {
         assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "a card was promised by DAYFLY_TEST_RDMA, and there is none");
-        let _ = writeln!(std::io::stderr(), "RDMA was NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.");
+        let words = "RDMA was NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
+        let _ = writeln!(std::io::stderr(), "{words}");
     }
     is_there
+}
+
+fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
+    let rdma = Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), limits);
+    assert_eq!(rdma.core.card().err(), None);
+    rdma
+}
+
+/// Two nodes of one process: who asks, and who answers.
+struct Two {
+    ours: Rdma<Tcp>,
+    theirs: Rdma<Tcp>,
+    connection: Arc<dyn Connection>,
+    region: Region,
+    _serving: Serving,
+}
+
+impl Two {
+    async fn new(limits: Limits) -> Self {
+        let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+        let (ours, theirs) = (rdma(ours, limits), rdma(theirs, limits));
+        let serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+        let connection = ours.connect(NodeId(1), address).await.unwrap();
+        assert_eq!(ours.fallen_back(), []);
+        let region = ours.region(48 << 20).unwrap();
+        Self { ours, theirs, connection, region, _serving: serving }
+    }
+
+    async fn pull(&self, message: &[u8], lens: &[u64]) {
+        pull(&self.connection, &self.region, message, lens).await;
+    }
+
+    fn written(&self) -> u64 {
+        self.theirs.status().written_bytes
+    }
+}
+
+async fn pull(connection: &Arc<dyn Connection>, region: &Region, message: &[u8], lens: &[u64]) {
+    let mut slots = Vec::new();
+    for &len in lens {
+        slots.push(region.slot_within(len, TIMEOUT).await.unwrap());
+    }
+    let pulled = connection.pull(message.to_vec(), slots, TIMEOUT).await.unwrap();
+    assert_eq!(pulled.lens, lens);
+    for (at, (slot, &len)) in pulled.slots.iter().zip(lens).enumerate() {
+        let skip = if at % 2 == 0 { at } else { 0 };
+        assert!(slot[..len as usize] == pattern(len as usize + skip)[skip..], "slot {at}");
+    }
+}
+
+/// What must be as it was: descriptors, and the kernel's objects in caches that verbs use.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn slabs() -> BTreeMap<String, i64> {
+    let text = std::fs::read_to_string("/proc/slabinfo").unwrap();
+    let line = |line: &str| {
+        let mut words = line.split_whitespace();
+        let name = words.next()?.to_owned();
+        let is_of_interest = name.starts_with("kmalloc-") || name.starts_with("skbuff") || name.starts_with("ib_") || name.starts_with("rxe");
+        is_of_interest.then_some((name, words.next()?.parse().ok()?))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+/// By how much the cache that grew most has grown, in objects.
+fn growth(before: &BTreeMap<String, i64>) -> (String, i64) {
+    let grown = slabs().into_iter().map(|(name, count)| (name.clone(), count - before.get(&name).copied().unwrap_or(0)));
+    grown.max_by_key(|(_, grown)| *grown).unwrap_or_default()
+}
+
+async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < TIMEOUT, "not within {TIMEOUT:?}: {what}");
+        sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A child of these tests, killed with them.
+struct Role(Child);
+
+impl Role {
+    fn start(role: &str) -> (Self, BufReader<std::process::ChildStdout>) {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, role);
+        let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        (Self(child), output)
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+fn line_with(output: &mut impl BufRead, word: &str) -> String {
+    for line in output.lines() {
+        // The harness writes before it, on the same line.
+        if let Some((_, rest)) = line.unwrap().split_once(word) {
+            return rest.trim().to_owned();
+        }
+    }
+    panic!("the child has ended without '{word}'");
+}
+
+fn on_runtime(future: impl Future<Output = ()>) {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(future);
+}
+
+/// Not a test by itself: what children of the others do.
+#[test]
+fn a_role_of_these_tests() {
+    let role = std::env::var(ROLE).unwrap_or_default();
+    let mut words = role.split(' ');
+    match words.next().unwrap_or_default() {
+        "owner" => on_runtime(async {
+            let identity = Identity { session: SessionId([9; 8]), key: Arc::new([3; 32]), node: NodeId(1) };
+            let listen = words.next().unwrap_or("127.0.0.1:0").parse().unwrap();
+            let (tcp, address) = Tcp::bind(identity, listen).await.unwrap();
+            let owner = rdma(tcp, Limits::default());
+            let _serving = owner.serve(Echo::new(owner.region(16 << 20).unwrap())).await.unwrap();
+            println!("listening at {address}");
+            std::future::pending().await
+        }),
+        "asker" => on_runtime(async {
+            let (tcp, _) = tcp(0).await;
+            let asker = rdma(tcp, Limits::default());
+            let connection = asker.connect(NodeId(1), words.next().unwrap().parse().unwrap()).await.unwrap();
+            let region = asker.region(64 << 20).unwrap();
+            println!("asking");
+            loop {
+                pull(&connection, &region, b"bulk", &[500_000; 64]).await;
+            }
+        }),
+        "memlock" => on_runtime(async {
+            let limit = words.next().unwrap().parse().unwrap();
+            setrlimit(Resource::RLIMIT_MEMLOCK, limit, limit).unwrap();
+            let (tcp, _) = tcp(0).await;
+            let auto = Rdma::new(tcp, Preference::Auto, &Choice::default());
+            assert!(auto.region(128 << 20).is_ok(), "TCP does without");
+            println!("ability {:?}", auto.ability().rdma);
+        }),
+        _ => {}
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
+    if !has_card() {
+        return;
+    }
+    let (owner, mut output) = Role::start("owner");
+    let address = line_with(&mut output, "listening at").parse().unwrap();
+    let (tcp, _) = tcp(0).await;
+    let ours = rdma(tcp, Limits::default());
+    let region = ours.region(64 << 20).unwrap();
+    let before = descriptors();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    pull(&connection, &region, b"bulk", &[100_000; 8]).await;
+    let waiting: Vec<_> = (0..64)
+        .map(|_| {
+            let (connection, slot) = (connection.clone(), region.slot(1000).unwrap());
+            tokio::spawn(async move { connection.pull(b"wait".to_vec(), vec![slot], TIMEOUT).await.map(|_| ()) })
+        })
+        .collect();
+    sleep(Duration::from_millis(300)).await;
+    let start = Instant::now();
+    drop(owner);
+    for request in waiting {
+        assert!(matches!(request.await.unwrap(), Err(TransportError::Lost { .. })));
+    }
+    assert!(start.elapsed() < limits::PEER_LOST_TIMEOUT, "{:?}", start.elapsed());
+    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
+    drop(connection);
+    until("no queue pair", || ours.status().queue_pairs == 0).await;
+    until("no descriptor more", || descriptors() <= before).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_asker_leaves_its_owner_nothing() {
+    if !has_card() {
+        return;
+    }
+    let (tcp, address) = tcp(1).await;
+    let theirs = rdma(tcp, Limits::default());
+    let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+    let staging = theirs.core.card().unwrap().staging.clone();
+    let (mut before, mut slabs_before) = (descriptors(), slabs());
+    for round in 0..4 {
+        if round == 1 {
+            (before, slabs_before) = (descriptors(), slabs());
+        }
+        let (asker, mut output) = Role::start(&format!("asker {address}"));
+        line_with(&mut output, "asking");
+        let written = theirs.status().written_bytes;
+        until("it writes", || theirs.status().written_bytes > written + (8 << 20)).await;
+        drop(asker);
+        drop(output);
+        until("no queue pair", || theirs.status().queue_pairs == 0).await;
+        assert!(staging.slot_within(limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(), "nothing is under way");
+    }
+    until("no descriptor more", || descriptors() <= before).await;
+    let (cache, grown) = growth(&slabs_before);
+    assert!(grown < 500, "{cache} has {grown} objects more after three killed askers");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
+    if !has_card() {
+        return;
+    }
+    let two = Two::new(Limits::default()).await;
+    two.pull(b"bulk", &[100_000; 16]).await;
+    let link = |state: &str| assert!(Command::new("ip").args(["link", "set", "dummy0", state]).status().unwrap().success());
+    let reading = tokio::spawn({
+        let (connection, region) = (two.connection.clone(), two.region.clone());
+        async move {
+            for _ in 0..40 {
+                pull(&connection, &region, b"bulk", &[100_000; 16]).await;
+                sleep(Duration::from_millis(20)).await;
+            }
+        }
+    });
+    sleep(Duration::from_millis(300)).await;
+    link("down");
+    until("it says so", || !two.ours.fallen_back().is_empty()).await;
+    let written = two.written();
+    two.pull(b"bulk", &[100_000; 16]).await;
+    assert_eq!(two.written(), written, "by TCP");
+    link("up");
+    reading.await.unwrap();
+    until("RDMA again", || two.ours.fallen_back().is_empty()).await;
+    two.pull(b"bulk", &[100_000; 16]).await;
+    assert!(two.written() > written + 1_500_000, "by RDMA");
+    assert!(two.ours.status().failed > 0);
+}
+
+/// Takes note of what happens.
+#[derive(Clone, Default)]
+struct Noted(Arc<Mutex<(Vec<Vec<u8>>, Option<String>)>>);
+
+impl Events for Noted {
+    fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
+        lock(&self.0).0.push(message.to_vec());
+        Ok(())
+    }
+
+    fn told(&mut self, _number: u32) -> Result<(), &'static str> {
+        Ok(())
+    }
+
+    fn ended(&mut self, reason: &str) {
+        lock(&self.0).1 = Some(reason.to_owned());
+    }
+}
+
+fn post(card: &Card, queue: u32, slot: Slot, action: Action, len: u32) {
+    let works = vec![Work { action, address: slot.address(), len, local_key: slot.keys().unwrap().local }];
+    card.engine.post(queue, engine::Batch { works, hold: Box::new(slot), done: None });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_wrong_key_ends_that_queue_pair_alone() {
+    if !has_card() {
+        return;
+    }
+    let two = Two::new(Limits::default()).await;
+    let (card, other) = (two.ours.core.card().unwrap(), two.theirs.core.card().unwrap());
+    let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
+    near.join(&far.end()).unwrap();
+    far.join(&near.end()).unwrap();
+    let (queue, noted, far_noted) = (near.number(), Noted::default(), Noted::default());
+    card.engine.add(near, Box::new(noted.clone()));
+    other.engine.add(far, Box::new(far_noted.clone()));
+    let free = card.staging.slot(limits::RDMA_STAGING_LEN / 2).is_some();
+    let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
+    let place = |key| Remote { address: target.address(), key };
+    let mut slot = card.staging.slot(100).unwrap();
+    slot.fill(7);
+    post(card, queue, slot, Action::Write(place(target.keys().unwrap().remote)), 100);
+    until("it is written", || target[..100] == [7; 100]).await;
+    post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
+    until("it is received", || lock(&far_noted.0).0.len() == 1).await;
+    post(card, queue, card.staging.slot(100).unwrap(), Action::Write(place(target.keys().unwrap().remote ^ 0x55)), 100);
+    until("it ends", || lock(&noted.0).1.is_some()).await;
+    assert!(lock(&noted.0).1.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&noted.0).1);
+    // What comes after is dropped, and the others do not notice.
+    post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
+    two.pull(b"bulk", &[100_000; 8]).await;
+    assert!(free && card.staging.slot_within(limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
+    assert_eq!(two.ours.fallen_back(), []);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_wait_for_receives_and_not_for_ever() {
+    if !has_card() {
+        return;
+    }
+    // Many more requests than receives: the card sends them again.
+    let two = Two::new(Limits { receives: 2, ..Limits::default() }).await;
+    let (connection, region) = (&two.connection, &two.region);
+    let requests = (0..200).map(|_| pull(connection, region, b"bulk", &[2000, 100]));
+    futures_util::future::join_all(requests).await;
+    assert!(two.written() > 200 * 2000);
+    // None at all, and never one: the queue pair ends by itself.
+    let card = two.ours.core.card().unwrap();
+    let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
+    let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();
+    let near = card.engine.queue_pair(8).unwrap();
+    near.join(&far.end()).unwrap();
+    far.join(&near.end()).unwrap();
+    let (queue, noted) = (near.number(), Noted::default());
+    card.engine.add(near, Box::new(noted.clone()));
+    post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
+    until("it ends", || lock(&noted.0).1.is_some()).await;
+    assert!(lock(&noted.0).1.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).1);
+    two.pull(b"bulk", &[100_000; 8]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn work_waits_for_room_in_the_completion_queue() {
+    if !has_card() {
+        return;
+    }
+    let small = Limits { receives: 16, completions: 90, send_depth: 64, ..Limits::default() };
+    let two = Two::new(small).await;
+    let (connection, region) = (&two.connection, &two.region);
+    let requests = (0..64).map(|_| pull(connection, region, b"bulk", &[1000; 100]));
+    futures_util::future::join_all(requests).await;
+    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
+    assert!(Card::open(&Choice::default(), Limits { completions: 40, ..small }).is_err(), "less than one queue pair needs");
+}
+
+#[test]
+fn too_little_locked_memory_is_named_with_the_way_out() {
+    if !has_card() {
+        return;
+    }
+    // Too little for what is always registered, and too little for an arena.
+    for limit in [8 << 20, 100 << 20_u64] {
+        let mut child = Command::new("setpriv");
+        child.args(["--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]).arg(std::env::current_exe().unwrap());
+        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
+        let output = String::from_utf8(child.output().unwrap().stdout).unwrap();
+        let told = line_with(&mut output.as_bytes(), "ability");
+        assert!(told.contains(&format!("limited to {limit} bytes")) && told.contains("ulimit -l unlimited"), "{told}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hundred_thousand_operations_leave_the_kernel_as_it_was() {
+    if !has_card() {
+        return;
+    }
+    let two = Two::new(Limits::default()).await;
+    let lens = [1000; 64];
+    let rounds = async |count: usize| {
+        let mut longest = Duration::ZERO;
+        for _ in 0..count {
+            let start = Instant::now();
+            two.pull(b"bulk", &lens).await;
+            longest = longest.max(start.elapsed());
+        }
+        longest
+    };
+    rounds(100).await;
+    let (before, works, wake_ups) = (slabs(), two.theirs.status().works, two.theirs.status().wake_ups);
+    let longest = rounds(100_000 / 64 + 1).await;
+    let works = two.theirs.status().works - works;
+    let (cache, grown) = growth(&before);
+    let words = format!(
+        "{works} operations: {} wake-ups, longest batch {longest:?}, {cache} grew most: by {grown} objects",
+        two.theirs.status().wake_ups - wake_ups
+    );
+    let _ = writeln!(std::io::stderr(), "{words}");
+    assert!(works >= 100_000 && longest < Duration::from_secs(1) && grown < 200, "{words}");
+    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
+}
+
+/// What a batch costs, counted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
+    if !has_card() {
+        return;
+    }
+    let two = Two::new(Limits::default()).await;
+    two.pull(b"bulk", &[110_000; 64]).await;
+    let (ours, theirs) = (two.ours.status(), two.theirs.status());
+    let batches = 20;
+    for _ in 0..batches {
+        two.pull(b"bulk", &[110_000; 64]).await;
+    }
+    let each = |before: u64, after: u64| (after - before) as f64 / f64::from(batches);
+    let told = |name: &str, before: &Network, after: &Network| {
+        let counts = [
+            each(before.posts, after.posts),
+            each(before.works, after.works),
+            each(before.completions, after.completions),
+            each(before.wake_ups, after.wake_ups),
+        ];
+        let [posts, works, completions, wake_ups] = counts;
+        let words = format!("{name}: {posts} posts of {works} operations, {completions} completions, {wake_ups} wake-ups");
+        let _ = writeln!(std::io::stderr(), "a batch of 64 of 110 KB, {words}");
+        counts
+    };
+    let asker = told("asker", &ours, &two.ours.status());
+    let owner = told("owner", &theirs, &two.theirs.status());
+    // A request and its answer; 64 writes in chains of 1 MiB at most.
+    assert!(asker[0] == 1.0 && asker[1] == 1.0 && asker[2] == 2.0, "{asker:?}");
+    assert!(owner[0] <= 9.0 && owner[1] <= 66.0 && owner[2] <= 10.0, "{owner:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn registered_memory_does_not_grow_with_peers() {
+    if !has_card() {
+        return;
+    }
+    let (tcp, address) = tcp(1).await;
+    let theirs = rdma(tcp, Limits::default());
+    let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+    let registered = theirs.status().registered_bytes;
+    let fixed = limits::RDMA_STAGING_LEN + limits::RDMA_MESSAGES_LEN + u64::from(limits::RDMA_RECEIVES * limits::RDMA_REQUEST_LEN_MAX);
+    assert_eq!(registered, fixed + (16 << 20));
+    let mut peers = Vec::new();
+    for node in [0, 2, 3, 4, 5] {
+        let (tcp, _) = crate::conformance::tcp(node).await;
+        let peer = Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), Limits { staging_len: 1 << 20, ..Limits::default() });
+        peers.push((peer.connect(NodeId(1), address).await.unwrap(), peer));
+    }
+    assert_eq!((theirs.status().registered_bytes, theirs.status().queue_pairs), (registered, 5));
+    drop(peers);
+    until("no queue pair", || theirs.status().queue_pairs == 0).await;
 }
