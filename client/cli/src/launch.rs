@@ -255,6 +255,7 @@ impl Drop for Servers {
         let listed = fs::read(self.location.folder.join(data_dir::LIST)).unwrap_or_default();
         data_dir::remove(&data_dir::listed(&listed));
         let _ = fs::remove_dir_all(&self.location.folder);
+        remove_if_empty(&locate::runtime_dir());
     }
 }
 

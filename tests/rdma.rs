@@ -1,0 +1,164 @@
+//! Sessions by RDMA, as their user meets them; and what is said where there is no card. What needs one runs in a virtual machine with
+//! Soft-RoCE: `tests/vm/rdma`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dayfly_meta::limits::PEER_LOST_TIMEOUT;
+use harness::Ground;
+use serde_json::Value;
+
+/// Whether there is a card to test with; says so where there is none, past the test harness.
+fn has_card() -> bool {
+    let is_there = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
+    if !is_there {
+        assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "a card was promised by DAYFLY_TEST_RDMA, and there is none");
+        let words = "Sessions by RDMA were NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
+        static ONCE: std::sync::Once = std::sync::Once::new();
+        ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{words}")));
+    }
+    is_there
+}
+
+/// Enough for these sessions; all of it is made and locked at the start.
+const SMALL: [&str; 4] = ["--memory", "32M", "--stage-in-memory", "256M"];
+
+fn networks(status: &Value) -> Vec<&Value> {
+    status["nodes"].as_array().unwrap().iter().map(|node| &node["network"]).collect()
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap()
+}
+
+fn read_number(path: &Path) -> u64 {
+    fs::read_to_string(path).unwrap().trim().parse().unwrap()
+}
+
+/// Packets that the kernel's RDMA stack has received.
+fn packets() -> u64 {
+    let cards = fs::read_dir("/sys/class/infiniband").unwrap();
+    cards.map(|card| read_number(&card.unwrap().path().join("ports/1/hw_counters/rcvd_pkts"))).sum()
+}
+
+/// Bytes that went by TCP: servers of one machine reach each other through this interface.
+fn loopback_bytes() -> u64 {
+    read_number(Path::new("/sys/class/net/lo/statistics/tx_bytes"))
+}
+
+/// Real archives: crates that the build has fetched.
+fn archives() -> Vec<PathBuf> {
+    let home = std::env::var_os("CARGO_HOME").map_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cargo"), PathBuf::from);
+    let mut found = Vec::new();
+    for registry in fs::read_dir(home.join("registry/cache")).unwrap() {
+        found.extend(fs::read_dir(registry.unwrap().path()).unwrap().map(|entry| entry.unwrap().path()));
+    }
+    found.sort();
+    found.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with('s') && path.extension().is_some_and(|kind| kind == "crate"));
+    assert!(found.len() > 10, "{found:?}");
+    found
+}
+
+#[test]
+fn a_whole_session_goes_by_rdma() {
+    if !has_card() {
+        return;
+    }
+    let cluster = Ground::new().up_with(4, &[&["--transport", "rdma"], &SMALL[..]].concat());
+    let (packets_before, loopback_before) = (packets(), loopback_bytes());
+    let archives = archives();
+    cluster.stage(&archives.iter().map(PathBuf::as_path).collect::<Vec<_>>(), "/dayfly/crates");
+    let verified = cluster.ok(&["verify", "--from-every-node"]);
+    assert!(verified.contains("from 4 nodes"), "{verified}");
+
+    // Every byte that crossed went by the card: by its own counters, by ours, and not by TCP.
+    let status = cluster.status();
+    let sum = |name: &str| networks(&status).iter().map(|network| number(&network[name])).sum::<u64>();
+    let remote: u64 = status["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
+    assert!(remote > 40 << 20 && sum("written_bytes") >= remote, "{} of {remote}", sum("written_bytes"));
+    assert!(sum("read_bytes") > 10 << 20, "stage-in ships by RDMA: {}", sum("read_bytes"));
+    assert!((packets() - packets_before) * 4096 >= remote, "{} packets", packets() - packets_before);
+    assert!(loopback_bytes() - loopback_before < remote / 8, "{} bytes by TCP, {remote} by RDMA", loopback_bytes() - loopback_before);
+    assert!(networks(&status).iter().all(|network| network["transport"] == "rdma" && network["fallen_back"] == Value::Array(vec![])));
+    assert!(cluster.ok(&["status"]).contains("node 3 reaches its peers by RDMA: rxe0 port 1, RoCE v2"));
+
+    // Processes have none of their own: two queue pairs for each pair of nodes, one asking each way.
+    let script = "for i in $(seq 64); do dayfly cat /dayfly/crates/*/Cargo.toml > /dev/null & done; wait";
+    let program = PathBuf::from(env!("CARGO_BIN_EXE_dayfly"));
+    let path = format!("{}:/usr/bin:/bin", program.parent().unwrap().display());
+    let mut reading = cluster.dayfly();
+    reading.env("PATH", path).args(["exec", "--node", "2", "--", "sh", "-c", script]);
+    assert!(harness::output_of(&mut reading).status.success());
+    assert!(networks(&cluster.status()).iter().all(|network| network["queue_pairs"] == 6 && network["failed"] == 0));
+
+    // A node dies: its own is an error in time, the rest is read as before.
+    cluster.stage(&archives[..20].iter().map(PathBuf::as_path).collect::<Vec<_>>(), "/dayfly/unread");
+    cluster.kill(3);
+    let start = Instant::now();
+    let verified = cluster.output(&["verify", "--from-every-node", "/dayfly/unread"]);
+    assert!(!verified.status.success() && harness::text(&verified.stderr).contains("node 3"), "{verified:?}");
+    assert!(start.elapsed() < Duration::from_secs(60) + PEER_LOST_TIMEOUT);
+    let view = cluster.view(0);
+    let (mut read, mut failed) = (0, 0);
+    let walk = |folder: &str| -> Vec<String> {
+        let mut names = Vec::new();
+        let text = cluster.ok(&["ls", folder]);
+        names.extend(text.lines().map(|name| format!("{folder}/{name}")));
+        names
+    };
+    for path in walk("/dayfly/unread").iter().flat_map(|folder| walk(folder)) {
+        let Ok(file) = view.open(path.as_bytes()) else { continue };
+        let mut buffer = vec![0; 64 << 10];
+        match view.read_at(&file, 0, &mut buffer) {
+            Ok(_) => read += 1,
+            Err(_) => failed += 1,
+        }
+    }
+    assert!(read > failed && failed > 0, "{read} read, {failed} failed");
+    cluster.down();
+}
+
+#[test]
+fn auto_takes_rdma_where_it_is_and_tcp_declines() {
+    if !has_card() {
+        return;
+    }
+    for (option, expected) in [("auto", "rdma"), ("tcp", "tcp")] {
+        let cluster = Ground::new().up_with(2, &[&["--transport", option], &SMALL[..]].concat());
+        fs::create_dir(cluster.at("d")).unwrap();
+        (0..50).for_each(|number| fs::write(cluster.at(format!("d/{number}")), vec![number; 5000]).unwrap());
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        cluster.ok(&["verify", "--from-every-node"]);
+        let status = cluster.status();
+        for network in networks(&status) {
+            assert_eq!(network["transport"], expected);
+            assert_eq!(number(&network["written_bytes"]) > 0, expected == "rdma", "{network}");
+            assert!(expected == "rdma" || network["detail"] == "TCP was asked for", "{network}");
+        }
+        cluster.down();
+    }
+}
+
+#[test]
+fn without_a_card_auto_takes_tcp_and_says_why_and_rdma_is_refused() {
+    let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
+    let absent = ["--rdma-device", "absent0"];
+    let cluster = Ground::new().up_with(2, &[&absent, &SMALL[..]].concat());
+    for network in networks(&cluster.status()) {
+        let why = network["detail"].as_str().unwrap();
+        assert_eq!(network["transport"], "tcp");
+        assert!(why.starts_with("node 0 has no RDMA: "), "{why}");
+        assert!(!has_card || why.contains("'absent0'; there are: rxe0"), "{why}");
+    }
+    cluster.down();
+    let ground = Ground::new();
+    let message = ground.fails(1, &[&["up", "--local", "2", "--transport", "rdma"], &absent[..]].concat());
+    assert!(message.contains("no session by RDMA, as --transport rdma demands: node 0 has no RDMA"), "{message}");
+    ground.assert_clean();
+}
