@@ -19,7 +19,8 @@ fn has_card() -> bool {
     let is_there = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     if !is_there {
         assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "a card was promised by DAYFLY_TEST_RDMA, and there is none");
-        let words = "Sessions by RDMA were NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
+        let words =
+            "Sessions by RDMA were NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
         static ONCE: std::sync::Once = std::sync::Once::new();
         ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{words}")));
     }
@@ -54,13 +55,16 @@ fn loopback_bytes() -> u64 {
 
 /// Real archives: crates that the build has fetched.
 fn archives() -> Vec<PathBuf> {
-    let home = std::env::var_os("CARGO_HOME").map_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cargo"), PathBuf::from);
+    let home = std::env::var_os("CARGO_HOME")
+        .map_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cargo"), PathBuf::from);
     let mut found = Vec::new();
     for registry in fs::read_dir(home.join("registry/cache")).unwrap() {
         found.extend(fs::read_dir(registry.unwrap().path()).unwrap().map(|entry| entry.unwrap().path()));
     }
     found.sort();
-    found.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with('s') && path.extension().is_some_and(|kind| kind == "crate"));
+    found.retain(|path| {
+        path.file_name().unwrap().to_str().unwrap().starts_with('s') && path.extension().is_some_and(|kind| kind == "crate")
+    });
     assert!(found.len() > 10, "{found:?}");
     found
 }
@@ -84,8 +88,14 @@ fn a_whole_session_goes_by_rdma() {
     assert!(remote > 40 << 20 && sum("written_bytes") >= remote, "{} of {remote}", sum("written_bytes"));
     assert!(sum("read_bytes") > 10 << 20, "stage-in ships by RDMA: {}", sum("read_bytes"));
     assert!((packets() - packets_before) * 4096 >= remote, "{} packets", packets() - packets_before);
-    assert!(loopback_bytes() - loopback_before < remote / 8, "{} bytes by TCP, {remote} by RDMA", loopback_bytes() - loopback_before);
-    assert!(networks(&status).iter().all(|network| network["transport"] == "rdma" && network["fallen_back"] == Value::Array(vec![])));
+    assert!(
+        loopback_bytes() - loopback_before < remote / 8,
+        "{} bytes by TCP, {remote} by RDMA",
+        loopback_bytes() - loopback_before
+    );
+    assert!(
+        networks(&status).iter().all(|network| network["transport"] == "rdma" && network["fallen_back"] == Value::Array(vec![]))
+    );
     assert!(cluster.ok(&["status"]).contains("node 3 reaches its peers by RDMA: rxe0 port 1, RoCE v2"));
 
     // Processes have none of their own: two queue pairs for each pair of nodes, one asking each way.

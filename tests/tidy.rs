@@ -100,6 +100,15 @@ fn named_absences() {
 }
 
 #[test]
+fn verbs_are_named_in_their_folder_only() {
+    for (path, text) in sources() {
+        let is_border = path.starts_with("server/transport/src/rdma") || path == Path::new("server/transport/src/rdma.rs");
+        let is_free = is_border || path == Path::new("tests/tidy.rs");
+        assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names a verb", path.display());
+    }
+}
+
+#[test]
 fn unsafe_code_is_where_the_design_says() {
     let allowed = [
         "meta/src/shared.rs",
@@ -108,6 +117,7 @@ fn unsafe_code_is_where_the_design_says() {
         "server/transport/src/rdma/device.rs",
         "server/transport/src/rdma/queue.rs",
         "server/transport/src/rdma/verbs.rs",
+        "server/transport/patches/hex-simd/src/lib.rs",
         // Mapped memory, descriptors that come from the kernel, and what several threads own without locks.
         "client/src/arena.rs",
         "client/src/fault.rs",
@@ -179,6 +189,14 @@ fn the_top_level_holds_what_the_readme_says() {
         .collect();
     let expected = [".ci", "bench", "client", "docs", "meta", "server", "stagein", "tests"].map(str::to_owned);
     assert_eq!(folders, BTreeSet::from(expected));
+}
+
+#[test]
+fn nothing_builds_all_features() {
+    // One of them changes the licence of the program, and needs headers.
+    for file in [".ci/run", ".ci/long", "README.md", "tests/vm/rdma"] {
+        assert!(!fs::read_to_string(root().join(file)).unwrap().contains("--all-features"), "{file}");
+    }
 }
 
 #[test]

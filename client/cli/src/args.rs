@@ -110,6 +110,9 @@ pub(crate) enum Network {
     Rdma,
     /// TCP.
     Tcp,
+    /// RDMA by the crate async-rdma, or no session: a second provider, to compare with.
+    #[cfg(feature = "async-rdma")]
+    AsyncRdma,
 }
 
 /// Stage sources into the namespace, as one dataset at TARGET.

@@ -127,6 +127,8 @@ pub(crate) fn start(options: &SessionOptions, is_tethered: bool) -> Result<Start
         Network::Auto => Preference::Auto,
         Network::Rdma => Preference::Rdma,
         Network::Tcp => Preference::Tcp,
+        #[cfg(feature = "async-rdma")]
+        Network::AsyncRdma => Preference::AsyncRdma,
     };
     let mut starting_servers = Servers { location: location.clone(), servers: Vec::new(), is_up: false };
     let list = OpenOptions::new().create_new(true).write(true).mode(0o600).open(location.folder.join(data_dir::LIST));

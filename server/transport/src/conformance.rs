@@ -15,7 +15,7 @@ use crate::tcp::{Identity, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Answers a pull of `n` with a file's and its own bytes; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
+/// Answers a pull with a file's and its own bytes, `"file"` with the file's alone; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
     region: Region,
@@ -44,7 +44,7 @@ impl Service for Echo {
             _ => {}
         }
         let piece = |(slot, len): (usize, &u64)| match slot % 2 {
-            0 => Piece::File {
+            number if number == 0 || message == b"file" => Piece::File {
                 file: self.file.clone(),
                 // Cut short, as a segment is that is given up: all but its first bytes are gone.
                 offset: if message == b"short" { (4 << 20) - 100 } else { slot as u64 },
@@ -193,6 +193,19 @@ async fn rdma_conforms() {
     // What the body moved went by the card: its slots of the first pull, and the offers.
     assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
     assert_eq!((ours.status().failed, theirs.status().failed), (0, 0));
+}
+
+#[cfg(feature = "async-rdma")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn async_rdma_conforms() {
+    if !crate::rdma::tests::has_card() {
+        return;
+    }
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let [ours, theirs] = [ours, theirs].map(|tcp| crate::async_rdma::AsyncRdma::new(tcp, &Choice::default()));
+    conforms(&ours, &theirs, address).await;
+    assert!(ours.status().is_rdma, "{:?}", ours.status());
+    assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
 }
 
 #[tokio::test]

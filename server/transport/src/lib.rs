@@ -5,6 +5,8 @@
 //! our bytes when it is ready. Slots go in by value and come back only when no more bytes can land in them: a deadline
 //! answers the caller, while the slot stays with the connection until that is drained or dead.
 
+#[cfg(feature = "async-rdma")]
+pub mod async_rdma;
 mod cold;
 pub mod fault;
 pub mod rdma;
@@ -215,8 +217,16 @@ pub struct Options {
 }
 
 /// Binds the listener and opens the card, if there is one; peers reach us at the returned address.
-pub async fn open(identity: tcp::Identity, address: SocketAddr, options: &Options) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
+pub async fn open(
+    identity: tcp::Identity,
+    address: SocketAddr,
+    options: &Options,
+) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
     let (tcp, address) = tcp::Tcp::bind(identity, address).await?;
+    #[cfg(feature = "async-rdma")]
+    if options.preference == Preference::AsyncRdma {
+        return Ok((Arc::new(async_rdma::AsyncRdma::new(tcp, &options.choice)), address));
+    }
     Ok((Arc::new(rdma::Rdma::new(tcp, options.preference, &options.choice)), address))
 }
 

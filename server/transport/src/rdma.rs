@@ -55,7 +55,9 @@ pub enum RdmaError {
     #[error("no provider library drives {0}: install the card's (Debian: ibverbs-providers)")]
     NoProvider(String),
     /// The file by which programs reach the card.
-    #[error("{device} has no file below /dev/infiniband that may be opened ({error}): load ib_uverbs; in a container pass /dev/infiniband on")]
+    #[error(
+        "{device} has no file below /dev/infiniband that may be opened ({error}): load ib_uverbs; in a container pass /dev/infiniband on"
+    )]
     NoDeviceFile {
         /// The card.
         device: String,
@@ -63,7 +65,9 @@ pub enum RdmaError {
         error: io::Error,
     },
     /// No cable, or no subnet manager.
-    #[error("port {port} of {device} is not active (it is '{state}'): check its cable and, of InfiniBand, the subnet manager (ibstat)")]
+    #[error(
+        "port {port} of {device} is not active (it is '{state}'): check its cable and, of InfiniBand, the subnet manager (ibstat)"
+    )]
     PortDown {
         /// The card.
         device: String,
@@ -102,6 +106,33 @@ pub enum RdmaError {
         /// Why.
         error: io::Error,
     },
+}
+
+/// A card that another provider may use.
+#[cfg(feature = "async-rdma")]
+#[derive(Clone)]
+pub(crate) struct Found {
+    pub(crate) device: String,
+    pub(crate) port: u8,
+    pub(crate) gid_index: u8,
+    pub(crate) packet_len: u32,
+    described: Port,
+}
+
+#[cfg(feature = "async-rdma")]
+impl Found {
+    pub(crate) fn to_port(&self) -> Port {
+        self.described.clone()
+    }
+}
+
+/// Looks for the card that `choice` names, or the best.
+#[cfg(feature = "async-rdma")]
+pub(crate) fn find(choice: &Choice) -> Result<Found, RdmaError> {
+    let device = Device::open(choice)?;
+    let described = device.describe();
+    let (port, gid_index, packet_len) = (device.port, device.address.gid_index, described.packet_len);
+    Ok(Found { device: device.name.clone(), port, gid_index, packet_len, described })
 }
 
 /// Bounds of what a card is made to do. In tests they are smaller.
@@ -260,13 +291,7 @@ impl<T: Transport> Transport for Rdma<T> {
     }
 
     fn ability(&self) -> Ability {
-        let port = |card: &Card| Port {
-            device: format!("{}:{}", card.device.name, card.device.port),
-            is_ethernet: card.device.address.is_ethernet,
-            packet_len: 128 << card.device.address.mtu,
-            address: queue::show(&card.device.address),
-        };
-        Ability { rdma: self.core.card().map(port) }
+        Ability { rdma: self.core.card().map(|card| card.device.describe()) }
     }
 
     fn agree(&self, agreement: Agreement) {

@@ -12,6 +12,9 @@ pub enum Preference {
     Rdma,
     /// TCP.
     Tcp,
+    /// RDMA by the second provider, or no session.
+    #[cfg(feature = "async-rdma")]
+    AsyncRdma,
 }
 
 /// What a node has.
@@ -77,8 +80,8 @@ pub fn agree(preference: Preference, nodes: &[Ability], failed: &[String]) -> Re
     });
     match (preference, without.or(mixed).or(unreached)) {
         (Preference::Tcp, _) => Ok(Agreement::Tcp { why: "TCP was asked for".to_owned() }),
-        (Preference::Rdma, Some(why)) => Err(why),
         (Preference::Auto, Some(why)) => Ok(Agreement::Tcp { why }),
+        (_, Some(why)) => Err(why),
         (_, None) => {
             let note = differs(&|one, other| one.packet_len != other.packet_len).map(|(node, first, other)| {
                 format!(

@@ -91,7 +91,14 @@ impl Asker {
     }
 
     /// Asks; the far side moves bytes into `slots`, or takes the first `offered` bytes of the only one.
-    pub(super) async fn ask(&self, ask: Ask, message: &[u8], slots: Vec<Slot>, offered: Option<usize>, limit: Duration) -> Outcome {
+    pub(super) async fn ask(
+        &self,
+        ask: Ask,
+        message: &[u8],
+        slots: Vec<Slot>,
+        offered: Option<usize>,
+        limit: Duration,
+    ) -> Outcome {
         let Some(places) = slots.iter().map(|slot| place(slot, offered)).collect::<Option<Vec<_>>>() else {
             return Outcome::Unfit(slots);
         };

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
-use super::RdmaError;
 use super::verbs::{self, Verbs, done, made, verbs};
+use super::{Port, RdmaError};
 use crate::region::{Keys, Region, Registration};
 
 /// Where the kernel lists its cards.
@@ -84,7 +84,9 @@ impl Device {
         let mut wanted_port = None;
         if let Some(device) = &choice.device {
             let (name, port) = match device.split_once(':') {
-                Some((name, port)) => (name, Some(port.parse().map_err(|_| RdmaError::NoSuchDevice(device.clone(), known.clone()))?)),
+                Some((name, port)) => {
+                    (name, Some(port.parse().map_err(|_| RdmaError::NoSuchDevice(device.clone(), known.clone()))?))
+                }
                 None => (device.as_str(), None),
             };
             candidates.retain(|known| known == name);
@@ -122,9 +124,9 @@ impl Device {
         let (name, registered_bytes) = (name.to_owned(), AtomicU64::new(0));
         let device = Self { verbs, context, pd, name, port, address, limits, service_level, traffic_class, registered_bytes };
         // What the kernel tells of the port is read without waiting for it.
-        fcntl(device.events_descriptor(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(io::Error::from).map_err(|error| {
-            RdmaError::Call { call: "fcntl", error }
-        })?;
+        fcntl(device.events_descriptor(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+            .map_err(io::Error::from)
+            .map_err(|error| RdmaError::Call { call: "fcntl", error })?;
         Ok(device)
     }
 
@@ -161,6 +163,16 @@ impl Device {
     pub(super) fn status_words(&self, status: u32) -> String {
         // SAFETY: the library's string for any number is a constant.
         unsafe { CStr::from_ptr((self.verbs.wc_status_str)(status)) }.to_string_lossy().into_owned()
+    }
+
+    /// For the other nodes, before they agree.
+    pub(super) fn describe(&self) -> Port {
+        Port {
+            device: format!("{}:{}", self.name, self.port),
+            is_ethernet: self.address.is_ethernet,
+            packet_len: 128 << self.address.mtu,
+            address: super::queue::show(&self.address),
+        }
     }
 
     /// How much memory the card may touch.
@@ -244,7 +256,8 @@ fn open_context(verbs: &'static Verbs, name: &str) -> Result<NonNull<verbs::Cont
     // SAFETY: the list has `count` devices.
     let devices = unsafe { std::slice::from_raw_parts(list.as_ptr(), usize::try_from(count).unwrap_or(0)) };
     // SAFETY: each is a device of the list, whose name is a string that lives with it.
-    let is_it = |device: &&*mut verbs::Device| unsafe { CStr::from_ptr((verbs.get_device_name)(**device)) }.to_bytes() == name.as_bytes();
+    let is_it =
+        |device: &&*mut verbs::Device| unsafe { CStr::from_ptr((verbs.get_device_name)(**device)) }.to_bytes() == name.as_bytes();
     let opened = devices.iter().find(is_it).map(|device| {
         // SAFETY: the device is the list's, which is freed after this.
         let context = unsafe { (verbs.open_device)(*device) };

@@ -121,10 +121,10 @@ impl Engine {
         let receives = Arc::new(Receives::new(device, limits.receives)?);
         let count = limits.receives;
         let len = u64::from(count) * u64::from(limits.request_len);
-        let buffer = device.region(len)?.slot(len).ok_or(RdmaError::Call {
-            call: "a slot for receives",
-            error: io::ErrorKind::OutOfMemory.into(),
-        })?;
+        let buffer = device
+            .region(len)?
+            .slot(len)
+            .ok_or(RdmaError::Call { call: "a slot for receives", error: io::ErrorKind::OutOfMemory.into() })?;
         let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
         let bell = bell.map_err(|error| RdmaError::Call { call: "eventfd", error: error.into() })?;
         let shared = Arc::new(Shared {
@@ -161,7 +161,8 @@ impl Engine {
 
     /// Tells what the thread has done.
     pub(super) fn count_into(&self, network: &mut Network) {
-        let Counters { posts, works, completions, wake_ups, written_bytes, read_bytes, queue_pairs, failed } = &self.shared.counters;
+        let Counters { posts, works, completions, wake_ups, written_bytes, read_bytes, queue_pairs, failed } =
+            &self.shared.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (network.posts, network.works, network.completions) = (get(posts), get(works), get(completions));
         (network.wake_ups, network.queue_pairs, network.failed) = (get(wake_ups), get(queue_pairs), get(failed));
@@ -401,7 +402,8 @@ impl Running {
 
     fn post_receive(&self, index: u32) -> Result<(), RdmaError> {
         let len = self.limits.request_len;
-        let (address, key) = (self.buffer.address() + u64::from(index) * u64::from(len), self.buffer.keys().map_or(0, |keys| keys.local));
+        let (address, key) =
+            (self.buffer.address() + u64::from(index) * u64::from(len), self.buffer.keys().map_or(0, |keys| keys.local));
         self.receives.post(RECEIVE | u64::from(index), address, len, key)
     }
 

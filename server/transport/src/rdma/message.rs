@@ -222,18 +222,19 @@ mod tests {
             assert_eq!(Request::decode(&bytes), Some(request));
             assert!((0..bytes.len() - 4).all(|len| Request::decode(&bytes[..len]).is_none()));
         }
-        for answer in [
-            Answered::Done { lens: vec![1, 2], message: b"m".to_vec() },
-            Answered::Refused("no".to_owned()),
-            Answered::TooLong,
-        ] {
+        for answer in
+            [Answered::Done { lens: vec![1, 2], message: b"m".to_vec() }, Answered::Refused("no".to_owned()), Answered::TooLong]
+        {
             let bytes = answer.clone().encode(1000);
             assert_eq!(Answered::decode(&[&bytes[..], &[0; 9]].concat()), Some(answer));
             assert!((0..bytes.len()).all(|len| Answered::decode(&bytes[..len]).is_none()));
         }
         let long = Answered::Done { lens: vec![], message: vec![0; 100] };
         assert_eq!(Answered::decode(&long.encode(50)), Some(Answered::TooLong));
-        assert_eq!(Answered::decode(&Answered::Refused("long".repeat(99)).encode(16)), Some(Answered::Refused("long".to_owned())));
+        assert_eq!(
+            Answered::decode(&Answered::Refused("long".repeat(99)).encode(16)),
+            Some(Answered::Refused("long".to_owned()))
+        );
     }
 
     #[test]

@@ -108,7 +108,9 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
         // Nothing is trusted before a write has come through.
         match asker.ask(Ask::Ping, &[], Vec::new(), None, CONNECT_TIMEOUT).await {
             Outcome::Done { .. } => {}
-            Outcome::Late => return format!("no write of node {} came through within {} s", link.inner.peer(), CONNECT_TIMEOUT.as_secs()),
+            Outcome::Late => {
+                return format!("no write of node {} came through within {} s", link.inner.peer(), CONNECT_TIMEOUT.as_secs());
+            }
             _ => return asker.ended().await,
         }
         lock(&link.core.fallen_back).remove(&link.inner.peer());

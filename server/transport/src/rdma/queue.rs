@@ -74,7 +74,8 @@ impl Completions {
         let count = unsafe {
             (*self.queue.as_ref().context).ops.poll_cq.map(|poll| poll(self.queue.as_ptr(), into.len() as i32, into.as_mut_ptr()))
         };
-        usize::try_from(count.unwrap_or(-1)).map_err(|_| RdmaError::Call { call: "ibv_poll_cq", error: io::Error::last_os_error() })
+        usize::try_from(count.unwrap_or(-1))
+            .map_err(|_| RdmaError::Call { call: "ibv_poll_cq", error: io::Error::last_os_error() })
     }
 
     /// Takes and acknowledges all events of the descriptor: what is not taken, the kernel keeps memory for.

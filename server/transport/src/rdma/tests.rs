@@ -13,9 +13,9 @@ use tokio::time::sleep;
 use super::engine::Events;
 use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
 use super::*;
+use crate::Slot;
 use crate::conformance::{Echo, pattern, tcp};
 use crate::tcp::{Identity, Tcp};
-use crate::Slot;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// Tells a child of these tests what it is.
@@ -91,7 +91,8 @@ fn slabs() -> BTreeMap<String, i64> {
     let line = |line: &str| {
         let mut words = line.split_whitespace();
         let name = words.next()?.to_owned();
-        let is_of_interest = name.starts_with("kmalloc-") || name.starts_with("skbuff") || name.starts_with("ib_") || name.starts_with("rxe");
+        let is_of_interest =
+            name.starts_with("kmalloc-") || name.starts_with("skbuff") || name.starts_with("ib_") || name.starts_with("rxe");
         is_of_interest.then_some((name, words.next()?.parse().ok()?))
     };
     text.lines().filter_map(line).collect()
@@ -328,11 +329,17 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
 
 /// Takes note of what happens.
 #[derive(Clone, Default)]
-struct Noted(Arc<Mutex<(Vec<Vec<u8>>, Option<String>)>>);
+struct Noted(Arc<Mutex<Notes>>);
+
+#[derive(Default)]
+struct Notes {
+    messages: Vec<Vec<u8>>,
+    ended: Option<String>,
+}
 
 impl Events for Noted {
     fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
-        lock(&self.0).0.push(message.to_vec());
+        lock(&self.0).messages.push(message.to_vec());
         Ok(())
     }
 
@@ -341,7 +348,7 @@ impl Events for Noted {
     }
 
     fn ended(&mut self, reason: &str) {
-        lock(&self.0).1 = Some(reason.to_owned());
+        lock(&self.0).ended = Some(reason.to_owned());
     }
 }
 
@@ -371,10 +378,10 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     post(card, queue, slot, Action::Write(place(target.keys().unwrap().remote)), 100);
     until("it is written", || target[..100] == [7; 100]).await;
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    until("it is received", || lock(&far_noted.0).0.len() == 1).await;
+    until("it is received", || lock(&far_noted.0).messages.len() == 1).await;
     post(card, queue, card.staging.slot(100).unwrap(), Action::Write(place(target.keys().unwrap().remote ^ 0x55)), 100);
-    until("it ends", || lock(&noted.0).1.is_some()).await;
-    assert!(lock(&noted.0).1.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&noted.0).1);
+    until("it ends", || lock(&noted.0).ended.is_some()).await;
+    assert!(lock(&noted.0).ended.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&noted.0).ended);
     // What comes after is dropped, and the others do not notice.
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
     two.pull(b"bulk", &[100_000; 8]).await;
@@ -403,8 +410,8 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     let (queue, noted) = (near.number(), Noted::default());
     card.engine.add(near, Box::new(noted.clone()));
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    until("it ends", || lock(&noted.0).1.is_some()).await;
-    assert!(lock(&noted.0).1.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).1);
+    until("it ends", || lock(&noted.0).ended.is_some()).await;
+    assert!(lock(&noted.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).ended);
     two.pull(b"bulk", &[100_000; 8]).await;
 }
 
@@ -510,15 +517,60 @@ async fn registered_memory_does_not_grow_with_peers() {
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let registered = theirs.status().registered_bytes;
-    let fixed = limits::RDMA_STAGING_LEN + limits::RDMA_MESSAGES_LEN + u64::from(limits::RDMA_RECEIVES * limits::RDMA_REQUEST_LEN_MAX);
+    let fixed =
+        limits::RDMA_STAGING_LEN + limits::RDMA_MESSAGES_LEN + u64::from(limits::RDMA_RECEIVES * limits::RDMA_REQUEST_LEN_MAX);
     assert_eq!(registered, fixed + (16 << 20));
     let mut peers = Vec::new();
     for node in [0, 2, 3, 4, 5] {
         let (tcp, _) = crate::conformance::tcp(node).await;
-        let peer = Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), Limits { staging_len: 1 << 20, ..Limits::default() });
+        let peer =
+            Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), Limits { staging_len: 1 << 20, ..Limits::default() });
         peers.push((peer.connect(NodeId(1), address).await.unwrap(), peer));
     }
     assert_eq!((theirs.status().registered_bytes, theirs.status().queue_pairs), (registered, 5));
     drop(peers);
     until("no queue pair", || theirs.status().queue_pairs == 0).await;
+}
+
+/// For `docs/DECISIONS.md`: the same requests by either provider.
+#[cfg(feature = "async-rdma")]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_two_providers_compared() {
+    if !has_card() {
+        return;
+    }
+    for name in ["verbs", "async-rdma"] {
+        let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+        let provider = |tcp: Tcp| -> Box<dyn Transport> {
+            match name {
+                "verbs" => Box::new(rdma(tcp, Limits::default())),
+                _ => Box::new(crate::async_rdma::AsyncRdma::new(tcp, &Choice::default())),
+            }
+        };
+        let (ours, theirs) = (provider(ours), provider(theirs));
+        let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+        let connection = ours.connect(NodeId(1), address).await.unwrap();
+        let region = ours.region(48 << 20).unwrap();
+        let run = async |count: usize, lens: &[u64]| {
+            let (start, mut longest) = (Instant::now(), Duration::ZERO);
+            for _ in 0..count {
+                let start = Instant::now();
+                let slots = lens.iter().map(|&len| region.slot(len).unwrap()).collect();
+                connection.pull(b"file".to_vec(), slots, TIMEOUT).await.unwrap();
+                longest = longest.max(start.elapsed());
+            }
+            (count as f64 / start.elapsed().as_secs_f64(), longest)
+        };
+        run(500, &[4000]).await;
+        let before = slabs();
+        let (rate, longest) = run(10_000, &[4000]).await;
+        let (cache, grown) = growth(&before);
+        let (batches, longest_batch) = run(20, &[110_000; 64]).await;
+        let words = format!(
+            "{name}: {rate:.0} reads of 4 KB a second, one at a time, the longest {longest:?}; after 10,000 {cache} has {grown} objects \
+             more; {:.0} MiB/s in batches of 64 of 110 KB, the longest {longest_batch:?}",
+            batches * 64.0 * 110_000.0 / f64::from(1 << 20)
+        );
+        let _ = writeln!(std::io::stderr(), "{words}");
+    }
 }

@@ -424,7 +424,8 @@ pub(super) fn verbs() -> Result<&'static Verbs, RdmaError> {
     static VERBS: OnceLock<Result<Verbs, String>> = OnceLock::new();
     let loaded = VERBS.get_or_init(|| {
         // SAFETY: loading runs the library's initialisers, which set up its own state only.
-        let library = unsafe { Library::open(Some("libibverbs.so.1"), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
+        let library =
+            unsafe { Library::open(Some("libibverbs.so.1"), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
         // SAFETY: it is that library, and it is not closed: it is forgotten just below.
         let verbs = unsafe { Verbs::of(&library) }.map_err(|error| error.to_string());
         std::mem::forget(library);

@@ -1,0 +1,174 @@
+//! Buffers that the crate has registered, each for one operation at a time.
+
+use std::alloc::Layout;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_rdma::{LocalMr, LocalMrReadAccess, LocalMrWriteAccess, MrToken, Rdma, RemoteMr};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::timeout;
+
+use crate::Piece;
+
+/// A buffer's length; what is longer goes by the inner transport.
+pub(super) const BUFFER_LEN: usize = 8 << 20;
+/// Alignment that the crate's allocator asks for.
+const BUFFER_ALIGN: usize = 2 << 20;
+/// Buffers, and operations under way, on a queue pair.
+const BUFFERS_MAX: usize = 8;
+/// Longest operation.
+const OPERATION_LEN_MAX: usize = 1 << 20;
+/// How long the far side may use a buffer.
+const TOKEN_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// Bytes that the card has moved.
+#[derive(Default)]
+pub(super) struct Counters {
+    pub(super) written_bytes: AtomicU64,
+    pub(super) read_bytes: AtomicU64,
+}
+
+/// A queue pair and its buffers.
+pub(super) struct Buffers {
+    free: Mutex<Vec<LocalMr>>,
+    /// What far sides may still write to: registered for as long as the queue pair lives, and nobody's.
+    lent: Mutex<Vec<(LocalMr, OwnedSemaphorePermit)>>,
+    permits: Arc<Semaphore>,
+    counters: Arc<Counters>,
+    rdma: Rdma,
+}
+
+/// A buffer; dropped, it is free again, unless it is lent to a far side that may still write.
+pub(super) struct Buffer {
+    memory: Option<LocalMr>,
+    home: Arc<Buffers>,
+    pub(super) is_lent: bool,
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Buffers {
+    pub(super) fn new(rdma: Rdma, counters: Arc<Counters>) -> Arc<Self> {
+        Arc::new(Self {
+            free: Mutex::default(),
+            lent: Mutex::default(),
+            permits: Arc::new(Semaphore::new(BUFFERS_MAX)),
+            counters,
+            rdma,
+        })
+    }
+
+    /// A buffer, when one is free within `limit`.
+    pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Option<Buffer> {
+        if self.lent.lock().unwrap_or_else(PoisonError::into_inner).len() == BUFFERS_MAX {
+            return None;
+        }
+        let permit = timeout(limit, self.permits.clone().acquire_owned()).await.ok()?.ok()?;
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let memory = match free {
+            Some(memory) => memory,
+            None => {
+                let home = self.clone();
+                let layout = Layout::from_size_align(BUFFER_LEN, BUFFER_ALIGN).ok()?;
+                tokio::task::spawn_blocking(move || home.rdma.alloc_local_mr(layout)).await.ok()?.ok()?
+            }
+        };
+        Some(Buffer { memory: Some(memory), home: self.clone(), is_lent: false, permit: Some(permit) })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let (Some(memory), Some(permit)) = (self.memory.take(), self.permit.take()) else { return };
+        if self.is_lent {
+            self.home.lent.lock().unwrap_or_else(PoisonError::into_inner).push((memory, permit));
+        } else {
+            self.home.free.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        }
+    }
+}
+
+impl Buffer {
+    /// By which the far side may touch it.
+    pub(super) fn token(&self) -> Option<MrToken> {
+        self.memory.as_ref()?.token_with_timeout(TOKEN_TIMEOUT)
+    }
+
+    /// Copies bytes out of it. No operation is under way on it.
+    pub(super) fn read(&self, at: usize, into: &mut [u8]) {
+        if let Some(memory) = &self.memory {
+            into.copy_from_slice(&memory.as_slice()[at..at + into.len()]);
+        }
+    }
+
+    /// Copies bytes into it. No operation is under way on it.
+    pub(super) fn write(&mut self, at: usize, bytes: &[u8]) {
+        if let Some(memory) = &mut self.memory {
+            memory.as_mut_slice()[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// Reads pieces into it, one behind the other.
+    pub(super) async fn fill(mut self, pieces: Vec<Piece>) -> io::Result<Self> {
+        let filling = move || {
+            let mut at = 0;
+            for piece in pieces {
+                let len = piece.len() as usize;
+                match piece {
+                    Piece::Bytes(bytes) => self.write(at, &bytes),
+                    Piece::File { file, offset, revoked, .. } => {
+                        if let Some(memory) = &mut self.memory {
+                            file.read_exact_at(&mut memory.as_mut_slice()[at..at + len], offset)?;
+                        }
+                        if revoked.load(Ordering::Acquire) {
+                            return Err(io::Error::other("it has just been given up"));
+                        }
+                    }
+                }
+                at += len;
+            }
+            Ok(self)
+        };
+        tokio::task::spawn_blocking(filling).await.map_err(io::Error::other)?
+    }
+
+    /// Writes its first `len` bytes to the far side.
+    pub(super) async fn write_to(self, mut far: RemoteMr, len: usize) -> io::Result<Self> {
+        let moving = async move {
+            if let Some(memory) = &self.memory {
+                for at in (0..len).step_by(OPERATION_LEN_MAX) {
+                    let range = at..len.min(at + OPERATION_LEN_MAX);
+                    let part = memory.get(range.clone()).ok_or_else(out_of_range)?;
+                    self.home.rdma.write(&part, &mut far.get_mut(range)?).await?;
+                }
+                self.home.counters.written_bytes.fetch_add(len as u64, Ordering::Relaxed);
+            }
+            Ok(self)
+        };
+        // The crate's operations are not to be dropped before they end.
+        tokio::spawn(moving).await.map_err(io::Error::other)?
+    }
+
+    /// Reads `len` bytes of the far side into it.
+    pub(super) async fn read_from(mut self, far: RemoteMr, len: usize) -> io::Result<Self> {
+        let moving = async move {
+            let home = self.home.clone();
+            if let Some(memory) = &mut self.memory {
+                for at in (0..len).step_by(OPERATION_LEN_MAX) {
+                    let range = at..len.min(at + OPERATION_LEN_MAX);
+                    let mut part = memory.get_mut(range.clone()).ok_or_else(out_of_range)?;
+                    home.rdma.read(&mut part, &far.get(range)?).await?;
+                }
+                home.counters.read_bytes.fetch_add(len as u64, Ordering::Relaxed);
+            }
+            Ok(self)
+        };
+        tokio::spawn(moving).await.map_err(io::Error::other)?
+    }
+}
+
+fn out_of_range() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "more than a buffer holds")
+}
