@@ -23,13 +23,15 @@ pub(crate) struct Cold<'a> {
     pieces: &'a [Piece],
     peer: NodeId,
     turns: &'a Turns,
+    /// Longer ones come another way.
+    len_max: u64,
     /// How many of the pieces a thread has waited for, once there is one.
     warmed: Option<watch::Receiver<usize>>,
 }
 
 impl<'a> Cold<'a> {
-    pub(crate) fn new(pieces: &'a [Piece], peer: NodeId, turns: &'a Turns) -> Self {
-        Self { pieces, peer, turns, warmed: None }
+    pub(crate) fn new(pieces: &'a [Piece], peer: NodeId, turns: &'a Turns, len_max: u64) -> Self {
+        Self { pieces, peer, turns, len_max, warmed: None }
     }
 
     /// Whether a drive had to be asked.
@@ -41,7 +43,7 @@ impl<'a> Cold<'a> {
     pub(crate) async fn warm(&mut self, at: usize, until: usize) {
         if self.warmed.is_none() {
             let turn = self.turns.take(self.peer).await;
-            let ranges: Vec<(Arc<File>, u64, u64)> = self.pieces[at..].iter().filter_map(range).collect();
+            let ranges: Vec<Option<Range>> = self.pieces[at..].iter().map(|piece| range(piece, self.len_max)).collect();
             let (progress, warmed) = watch::channel(at);
             self.warmed = Some(warmed);
             // Not waited for: it ends by itself, at the pace of the drive.
@@ -54,26 +56,31 @@ impl<'a> Cold<'a> {
     }
 }
 
-fn range(piece: &Piece) -> Option<(Arc<File>, u64, u64)> {
+type Range = (Arc<File>, u64, u64);
+
+/// What of a piece is to be asked of a drive.
+fn range(piece: &Piece, len_max: u64) -> Option<Range> {
     match piece {
-        Piece::File { file, offset, len, .. } => Some((file.clone(), *offset, *len)),
-        Piece::Bytes(_) => None,
+        Piece::File { file, offset, len, .. } if (1..=len_max).contains(len) => Some((file.clone(), *offset, *len)),
+        _ => None,
     }
 }
 
 /// Asks the drive for all ranges, sorted by place, and then waits for one after another.
-fn read_ahead(ranges: &[(Arc<File>, u64, u64)], progress: &watch::Sender<usize>, turn: Turn) {
-    let mut sorted: Vec<&(Arc<File>, u64, u64)> = ranges.iter().collect();
+fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<usize>, turn: Turn) {
+    let mut sorted: Vec<&Range> = ranges.iter().flatten().collect();
     sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
     for (file, offset, len) in sorted {
         // A hint: where it is not taken, reading below waits for longer.
         let _ = fadvise(file, *offset, std::num::NonZeroU64::new(*len), Advice::WillNeed);
     }
     let mut byte = [0];
-    for (file, offset, len) in ranges {
-        let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
-        // A failure shows again where the bytes are taken.
-        steps.for_each(|at| drop(file.read_at(&mut byte, at)));
+    for range in ranges {
+        if let Some((file, offset, len)) = range {
+            let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
+            // A failure shows again where the bytes are taken.
+            steps.for_each(|at| drop(file.read_at(&mut byte, at)));
+        }
         progress.send_modify(|warmed| *warmed += 1);
     }
     drop(turn);

@@ -6,6 +6,7 @@ mod agree;
 mod answer;
 mod ask;
 mod device;
+mod direct;
 mod engine;
 mod message;
 mod outcomes;
@@ -30,6 +31,7 @@ use crate::{Connection, Region, Service, Serving, Transport, TransportError};
 pub use agree::{Ability, Agreement, Port, Preference, agree};
 pub use device::Choice;
 use device::{Device, DeviceLimits};
+use direct::DirectFiles;
 use engine::Engine;
 use outcomes::Outcomes;
 
@@ -205,6 +207,7 @@ struct Card {
     staging: Region,
     messages: Region,
     turns: Turns,
+    direct: Arc<DirectFiles>,
     outcomes: Arc<Outcomes>,
 }
 
@@ -214,8 +217,8 @@ impl Card {
         let limits = limits.within(&device.limits);
         let (staging, messages) = (device.region(limits.staging_len)?, device.region(limits.messages_len)?);
         let engine = Arc::new(Engine::start(&device, limits)?);
-        let (turns, outcomes) = (Turns::new(limits::DRIVE_READERS_MAX), Arc::default());
-        Ok(Self { engine, device, limits, staging, messages, turns, outcomes })
+        let (turns, direct, outcomes) = (Turns::new(limits::DRIVE_READERS_MAX), Arc::default(), Arc::default());
+        Ok(Self { engine, device, limits, staging, messages, turns, direct, outcomes })
     }
 }
 

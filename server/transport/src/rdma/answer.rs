@@ -10,24 +10,27 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{LANDING_TIMEOUT, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{LANDING_TIMEOUT, PAGE_SIZE, REQUEST_TIMEOUT};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::ask::PROGRESS;
+use super::direct::{self, DirectFiles};
 use super::engine::{Batch, Engine, Events};
 use super::message::{Answered, Ask, Request, answer_len};
 use super::outcomes::Outcomes;
 use super::queue::{Action, Remote, Work};
 use crate::cold::{Cold, is_cached, read_cached};
-use crate::turns::Turns;
+use crate::turns::{Turn, Turns};
 use crate::{Answer, Incoming, Landing, Piece, Region, Service, Slot};
 
 /// Operations posted together.
 const WORKS_TOGETHER: usize = 64;
 /// Pieces of at least this that are not in the page cache are read past it, if their place allows.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
+/// So many of these at a time, for one answer.
+const DIRECT_READS_MAX: usize = 8;
 /// Small cold pieces are waited for so many at a time.
 const WAIT_TOGETHER: usize = 64;
 /// Of an answer that takes longer the asker hears so often.
@@ -62,6 +65,7 @@ pub(super) struct Answerer {
     /// Registered memory that bytes take their way through.
     pub(super) staging: Region,
     pub(super) turns: Turns,
+    pub(super) direct: Arc<DirectFiles>,
     pub(super) service: Arc<dyn Service>,
     pub(super) outcomes: Arc<Outcomes>,
 }
@@ -111,11 +115,13 @@ impl Answerer {
         }
         let mut gather = Gather {
             answerer: self,
+            peer,
             queue,
             request,
-            cold: Cold::new(&pieces, peer, &self.turns),
+            cold: Cold::new(&pieces, peer, &self.turns, DIRECT_LEN_MIN - 1),
             left: lens.iter().map(|&len| u64::from(len)).sum(),
             chain: None,
+            direct: None,
             told: Instant::now(),
         };
         match gather.send(&pieces).await {
@@ -151,6 +157,12 @@ impl Answerer {
         self.post(queue, vec![work], slot).await.is_ok()
     }
 
+    /// Room in registered memory.
+    async fn slot(&self, len: u64) -> io::Result<Slot> {
+        let slot = self.staging.slot_within(len, REQUEST_TIMEOUT).await;
+        slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))
+    }
+
     fn post(&self, queue: u32, works: Vec<Work>, slot: Slot) -> oneshot::Receiver<Box<dyn Any + Send>> {
         let (done, posted) = oneshot::channel();
         self.engine.post(queue, Batch { works, hold: Box::new(slot), done: Some(done) });
@@ -160,6 +172,10 @@ impl Answerer {
 
 fn work(slot: &Slot, at: u64, len: u32, action: Action) -> Option<Work> {
     Some(Work { action, address: slot.address() + at, len, local_key: slot.keys()?.local })
+}
+
+fn given_up() -> io::Error {
+    io::Error::other("it has just been given up")
 }
 
 fn broken() -> io::Error {
@@ -176,13 +192,22 @@ struct Chain {
 /// An answer's pieces on their way.
 struct Gather<'a> {
     answerer: &'a Answerer,
+    peer: NodeId,
     queue: u32,
     request: &'a Request,
     cold: Cold<'a>,
     /// Bytes that are not in a chain yet.
     left: u64,
     chain: Option<Chain>,
+    direct: Option<Direct>,
     told: Instant,
+}
+
+/// Reads past the page cache: many at a time, for no drive gives all that it can to one.
+struct Direct {
+    reads: JoinSet<io::Result<()>>,
+    /// One for all of them, as reads by way of the cache have.
+    _turn: Turn,
 }
 
 impl Gather<'_> {
@@ -191,17 +216,66 @@ impl Gather<'_> {
             let mut from = 0;
             while from < piece.len() {
                 let len = (piece.len() - from).min(self.answerer.write_len);
-                self.send_part(at, piece, from, len as usize).await?;
+                if !self.send_direct(at, piece, from, len as usize).await? {
+                    self.send_part(at, piece, from, len as usize).await?;
+                }
+                self.left -= len;
                 from += len;
             }
             if let Piece::File { revoked, .. } = piece
                 && revoked.load(Ordering::Acquire)
             {
-                return Err(io::Error::other("it has just been given up"));
+                return Err(given_up());
             }
         }
         self.flush();
+        while let Some(Direct { reads, .. }) = &mut self.direct {
+            let Some(read) = reads.join_next().await else { break };
+            read.map_err(io::Error::other)??;
+            self.tell_progress();
+        }
         Ok(())
+    }
+
+    /// Sends a part past the page cache, if it is large, cold, and of a file that allows it.
+    async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
+        let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
+        let offset = offset + from;
+        if piece.len() < DIRECT_LEN_MIN || offset % PAGE_SIZE != 0 || direct::is_cached(file, offset, len) {
+            return Ok(false);
+        }
+        let Some(file) = self.answerer.direct.of(file) else { return Ok(false) };
+        let to = self.place(at, from);
+        let direct = match &mut self.direct {
+            Some(direct) => direct,
+            none => none.insert(Direct { reads: JoinSet::new(), _turn: self.answerer.turns.take(self.peer).await }),
+        };
+        if direct.reads.len() == DIRECT_READS_MAX
+            && let Some(read) = direct.reads.join_next().await
+        {
+            read.map_err(io::Error::other)??;
+        }
+        let mut slot = self.answerer.slot(direct::slot_len(len)).await?;
+        let (answerer, queue, revoked) = (self.answerer.clone(), self.queue, revoked.clone());
+        direct.reads.spawn(async move {
+            let reading = tokio::task::spawn_blocking(move || direct::read(&file, offset, len, &mut slot).map(|()| slot));
+            let slot = reading.await.map_err(io::Error::other)??;
+            if revoked.load(Ordering::Acquire) {
+                return Err(given_up());
+            }
+            let start = direct::start(&slot) as u64;
+            let work = work(&slot, start, len as u32, Action::Write(to)).ok_or_else(broken)?;
+            // That it is done shows when the answer behind it is.
+            drop(answerer.post(queue, vec![work], slot));
+            Ok(())
+        });
+        Ok(true)
+    }
+
+    /// Where a piece's bytes go.
+    fn place(&self, at: usize, from: u64) -> Remote {
+        let (place, _) = self.request.places[at];
+        Remote { address: place.address + from, key: place.key }
     }
 
     async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<()> {
@@ -229,9 +303,7 @@ impl Gather<'_> {
             }
         }
         chain.used += len;
-        let (place, _) = self.request.places[at];
-        let to = Remote { address: place.address + from, key: place.key };
-        self.left -= len as u64;
+        let to = self.place(at, from);
         let next = work(&chain.slot, start as u64, len as u32, Action::Write(to)).ok_or_else(broken)?;
         // What lies together on both sides is one operation.
         match chain.works.last_mut() {
@@ -257,8 +329,7 @@ impl Gather<'_> {
             return Ok(chain);
         }
         let size = self.left.clamp(len as u64, self.answerer.write_len);
-        let slot = self.answerer.staging.slot_within(size, REQUEST_TIMEOUT).await;
-        let slot = slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))?;
+        let slot = self.answerer.slot(size).await?;
         Ok(Chain { slot, used: 0, works: Vec::with_capacity(WORKS_TOGETHER) })
     }
 

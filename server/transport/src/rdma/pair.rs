@@ -337,6 +337,7 @@ impl Welcome {
             write_len: u64::from(card.limits.write_len),
             staging: card.staging.clone(),
             turns: card.turns.clone(),
+            direct: card.direct.clone(),
             service: self.service.clone(),
             outcomes: card.outcomes.clone(),
         };

@@ -508,6 +508,63 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
     assert!(owner[0] <= 9.0 && owner[1] <= 66.0 && owner[2] <= 10.0, "{owner:?}");
 }
 
+/// Large pieces of a cold file, of all lengths, come past the page cache.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn cold_pieces_come_past_the_page_cache() {
+    struct Cold(Arc<std::fs::File>);
+
+    #[async_trait]
+    impl Service for Cold {
+        async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<crate::Answer, String> {
+            let piece = |(at, &len): (usize, &u64)| {
+                let (offset, revoked) = (at as u64 * (3 << 20), Arc::default());
+                crate::Piece::File { file: self.0.clone(), offset, len, revoked }
+            };
+            Ok(crate::Answer { message: vec![], pieces: room.iter().enumerate().map(piece).collect() })
+        }
+
+        async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: crate::Incoming) -> Result<Vec<u8>, String> {
+            Err("nothing".to_owned())
+        }
+    }
+
+    if !has_card() {
+        return;
+    }
+    // A file system of its own, on which there is something to be cold: the guest's is memory.
+    let folder = tempfile::tempdir().unwrap();
+    let script = "truncate -s 100M disk && mkfs.ext4 -q disk && mkdir mnt && mount -o loop disk mnt";
+    let mounted = Command::new("sh").args(["-c", script]).current_dir(&folder).status().unwrap();
+    assert!(mounted.success(), "needs a loop device and ext4");
+    let content = pattern(31 << 20);
+    let mut file = std::fs::File::options().create_new(true).read(true).write(true).open(folder.path().join("mnt/f")).unwrap();
+    file.write_all(&content).unwrap();
+    file.sync_all().unwrap();
+    std::fs::remove_file(folder.path().join("mnt/f")).unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    let file = Arc::new(file);
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let (ours, theirs) = (rdma(ours, Limits::default()), rdma(theirs, Limits::default()));
+    let serving = theirs.serve(Arc::new(Cold(file.clone()))).await.unwrap();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    let region = ours.region(48 << 20).unwrap();
+    let lens = [70_000, 1 << 20, (2 << 20) + 5000, 110_000, 65_536, 4000, 1_100_001, 110_000, 3 << 20, 99_999];
+    for is_cold in [true, false] {
+        let slots = lens.iter().map(|&len| region.slot(len).unwrap()).collect();
+        let pulled = connection.pull(vec![], slots, TIMEOUT).await.unwrap();
+        for (at, (slot, len)) in pulled.slots.iter().zip(lens).enumerate() {
+            let start = at * (3 << 20);
+            assert!(slot[..len as usize] == content[start..start + len as usize], "piece {at}");
+            assert!(!is_cold || len < 65_536 || !direct::is_cached(&file, start as u64, len as usize), "piece {at} was cached");
+        }
+        (0..lens.len())
+            .for_each(|at| drop(std::os::unix::fs::FileExt::read_at(&*file, &mut vec![0; 4 << 20], at as u64 * (3 << 20))));
+    }
+    assert_eq!(ours.status().failed, 0);
+    drop((connection, serving, theirs, file));
+    until("the file system is free", || Command::new("umount").arg(folder.path().join("mnt")).status().unwrap().success()).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn registered_memory_does_not_grow_with_peers() {
     if !has_card() {

@@ -43,7 +43,8 @@ pub(super) async fn send_answer(
     if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
         return;
     }
-    let mut gather = Gather { sender, request, body: Vec::new(), left: argument as usize, cold: Cold::new(&pieces, peer, turns) };
+    let mut gather =
+        Gather { sender, request, body: Vec::new(), left: argument as usize, cold: Cold::new(&pieces, peer, turns, u64::MAX) };
     if let Err(error) = gather.send(&pieces).await {
         tracing::debug!(%error, "cannot send a block");
         let body = refusal(format!("cannot read what it holds: {error}"));
