@@ -47,6 +47,7 @@ pub(crate) enum Command {
     Top(Top),
     Metrics(Metrics),
     Tune(Tune),
+    Doctor(Doctor),
     Down(Down),
     #[command(hide = true)]
     Serve,
@@ -219,6 +220,35 @@ pub(crate) struct Env {
     /// As a process of node K. [default: the lowest of this machine]
     #[arg(long, value_name = "K")]
     pub(crate) node: Option<u16>,
+}
+
+/// Look at a node, or at nodes and the ways between them: whether each has what a session takes.
+///
+/// Tells of each thing whether it is ok, slow or missing, and what to do. RDMA is tried in earnest: by a write that has to come
+/// through. Exit status: 0, or 1 where something is missing that no session can do without.
+#[derive(Args, Clone)]
+pub(crate) struct Doctor {
+    /// Look at these, each by a `dayfly doctor` there, and at each pair of them (of more than 8 at each with the next).
+    #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
+    pub(crate) hosts: Vec<String>,
+    /// How to start a program on a host: COMMAND HOST PROGRAM...
+    #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes -o ConnectTimeout=10")]
+    pub(crate) ssh: String,
+    /// The data dirs to try. [default: as of `dayfly up`]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
+    /// The RDMA card to try, and its port. [default: as of `dayfly up`]
+    #[arg(long, value_name = "NAME[:PORT]")]
+    pub(crate) rdma_device: Option<String>,
+    /// Tell it as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// For --hosts: be the far side of a pair.
+    #[arg(long, hide = true)]
+    pub(crate) answer: bool,
+    /// For --hosts: be the near side of a pair.
+    #[arg(long, hide = true, value_name = "ADDRESS")]
+    pub(crate) reach: Option<String>,
 }
 
 /// List directories of the namespace.

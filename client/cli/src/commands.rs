@@ -3,6 +3,7 @@
 mod cat;
 mod cp;
 mod df;
+mod doctor;
 mod down;
 mod du;
 mod exec;
@@ -42,6 +43,7 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Top(arguments) => top::run(&arguments),
         Command::Metrics(arguments) => metrics::run(&arguments),
         Command::Tune(arguments) => tune::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Down(_) => down::run(),
         Command::Serve => serve::run(),
         Command::IsPreloaded => Ok(if crate::preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),

@@ -48,6 +48,12 @@ impl Failure {
     }
 }
 
+impl Display for Failure {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(self.message.as_deref().unwrap_or("it failed"))
+    }
+}
+
 /// A line on standard error; nothing can be done if that is closed.
 pub(crate) fn complain(message: impl Display) {
     let _ = writeln!(io::stderr(), "dayfly: {message}");

@@ -28,6 +28,8 @@ use crate::args::{Network, SessionOptions};
 use crate::failure::{Failure, complain};
 use crate::size;
 
+pub(crate) use data_dir::{chosen as chosen_data_dirs, kind as data_dir_kind};
+
 /// The first line on a server's standard input. It has the key: never on a command line, never in a file.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Orders {

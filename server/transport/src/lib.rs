@@ -9,6 +9,7 @@
 pub mod async_rdma;
 mod cold;
 pub mod fault;
+pub mod probe;
 pub mod rdma;
 mod region;
 pub mod tcp;

@@ -36,12 +36,25 @@ const NETWORK: [(u32, &str); 9] = [
 const TMPFS: u32 = 0x0102_1994;
 
 /// The data dirs given, or the one that the environment names.
-pub(super) fn chosen(given: &[PathBuf]) -> Vec<PathBuf> {
+pub(crate) fn chosen(given: &[PathBuf]) -> Vec<PathBuf> {
     if !given.is_empty() {
         return given.to_vec();
     }
     let named = ["SLURM_TMPDIR", "TMPDIR"].into_iter().filter_map(env::var_os).find(|path| !path.is_empty());
     vec![named.map_or_else(|| "/tmp".into(), PathBuf::from)]
+}
+
+/// What file system a folder is on, in a word, and the bytes that are free there.
+pub(crate) fn kind(path: &Path) -> io::Result<(String, u64)> {
+    let stat = statfs(path)?;
+    let magic = stat.filesystem_type().0 as u32;
+    let free = stat.blocks_available() * stat.block_size().unsigned_abs();
+    let kind = match NETWORK.iter().find(|(network, _)| *network == magic) {
+        Some((_, name)) => format!("network ({name})"),
+        None if magic == TMPFS => "tmpfs".to_owned(),
+        None => "local".to_owned(),
+    };
+    Ok((kind, free))
 }
 
 /// Absolute paths of data dirs that serve.

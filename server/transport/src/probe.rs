@@ -1,0 +1,126 @@
+//! Tries the way between two nodes, as a session would go it: for `dayfly doctor`.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::{CHUNK_LEN, REQUEST_TIMEOUT};
+use serde::{Deserialize, Serialize};
+
+use crate::tcp::Identity;
+use crate::{Answer, Connection, Incoming, Options, Piece, Preference, Region, Service, Serving, Transport};
+
+/// Small messages timed.
+const PINGS: usize = 50;
+/// Large ones.
+const BULKS: usize = 16;
+/// What is asked of the far side at most.
+const ROOM_MAX: u64 = 4 * CHUNK_LEN;
+
+/// How a way performs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Speed {
+    /// Half of the small requests took no longer, in microseconds.
+    pub round_trip_us: f64,
+    /// Of large ones, one at a time.
+    pub bytes_per_second: f64,
+}
+
+/// What was found between two nodes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reached {
+    /// By TCP, or why not.
+    pub tcp: Result<Speed, String>,
+    /// By RDMA, or why not.
+    pub rdma: Result<Speed, String>,
+}
+
+/// The far side, until it is dropped.
+pub struct Answering {
+    _serving: Serving,
+    _transport: Arc<dyn Transport>,
+}
+
+struct Zeros;
+
+#[async_trait]
+impl Service for Zeros {
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+        if room.iter().sum::<u64>() > ROOM_MAX {
+            return Err("more than a probe asks".to_owned());
+        }
+        Ok(Answer { message: Vec::new(), pieces: room.iter().map(|&len| Piece::Bytes(vec![0; len as usize])).collect() })
+    }
+
+    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, String> {
+        Err("nothing is offered in a probe".to_owned())
+    }
+}
+
+fn identity(key: [u8; 32], node: u16) -> Identity {
+    Identity { session: SessionId(*b"doctor\0\0"), key: Arc::new(key), node: NodeId(node) }
+}
+
+/// Answers probes that know the key.
+pub async fn answer(key: [u8; 32], listen: SocketAddr, options: &Options) -> io::Result<(Answering, SocketAddr)> {
+    let (transport, address) = crate::open(identity(key, 1), listen, options).await?;
+    let serving = transport.serve(Arc::new(Zeros)).await?;
+    Ok((Answering { _serving: serving, _transport: transport }, address))
+}
+
+/// Probes the far side at an address.
+pub async fn reach(key: [u8; 32], address: SocketAddr, options: &Options) -> Reached {
+    let tcp = Options { preference: Preference::Tcp, ..options.clone() };
+    Reached { tcp: try_one(key, address, &tcp).await, rdma: try_one(key, address, options).await }
+}
+
+async fn try_one(key: [u8; 32], address: SocketAddr, options: &Options) -> Result<Speed, String> {
+    let words = |error: &dyn std::fmt::Display| error.to_string();
+    let any = SocketAddr::new(if address.is_ipv4() { [0, 0, 0, 0].into() } else { [0_u16; 8].into() }, 0);
+    let (transport, _) = crate::open(identity(key, 0), any, options).await.map_err(|error| words(&error))?;
+    if options.preference != Preference::Tcp {
+        transport.ability().rdma?;
+    }
+    let region = transport.region(2 * CHUNK_LEN).map_err(|error| words(&error))?;
+    let connection = transport.connect(NodeId(1), address).await.map_err(|error| words(&error))?;
+    if let Some((_, why)) = transport.fallen_back().pop() {
+        return Err(why);
+    }
+    let mut pings = Vec::with_capacity(PINGS);
+    for _ in 0..PINGS {
+        pings.push(pull(&connection, &region, 8).await?.as_secs_f64() * 1e6);
+    }
+    pings.sort_by(f64::total_cmp);
+    let mut took = Duration::ZERO;
+    for _ in 0..BULKS {
+        took += pull(&connection, &region, CHUNK_LEN).await?;
+    }
+    Ok(Speed { round_trip_us: pings[PINGS / 2], bytes_per_second: (BULKS as u64 * CHUNK_LEN) as f64 / took.as_secs_f64() })
+}
+
+async fn pull(connection: &Arc<dyn Connection>, region: &Region, len: u64) -> Result<Duration, String> {
+    let slot = region.slot_within(len, REQUEST_TIMEOUT).await.ok_or("no room for an answer")?;
+    let start = Instant::now();
+    let pulled = connection.pull(Vec::new(), vec![slot], REQUEST_TIMEOUT).await.map_err(|error| error.to_string())?;
+    if pulled.lens != [len] { Err("the answer is too short".to_owned()) } else { Ok(start.elapsed()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_probe_finds_what_is_there() {
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let (answering, address) = answer([1; 32], listen, &Options::default()).await.unwrap();
+        let reached = reach([1; 32], address, &Options::default()).await;
+        assert!(reached.tcp.is_ok_and(|speed| speed.round_trip_us > 0.0 && speed.bytes_per_second > 1e6));
+        assert_eq!(reached.rdma.is_ok(), crate::rdma::tests::has_card());
+        assert!(reach([2; 32], address, &Options::default()).await.tcp.is_err(), "another key");
+        drop(answering);
+        assert!(reach([1; 32], address, &Options::default()).await.tcp.is_err(), "it is gone");
+    }
+}

@@ -1,0 +1,73 @@
+//! `dayfly doctor`, on this machine and on others that are this machine too.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+use harness::{Ground, text};
+use serde_json::Value;
+
+fn finding<'a>(report: &'a Value, what: &str) -> &'a Value {
+    let findings = report["findings"].as_array().unwrap();
+    findings
+        .iter()
+        .find(|finding| finding["what"].as_str().unwrap().starts_with(what))
+        .unwrap_or_else(|| panic!("{what}: {report}"))
+}
+
+#[test]
+fn a_node_is_looked_at_and_each_finding_has_a_way_out() {
+    let ground = Ground::new();
+    let output = ground.output(&["doctor", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stdout));
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    for what in ["kernel", "open files", "shared memory", "data dir", "LD_PRELOAD", "RDMA", "locked memory", "FUSE", "time"] {
+        let finding = finding(&reports[0], what);
+        assert_eq!(finding["state"] == "ok", finding["advice"] == "", "{finding}");
+    }
+    let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
+    let rdma = finding(&reports[0], "RDMA");
+    // Soft-RoCE is there and slow.
+    assert_eq!(rdma["state"], if has_card { "slow" } else { "missing" }, "{rdma}");
+    assert!(rdma["detail"].as_str().unwrap().contains(if has_card { "comes through" } else { "RDMA" }) || !has_card, "{rdma}");
+    let table = ground.ok(&["doctor"]);
+    assert!(table.contains("data dir") && table.contains("LD_PRELOAD"), "{table}");
+    assert!(fs::read_dir(ground.data.path()).unwrap().next().is_none(), "nothing stays in the data dir");
+
+    // What no session can do without is an exit status.
+    let output = ground.output(&["doctor", "--json", "--data-dir", "/absent"]);
+    assert_eq!(output.status.code(), Some(1));
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(finding(&reports[0], "data dir /absent")["state"], "missing");
+}
+
+#[test]
+fn hosts_are_looked_at_and_each_pair_is_tried() {
+    let ground = Ground::new();
+    // As ssh would, of which the command line is all that counts here.
+    let shell = ground.at("shell");
+    fs::write(
+        &shell,
+        "#!/bin/sh\nhost=$1; shift\n[ \"$host\" != broken ] || { echo 'no route to it' >&2; exit 255; }\nexec \"$@\"\n",
+    )
+    .unwrap();
+    fs::set_permissions(&shell, fs::Permissions::from_mode(0o755)).unwrap();
+    let hosts = ["doctor", "--json", "--ssh", shell.to_str().unwrap(), "--hosts"];
+    let output = ground.output(&[&hosts[..], &["localhost,127.0.0.1"]].concat());
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(reports.as_array().unwrap().len(), 3);
+    assert_eq!(reports[1]["host"], "127.0.0.1");
+    let between = reports[2]["findings"].as_array().unwrap();
+    assert_eq!((between.len(), &between[0]["what"]), (2, &Value::from("localhost -> 127.0.0.1")));
+    assert!(between[0]["state"] == "ok" && between[0]["detail"].as_str().unwrap().starts_with("TCP: "), "{between:?}");
+    assert!(between[1]["detail"].as_str().unwrap().starts_with("RDMA: "), "{between:?}");
+
+    let output = ground.output(&[&hosts[..], &["localhost,broken"]].concat());
+    assert_eq!(output.status.code(), Some(1));
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(finding(&reports[1], "dayfly")["detail"].as_str().unwrap().contains("on broken: no route to it"), "{reports}");
+}
