@@ -241,7 +241,7 @@ impl Gather<'_> {
     async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
         let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
         let offset = offset + from;
-        if piece.len() < DIRECT_LEN_MIN || offset % PAGE_SIZE != 0 || direct::is_cached(file, offset, len) {
+        if piece.len() < DIRECT_LEN_MIN || !offset.is_multiple_of(PAGE_SIZE) || direct::is_cached(file, offset, len) {
             return Ok(false);
         }
         let Some(file) = self.answerer.direct.of(file) else { return Ok(false) };

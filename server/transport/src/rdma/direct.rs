@@ -17,8 +17,12 @@ use crate::Slot;
 /// Files opened a second time, for reading past the page cache; `None` where the file system does not allow it.
 #[derive(Default)]
 pub(super) struct DirectFiles {
-    files: Mutex<HashMap<usize, (Weak<File>, Option<Arc<File>>)>>,
+    /// By where the first lies in memory.
+    files: Mutex<HashMap<usize, Opened>>,
 }
+
+/// The first, and the second.
+type Opened = (Weak<File>, Option<Arc<File>>);
 
 impl DirectFiles {
     /// The second file.
