@@ -241,10 +241,11 @@ impl Gather<'_> {
     async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
         let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
         let offset = offset + from;
-        if piece.len() < DIRECT_LEN_MIN || !offset.is_multiple_of(PAGE_SIZE) || direct::is_cached(file, offset, len) {
+        if piece.len() < DIRECT_LEN_MIN || !offset.is_multiple_of(PAGE_SIZE) {
             return Ok(false);
         }
-        let Some(file) = self.answerer.direct.of(file) else { return Ok(false) };
+        let second = self.answerer.direct.of(file, offset + len as u64);
+        let Some(file) = second.filter(|second| !second.is_cached(offset, len)) else { return Ok(false) };
         let to = self.place(at, from);
         let direct = match &mut self.direct {
             Some(direct) => direct,
@@ -258,7 +259,7 @@ impl Gather<'_> {
         let mut slot = self.answerer.slot(direct::slot_len(len)).await?;
         let (answerer, queue, revoked) = (self.answerer.clone(), self.queue, revoked.clone());
         direct.reads.spawn(async move {
-            let reading = tokio::task::spawn_blocking(move || direct::read(&file, offset, len, &mut slot).map(|()| slot));
+            let reading = tokio::task::spawn_blocking(move || file.read(offset, len, &mut slot).map(|()| slot));
             let slot = reading.await.map_err(io::Error::other)??;
             if revoked.load(Ordering::Acquire) {
                 return Err(given_up());
