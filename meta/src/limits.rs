@@ -222,6 +222,12 @@ pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
 pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 const _: () = {
+    // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
+    assert!(RDMA_STAGING_LEN + RDMA_MESSAGES_LEN + (RDMA_RECEIVES * RDMA_REQUEST_LEN_MAX) as u64 <= 64 << 20);
+    // A queue pair's ring has at most 128 bytes an operation; each pair of nodes has two: one to ask by, one to answer by.
+    assert!(NODES_MAX as u64 * (RDMA_WINDOW + RDMA_SEND_DEPTH + 2) as u64 * 128 <= 128 << 20);
+    // Every queue pair's work may complete at once, as far as it was posted; work for which there is no room waits.
+    assert!(RDMA_COMPLETIONS_MAX >= RDMA_RECEIVES + RDMA_SEND_DEPTH);
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
     assert!(BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16, "its chunks fit a word's bits");
     assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
