@@ -178,9 +178,9 @@ pub const RDMA_WINDOW: u32 = 64;
 pub const RDMA_STAGING_LEN: u64 = 32 << 20;
 /// Registered memory for requests and their answers.
 pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
-/// A pair whose queue pairs failed so often in a row goes by TCP,
+/// A pair whose queue pairs failed so often in a row is told of as one that goes by TCP,
 pub const RDMA_FAILURES_MAX: u32 = 3;
-/// and tries again after this.
+/// and tries again ever less often, in the end after this.
 pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// A process maps at most this much of its node's segments; the rest is `pread`. Page tables cost 2 MiB a mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;

@@ -7,10 +7,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::PAGE_SIZE;
+use dayfly_meta::limits::{LANDING_TIMEOUT, PAGE_SIZE};
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 use crate::Piece;
 use crate::turns::{Turn, Turns};
@@ -25,13 +26,15 @@ pub(crate) struct Cold<'a> {
     turns: &'a Turns,
     /// Longer ones come another way.
     len_max: u64,
+    /// Whose place at the drives the answer has, once it needs one.
+    turn: Option<Arc<Turn>>,
     /// How many of the pieces a thread has waited for, once there is one.
     warmed: Option<watch::Receiver<usize>>,
 }
 
 impl<'a> Cold<'a> {
     pub(crate) fn new(pieces: &'a [Piece], peer: NodeId, turns: &'a Turns, len_max: u64) -> Self {
-        Self { pieces, peer, turns, len_max, warmed: None }
+        Self { pieces, peer, turns, len_max, turn: None, warmed: None }
     }
 
     /// Whether a drive had to be asked.
@@ -39,10 +42,19 @@ impl<'a> Cold<'a> {
         self.warmed.is_some()
     }
 
+    /// The answer's place at the drives: one, however its pieces are read.
+    pub(crate) async fn turn(&mut self) -> Option<Arc<Turn>> {
+        if self.turn.is_none() {
+            // By then nobody waits for the answer any more; that too many read is then the smaller harm.
+            self.turn = timeout(LANDING_TIMEOUT, self.turns.take(self.peer)).await.ok().map(Arc::new);
+        }
+        self.turn.clone()
+    }
+
     /// Has the drive read all that is left of the answer, from piece `at` on, and waits for those before `until`.
     pub(crate) async fn warm(&mut self, at: usize, until: usize) {
         if self.warmed.is_none() {
-            let turn = self.turns.take(self.peer).await;
+            let turn = self.turn().await;
             let ranges: Vec<Option<Range>> = self.pieces[at..].iter().map(|piece| range(piece, self.len_max)).collect();
             let (progress, warmed) = watch::channel(at);
             self.warmed = Some(warmed);
@@ -67,7 +79,7 @@ fn range(piece: &Piece, len_max: u64) -> Option<Range> {
 }
 
 /// Asks the drive for all ranges, sorted by place, and then waits for one after another.
-fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<usize>, turn: Turn) {
+fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<usize>, turn: Option<Arc<Turn>>) {
     let mut sorted: Vec<&Range> = ranges.iter().flatten().collect();
     sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
     for (file, offset, len) in sorted {

@@ -14,7 +14,7 @@ mod pair;
 mod queue;
 mod verbs;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,6 +23,7 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits;
 use dayfly_meta::wire::status::Network;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
 use crate::turns::Turns;
@@ -196,6 +197,8 @@ struct Core {
     agreement: watch::Sender<Option<Agreement>>,
     /// Pairs that go by the inner transport, and why.
     fallen_back: Mutex<BTreeMap<NodeId, String>>,
+    /// Peers that were connected to before.
+    known: Mutex<BTreeSet<NodeId>>,
 }
 
 /// A card at work.
@@ -206,6 +209,7 @@ struct Card {
     limits: Limits,
     staging: Region,
     messages: Region,
+    answers: Region,
     turns: Turns,
     direct: Arc<DirectFiles>,
     outcomes: Arc<Outcomes>,
@@ -215,10 +219,11 @@ impl Card {
     fn open(choice: &Choice, limits: Limits) -> Result<Self, RdmaError> {
         let device = Device::open(choice)?;
         let limits = limits.within(&device.limits);
-        let (staging, messages) = (device.region(limits.staging_len)?, device.region(limits.messages_len)?);
+        let (staging, messages) = (device.region(limits.staging_len)?, device.region(limits.messages_len / 4 * 3)?);
+        let answers = device.region(limits.messages_len / 4)?;
         let engine = Arc::new(Engine::start(&device, limits)?);
         let (turns, direct, outcomes) = (Turns::new(limits::DRIVE_READERS_MAX), Arc::default(), Arc::default());
-        Ok(Self { engine, device, limits, staging, messages, turns, direct, outcomes })
+        Ok(Self { engine, device, limits, staging, messages, answers, turns, direct, outcomes })
     }
 }
 
@@ -256,8 +261,17 @@ impl<T: Transport> Rdma<T> {
 
     pub(crate) fn with_limits(inner: T, preference: Preference, choice: &Choice, limits: Limits) -> Self {
         let card = if preference == Preference::Tcp { Err(RdmaError::Declined) } else { Card::open(choice, limits) };
-        let (spoilt, agreement, fallen_back) = (OnceLock::new(), watch::Sender::default(), Mutex::default());
-        Self { inner, core: Arc::new(Core { preference, card, spoilt, agreement, fallen_back }) }
+        let (spoilt, agreement, fallen_back, known) =
+            (OnceLock::new(), watch::Sender::default(), Mutex::default(), Mutex::default());
+        Self { inner, core: Arc::new(Core { preference, card, spoilt, agreement, fallen_back, known }) }
+    }
+}
+
+/// To register memory makes all of its pages, which takes a while: others of the runtime's tasks go to other threads meanwhile.
+fn registering<R>(register: impl FnOnce() -> R) -> R {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(register),
+        _ => register(),
     }
 }
 
@@ -265,7 +279,7 @@ impl<T: Transport> Rdma<T> {
 impl<T: Transport> Transport for Rdma<T> {
     fn region(&self, len: u64) -> io::Result<Region> {
         let Ok(card) = self.core.card() else { return self.inner.region(len) };
-        match card.device.region(len) {
+        match registering(|| card.device.region(len)) {
             Ok(region) => Ok(region),
             Err(error) => {
                 let is_agreed = self.core.agreement.borrow().is_some();

@@ -12,12 +12,12 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{LANDING_TIMEOUT, PAGE_SIZE, REQUEST_TIMEOUT};
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
 
 use super::ask::PROGRESS;
 use super::direct::{self, DirectFiles};
-use super::engine::{Batch, Engine, Events};
+use super::engine::{Batch, Engine, Events, QueueId};
 use super::message::{Answered, Ask, Request, answer_len};
 use super::outcomes::Outcomes;
 use super::queue::{Action, Remote, Work};
@@ -64,6 +64,8 @@ pub(super) struct Answerer {
     pub(super) write_len: u64,
     /// Registered memory that bytes take their way through.
     pub(super) staging: Region,
+    /// The same for answers.
+    pub(super) answers: Region,
     pub(super) turns: Turns,
     pub(super) direct: Arc<DirectFiles>,
     pub(super) service: Arc<dyn Service>,
@@ -72,36 +74,45 @@ pub(super) struct Answerer {
 
 impl Answerer {
     /// Answers what comes in until the queue pair has ended. Offers that are being taken are brought to their end even then.
-    pub(super) async fn run(self, (peer, far_queue): (NodeId, u32), queue: u32, mut requests: mpsc::Receiver<Request>) {
+    pub(super) async fn run(self, (peer, nonce): (NodeId, u64), queue: QueueId, mut requests: mpsc::Receiver<Request>) {
         let (mut pulls, mut offers) = (JoinSet::new(), JoinSet::new());
         while let Some(request) = requests.recv().await {
-            while pulls.try_join_next().is_some() || offers.try_join_next().is_some() {}
+            while let Some(ended) = pulls.try_join_next().or_else(|| offers.try_join_next()) {
+                self.end_if_failed(queue, ended);
+            }
             let answerer = self.clone();
             match request.ask {
                 Ask::Ping => drop(pulls.spawn(async move {
                     let pong = Answered::Done { lens: Vec::new(), message: Vec::new() };
-                    answerer.finish(queue, &request, pong).await;
+                    answerer.finish(queue, &request, pong).await
                 })),
                 Ask::Pull => drop(pulls.spawn(async move { answerer.pull(peer, queue, request).await })),
-                Ask::Offer => drop(offers.spawn(async move { answerer.offer(peer, queue, far_queue, request).await })),
+                Ask::Offer => drop(offers.spawn(async move { answerer.offer(peer, queue, nonce, request).await })),
             }
         }
         pulls.abort_all();
         let _ = timeout(LANDING_TIMEOUT, async { while offers.join_next().await.is_some() {} }).await;
     }
 
-    async fn pull(&self, peer: NodeId, queue: u32, mut request: Request) {
+    /// A request that will never be answered keeps its asker's slots: better that the queue pair ends.
+    fn end_if_failed(&self, queue: QueueId, ended: Result<bool, JoinError>) {
+        if ended.is_err() {
+            self.engine.end(queue, "a request could not be answered");
+        }
+    }
+
+    async fn pull(&self, peer: NodeId, queue: QueueId, mut request: Request) -> bool {
         let room: Vec<u64> = request.places.iter().map(|(_, len)| u64::from(*len)).collect();
         let message = std::mem::take(&mut request.message);
         let answered = match self.service.pulled(peer, message, room).await {
             Ok(answer) => self.move_pieces(peer, queue, &request, answer).await,
             Err(reason) => Answered::Refused(reason),
         };
-        self.finish(queue, &request, answered).await;
+        self.finish(queue, &request, answered).await
     }
 
     /// Writes the pieces into their places; the answer goes behind them.
-    async fn move_pieces(&self, peer: NodeId, queue: u32, request: &Request, answer: Answer) -> Answered {
+    async fn move_pieces(&self, peer: NodeId, queue: QueueId, request: &Request, answer: Answer) -> Answered {
         let Answer { message, pieces } = answer;
         let fits = pieces.len() <= request.places.len()
             && pieces.iter().zip(&request.places).all(|(piece, (_, room))| piece.len() <= u64::from(*room));
@@ -115,45 +126,59 @@ impl Answerer {
         }
         let mut gather = Gather {
             answerer: self,
-            peer,
             queue,
             request,
             cold: Cold::new(&pieces, peer, &self.turns, DIRECT_LEN_MIN - 1),
             left: lens.iter().map(|&len| u64::from(len)).sum(),
             chain: None,
             direct: None,
+            warm_until: 0,
             told: Instant::now(),
         };
         match gather.send(&pieces).await {
             Ok(()) => Answered::Done { lens, message },
             Err(error) => {
+                // Nothing may be written behind the answer.
+                if let Some(Direct { mut reads, .. }) = gather.direct.take() {
+                    reads.shutdown().await;
+                }
                 tracing::debug!(%peer, %error, "cannot send a block");
                 Answered::Refused(format!("cannot read what it holds: {error}"))
             }
         }
     }
 
-    async fn offer(&self, peer: NodeId, queue: u32, far_queue: u32, mut request: Request) {
-        let Some(&(from, len)) = request.places.first() else { return };
+    async fn offer(&self, peer: NodeId, queue: QueueId, nonce: u64, mut request: Request) -> bool {
+        let Some(&(from, len)) = request.places.first() else { return false };
         let message = std::mem::take(&mut request.message);
-        let landing = RdmaLanding { engine: self.engine.clone(), queue, from, len, read_len: self.write_len };
+        let landing = RdmaLanding { answerer: self.clone(), queue, from, len };
         let incoming = Incoming { len: u64::from(len), landing: Box::new(landing) };
-        let outcome = self.outcomes.begin(peer, far_queue, request.number);
+        let outcome = self.outcomes.begin(peer, nonce, request.number);
         let answered = self.service.offered(peer, message, incoming).await;
         outcome.end(answered.clone());
+        // An answer that does not fit is asked for again.
+        let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
         let answered = answered.map_or_else(Answered::Refused, |message| Answered::Done { lens: Vec::new(), message });
-        if self.finish(queue, &request, answered).await {
+        let has_arrived = self.finish(queue, &request, answered).await;
+        if has_arrived && fits {
             outcome.forget();
         }
+        has_arrived
     }
 
     /// Writes the answer and tells of it; whether it arrived.
-    async fn finish(&self, queue: u32, request: &Request, answered: Answered) -> bool {
+    async fn finish(&self, queue: QueueId, request: &Request, answered: Answered) -> bool {
         let bytes = answered.encode(request.answer_len as usize);
-        let Some(mut slot) = self.staging.slot_within(bytes.len() as u64, REQUEST_TIMEOUT).await else { return false };
+        // Their own room: what bytes wait for must not keep answers waiting, nor the other way about.
+        let slot = self.answers.slot_within(bytes.len() as u64, REQUEST_TIMEOUT).await;
+        let work = slot
+            .as_ref()
+            .and_then(|slot| work(slot, 0, bytes.len() as u32, Action::WriteAndTell(request.answer, request.number)));
+        let (Some(mut slot), Some(work)) = (slot, work) else {
+            self.engine.end(queue, "there is no room for an answer");
+            return false;
+        };
         slot[..bytes.len()].copy_from_slice(&bytes);
-        let action = Action::WriteAndTell(request.answer, request.number);
-        let Some(work) = work(&slot, 0, bytes.len() as u32, action) else { return false };
         self.post(queue, vec![work], slot).await.is_ok()
     }
 
@@ -163,7 +188,7 @@ impl Answerer {
         slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))
     }
 
-    fn post(&self, queue: u32, works: Vec<Work>, slot: Slot) -> oneshot::Receiver<Box<dyn Any + Send>> {
+    fn post(&self, queue: QueueId, works: Vec<Work>, slot: Slot) -> oneshot::Receiver<Box<dyn Any + Send>> {
         let (done, posted) = oneshot::channel();
         self.engine.post(queue, Batch { works, hold: Box::new(slot), done: Some(done) });
         posted
@@ -192,22 +217,22 @@ struct Chain {
 /// An answer's pieces on their way.
 struct Gather<'a> {
     answerer: &'a Answerer,
-    peer: NodeId,
-    queue: u32,
+    queue: QueueId,
     request: &'a Request,
     cold: Cold<'a>,
     /// Bytes that are not in a chain yet.
     left: u64,
     chain: Option<Chain>,
     direct: Option<Direct>,
+    /// Small pieces before this have been waited for.
+    warm_until: usize,
     told: Instant,
 }
 
 /// Reads past the page cache: many at a time, for no drive gives all that it can to one.
 struct Direct {
     reads: JoinSet<io::Result<()>>,
-    /// One for all of them, as reads by way of the cache have.
-    _turn: Turn,
+    _turn: Option<Arc<Turn>>,
 }
 
 impl Gather<'_> {
@@ -247,9 +272,11 @@ impl Gather<'_> {
         let second = self.answerer.direct.of(file, offset + len as u64);
         let Some(file) = second.filter(|second| !second.is_cached(offset, len)) else { return Ok(false) };
         let to = self.place(at, from);
+        // Who waits holds no room that others wait for.
+        self.flush();
         let direct = match &mut self.direct {
             Some(direct) => direct,
-            none => none.insert(Direct { reads: JoinSet::new(), _turn: self.answerer.turns.take(self.peer).await }),
+            none => none.insert(Direct { reads: JoinSet::new(), _turn: self.cold.turn().await }),
         };
         if direct.reads.len() == DIRECT_READS_MAX
             && let Some(read) = direct.reads.join_next().await
@@ -276,22 +303,26 @@ impl Gather<'_> {
     /// Where a piece's bytes go.
     fn place(&self, at: usize, from: u64) -> Remote {
         let (place, _) = self.request.places[at];
-        Remote { address: place.address + from, key: place.key }
+        Remote { address: place.address.wrapping_add(from), key: place.key }
     }
 
     async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<()> {
         let mut chain = self.room(len).await?;
-        let start = chain.used;
+        let mut start = chain.used;
         match piece {
             Piece::Bytes(bytes) => chain.slot[start..start + len].copy_from_slice(&bytes[from as usize..from as usize + len]),
             Piece::File { file, offset, .. } => {
                 let offset = offset + from;
                 let mut got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
-                if got < len {
-                    let until = if piece.len() >= DIRECT_LEN_MIN { at + 1 } else { at + WAIT_TOGETHER };
-                    if !is_cached(file, offset, len as u64) {
-                        self.cold.warm(at, until).await;
-                    }
+                let is_new = piece.len() < DIRECT_LEN_MIN && at >= self.warm_until;
+                if got < len && is_new && !is_cached(file, offset, len as u64) {
+                    // Who waits holds no room that others wait for.
+                    self.chain = Some(chain);
+                    self.flush();
+                    self.warm_until = at + WAIT_TOGETHER;
+                    self.cold.warm(at, self.warm_until).await;
+                    chain = self.room(len).await?;
+                    start = chain.used;
                     got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
                 }
                 if got < len {
@@ -309,7 +340,7 @@ impl Gather<'_> {
         // What lies together on both sides is one operation.
         match chain.works.last_mut() {
             Some(Work { action: Action::Write(last), len: last_len, .. })
-                if last.address + u64::from(*last_len) == to.address && last.key == to.key =>
+                if last.address.wrapping_add(u64::from(*last_len)) == to.address && last.key == to.key =>
             {
                 *last_len += next.len;
             }
@@ -356,31 +387,45 @@ impl Gather<'_> {
 
 /// Reads offered bytes out of the asker's memory.
 struct RdmaLanding {
-    engine: Arc<Engine>,
-    queue: u32,
+    answerer: Answerer,
+    queue: QueueId,
     from: Remote,
     len: u32,
-    read_len: u64,
 }
 
 #[async_trait]
 impl Landing for RdmaLanding {
-    async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot> {
-        if self.len == 0 {
+    async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
+        let (len, step) = (u64::from(self.len), self.answerer.write_len);
+        if slot.keys().is_some() {
+            // Several operations together, as many as there is room for.
+            let together = step * WORKS_TOGETHER as u64;
+            for at in (0..len).step_by(together as usize) {
+                slot = self.read(slot, at, at, together.min(len - at)).await?;
+            }
             return Ok(slot);
         }
-        let parts = (0..u64::from(self.len)).step_by(self.read_len as usize);
-        let read = |at: u64| {
-            let from = Remote { address: self.from.address + at, key: self.from.key };
-            work(&slot, at, self.read_len.min(u64::from(self.len) - at) as u32, Action::Read(from))
-        };
-        let unregistered = || io::Error::new(io::ErrorKind::InvalidInput, "the slot is not of memory that the card knows");
-        let works = parts.map(read).collect::<Option<Vec<_>>>().ok_or_else(unregistered)?;
-        if works.len() > WORKS_TOGETHER {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "more is offered than is taken at once"));
+        // Memory that the card does not know: by way of some that it does.
+        for at in (0..len).step_by(step as usize) {
+            let part = step.min(len - at);
+            let staged = self.answerer.slot(part).await?;
+            let staged = self.read(staged, 0, at, part).await?;
+            slot[at as usize..(at + part) as usize].copy_from_slice(&staged[..part as usize]);
         }
-        let (done, landed) = oneshot::channel();
-        self.engine.post(self.queue, Batch { works, hold: Box::new(slot), done: Some(done) });
+        Ok(slot)
+    }
+}
+
+impl RdmaLanding {
+    /// Reads bytes from `from` on into a slot, from `at` on.
+    async fn read(&self, slot: Slot, at: u64, from: u64, len: u64) -> io::Result<Slot> {
+        let step = self.answerer.write_len;
+        let part = |done: u64| {
+            let place = Remote { address: self.from.address.wrapping_add(from + done), key: self.from.key };
+            work(&slot, at + done, step.min(len - done) as u32, Action::Read(place))
+        };
+        let works = (0..len).step_by(step as usize).map(part).collect::<Option<Vec<_>>>().ok_or_else(broken)?;
+        let landed = self.answerer.post(self.queue, works, slot);
         // On a deadline the slot stays with the engine: bytes may still land in it, until the queue pair ends.
         let landed = timeout(REQUEST_TIMEOUT, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         let hold = landed.map_err(|_| io::Error::from(io::ErrorKind::ConnectionReset))?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::time::timeout;
 
-use super::engine::{Batch, Engine, Events};
+use super::engine::{Batch, Engine, Events, QueueId};
 use super::message::{Answered, Ask, Hello, Request, answer_len, request_len};
 use super::queue::{Action, QueuePair, Remote, Work};
 use crate::{Region, Slot};
@@ -36,7 +36,9 @@ pub(super) enum Outcome {
 /// Our end of a queue pair that we ask through; dropping it ends the queue pair.
 pub(super) struct Asker {
     engine: Arc<Engine>,
-    queue: u32,
+    queue: QueueId,
+    /// The queue pair's name, which the far side knows too.
+    pub(super) nonce: u64,
     request_len_max: usize,
     messages: Region,
     window: Arc<Semaphore>,
@@ -60,6 +62,7 @@ struct Waiting {
     /// The request, and behind it the answer.
     message: Arc<Slot>,
     answer_at: usize,
+    is_offer: bool,
     progress: Arc<Mutex<Instant>>,
     done: oneshot::Sender<Outcome>,
     _permit: OwnedSemaphorePermit,
@@ -67,13 +70,14 @@ struct Waiting {
 
 impl Asker {
     /// Puts a joined queue pair into service.
-    pub(super) fn start(engine: &Arc<Engine>, pair: QueuePair, far: &Hello, messages: &Region) -> Self {
+    pub(super) fn start(engine: &Arc<Engine>, pair: QueuePair, nonce: u64, far: &Hello, messages: &Region) -> Self {
         let pending = Arc::new(Pending { requests: Mutex::default(), ended: watch::Sender::new(None) });
-        let (queue, depth) = (pair.number(), pair.depth());
-        engine.add(pair, Box::new(Answers(pending.clone())));
+        let depth = pair.depth();
+        let queue = engine.add(pair, Box::new(Answers(pending.clone())));
         Self {
             engine: engine.clone(),
             queue,
+            nonce,
             request_len_max: far.request_len as usize,
             messages: messages.clone(),
             // Not more than our own queue pair has room for.
@@ -107,11 +111,13 @@ impl Asker {
         if asked_len > self.request_len_max || !is_one_region {
             return Outcome::Unfit(slots);
         }
-        let start = Instant::now();
-        let Ok(Ok(permit)) = timeout(limit, self.window.clone().acquire_owned()).await else { return Outcome::Late };
+        // Where too much waits for its answers already, there is the other way.
+        let patience = limit / 4;
+        let Ok(Ok(permit)) = timeout(patience, self.window.clone().acquire_owned()).await else { return Outcome::Unfit(slots) };
         let answer_at = asked_len.next_multiple_of(8);
-        let left = limit.saturating_sub(start.elapsed());
-        let Some(mut buffer) = self.messages.slot_within((answer_at + room) as u64, left).await else { return Outcome::Late };
+        let Some(mut buffer) = self.messages.slot_within((answer_at + room) as u64, patience).await else {
+            return Outcome::Unfit(slots);
+        };
         let Some(keys) = buffer.keys() else { return Outcome::Unfit(slots) };
         let number = self.next.fetch_add(1, Ordering::Relaxed) & !PROGRESS;
         let answer = Remote { address: buffer.address() + answer_at as u64, key: keys.remote };
@@ -127,7 +133,8 @@ impl Asker {
                 return Outcome::Failed(slots, number);
             }
             let (message, progress) = (message.clone(), progress.clone());
-            requests.insert(number, Waiting { slots, message, answer_at, progress, done, _permit: permit });
+            let is_offer = ask == Ask::Offer;
+            requests.insert(number, Waiting { slots, message, answer_at, is_offer, progress, done, _permit: permit });
         }
         self.engine.post(self.queue, Batch { works: vec![work], hold: Box::new(message), done: None });
         loop {
@@ -140,11 +147,6 @@ impl Asker {
                 return outcome.unwrap_or(Outcome::Late);
             }
         }
-    }
-
-    /// The queue pair's number at our end, which the far side knows too.
-    pub(super) fn queue(&self) -> u32 {
-        self.queue
     }
 
     /// Ends the queue pair.
@@ -179,19 +181,24 @@ impl Events for Answers {
             }
             return Ok(());
         }
-        let waiting = self.0.lock().remove(&number).ok_or("it answers what was not asked")?;
-        let Waiting { slots, message, answer_at, done, .. } = waiting;
-        let answered = Answered::decode(&message[answer_at..]).ok_or("its answer makes no sense")?;
-        let outcome = match answered {
-            Answered::Done { lens, message } => {
-                let fits = lens.len() <= slots.len() && lens.iter().zip(&slots).all(|(&len, slot)| len as usize <= slot.len());
-                if !fits {
-                    let _ = done.send(Outcome::Refused("it answers with more than there is room for".to_owned()));
-                    return Err("it answers with more than there is room for");
-                }
-                Outcome::Done { lens, message, slots }
+        let mut requests = self.0.lock();
+        let waiting = requests.get(&number).ok_or("it answers what was not asked")?;
+        // After an answer that makes no sense the slots stay until the queue pair is gone: who knows what else it does.
+        let answered = Answered::decode(&waiting.message[waiting.answer_at..]).ok_or("its answer makes no sense")?;
+        if let Answered::Done { lens, .. } = &answered {
+            let slots = &waiting.slots;
+            let fits = lens.len() <= slots.len() && lens.iter().zip(slots).all(|(&len, slot)| len as usize <= slot.len());
+            if !fits {
+                return Err("it answers with more than there is room for");
             }
+        }
+        let Some(Waiting { slots, is_offer, done, .. }) = requests.remove(&number) else { return Ok(()) };
+        drop(requests);
+        let outcome = match answered {
+            Answered::Done { lens, message } => Outcome::Done { lens, message, slots },
             Answered::Refused(reason) => Outcome::Refused(reason),
+            // It was taken, and only its answer did not fit.
+            Answered::TooLong if is_offer => Outcome::Failed(slots, number),
             Answered::TooLong => Outcome::Unfit(slots),
         };
         // An asker that has given up is not there any more; then the slots are free now.

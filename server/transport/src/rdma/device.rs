@@ -144,15 +144,16 @@ impl Device {
         unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
     }
 
-    /// What the card has told since the last call, in the library's words.
-    pub(super) fn events(&self) -> Vec<(u32, String)> {
+    /// What the card has told since the last call: the kind, of news of a port its number, and the library's words.
+    pub(super) fn events(&self) -> Vec<(u32, u32, String)> {
         let mut events = Vec::new();
         let mut event = verbs::AsyncEvent { element: ptr::null_mut(), event_type: 0 };
         // SAFETY: the context is open, its descriptor does not block, and `event` is written before it is read.
         while unsafe { (self.verbs.get_async_event)(self.context(), &mut event) } == 0 {
             // SAFETY: the library's string for any number is a constant.
             let words = unsafe { CStr::from_ptr((self.verbs.event_type_str)(event.event_type)) };
-            events.push((event.event_type, words.to_string_lossy().into_owned()));
+            // Of news of a port, the library's union has its number, in the first four bytes.
+            events.push((event.event_type, event.element as usize as u32, words.to_string_lossy().into_owned()));
             // SAFETY: it was got just now and is acknowledged once.
             unsafe { (self.verbs.ack_async_event)(&mut event) };
         }

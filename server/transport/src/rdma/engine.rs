@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dayfly_meta::limits;
 use dayfly_meta::wire::status::Network;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -25,6 +26,8 @@ use crate::Slot;
 const SPIN: Duration = Duration::from_micros(20);
 /// A failed queue pair's work is waited for this long; then the queue pair goes, and with it the card's hold on its memory.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Behind the mark, receives that the queue pair had taken are waited for this long: what comes after is lost to all.
+const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 /// Completions taken at a time.
 const POLLED_TOGETHER: usize = 64;
 /// Identifies completions: of receives, and of the mark behind a failed queue pair's work.
@@ -59,10 +62,14 @@ impl Batch {
     }
 }
 
+/// A queue pair of an engine. Its number on the card may be another's once it is gone; this never is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) struct QueueId(u64);
+
 enum Command {
-    Add { pair: QueuePair, events: Box<dyn Events> },
-    Post { queue: u32, batch: Batch },
-    End { queue: u32, reason: String },
+    Add { id: QueueId, pair: QueuePair, events: Box<dyn Events> },
+    Post { queue: QueueId, batch: Batch },
+    End { queue: QueueId, reason: String },
     Stop,
 }
 
@@ -83,20 +90,35 @@ fn count(counter: &AtomicU64, more: u64) {
     counter.fetch_add(more, Ordering::Relaxed);
 }
 
+#[derive(Default)]
+struct Commands {
+    waiting: VecDeque<Command>,
+    /// Nobody obeys any more.
+    is_dead: bool,
+}
+
 struct Shared {
-    commands: Mutex<VecDeque<Command>>,
+    commands: Mutex<Commands>,
+    next_id: AtomicU64,
     is_asleep: AtomicBool,
     bell: EventFd,
     counters: Counters,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Command>> {
+    fn lock(&self) -> MutexGuard<'_, Commands> {
         self.commands.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send(&self, command: Command) {
-        self.lock().push_back(command);
+        {
+            let mut commands = self.lock();
+            // Dropped, whoever waits for it hears so.
+            if commands.is_dead {
+                return;
+            }
+            commands.waiting.push_back(command);
+        }
         if self.is_asleep.swap(false, Ordering::SeqCst) {
             // Fails only where it rings already.
             let _ = self.bell.write(1);
@@ -129,12 +151,14 @@ impl Engine {
         let bell = bell.map_err(|error| RdmaError::Call { call: "eventfd", error: error.into() })?;
         let shared = Arc::new(Shared {
             commands: Mutex::default(),
+            next_id: AtomicU64::new(0),
             is_asleep: AtomicBool::new(false),
             bell,
             counters: Counters::default(),
         });
-        // Each operation may tell of itself when its queue pair fails, and each receive does: there must be room for all.
-        let room = completions.entries().saturating_sub(count);
+        // Each operation may tell of itself when its queue pair fails, as do each receive and the marks: there must be room for all.
+        let marks = (completions.entries() / 16).min(limits::NODES_MAX as u32);
+        let room = completions.entries().saturating_sub(count + marks);
         if room < limits.send_depth {
             let error = io::Error::new(io::ErrorKind::InvalidInput, "its queues are too short");
             return Err(RdmaError::Call { call: "ibv_create_cq", error });
@@ -147,6 +171,7 @@ impl Engine {
             shared: shared.clone(),
             buffer,
             queues: HashMap::new(),
+            numbers: HashMap::new(),
             waiting: VecDeque::new(),
             next: 0,
             works: 0,
@@ -175,18 +200,20 @@ impl Engine {
     }
 
     /// Takes a queue pair over, which can receive from now on.
-    pub(super) fn add(&self, pair: QueuePair, events: Box<dyn Events>) {
-        self.shared.send(Command::Add { pair, events });
+    pub(super) fn add(&self, pair: QueuePair, events: Box<dyn Events>) -> QueueId {
+        let id = QueueId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        self.shared.send(Command::Add { id, pair, events });
+        id
     }
 
     /// Posts a batch when there is room for it. Who posts bounds how many batches wait.
-    pub(super) fn post(&self, queue: u32, batch: Batch) {
+    pub(super) fn post(&self, queue: QueueId, batch: Batch) {
         debug_assert!(batch.works.len() <= self.limits.send_depth as usize);
         self.shared.send(Command::Post { queue, batch });
     }
 
     /// Ends a queue pair.
-    pub(super) fn end(&self, queue: u32, reason: &str) {
+    pub(super) fn end(&self, queue: QueueId, reason: &str) {
         self.shared.send(Command::End { queue, reason: reason.to_owned() });
     }
 }
@@ -211,6 +238,7 @@ struct Queue {
     ending: Option<(Instant, String)>,
 }
 
+/// Dropped, however that comes, nobody waits for it any more.
 struct Running {
     device: Arc<Device>,
     completions: Arc<Completions>,
@@ -219,9 +247,11 @@ struct Running {
     shared: Arc<Shared>,
     /// Where messages land.
     buffer: Slot,
-    queues: HashMap<u32, Queue>,
+    queues: HashMap<QueueId, Queue>,
+    /// By their numbers on the card, which completions have.
+    numbers: HashMap<u32, QueueId>,
     /// Queue pairs whose batches wait for room, in turn.
-    waiting: VecDeque<u32>,
+    waiting: VecDeque<QueueId>,
     next: u64,
     works: u32,
     works_max: u32,
@@ -231,19 +261,21 @@ struct Running {
 impl Running {
     fn run(mut self) {
         let mut busy = Instant::now();
-        while !(self.is_stopping && self.queues.is_empty()) {
+        loop {
             let mut is_active = self.obey();
             match self.take_completions() {
                 Ok(taken) => is_active |= taken > 0,
                 // Without completions nothing is known of anything any more.
                 Err(error) => {
-                    self.end_all(&error.to_string());
-                    self.queues.keys().copied().collect::<Vec<_>>().into_iter().for_each(|number| self.finish(number));
+                    tracing::error!(device = self.device.name, %error, "the card's completions cannot be taken: it is not used any more");
                     return;
                 }
             }
             self.post_waiting();
             self.finish_late();
+            if self.is_stopping && self.queues.is_empty() {
+                return;
+            }
             if is_active {
                 busy = Instant::now();
             } else if busy.elapsed() < SPIN {
@@ -252,17 +284,15 @@ impl Running {
                 busy = Instant::now();
             }
         }
-        // Whoever still waits for an answer hears that there is none.
-        self.shared.lock().clear();
     }
 
     /// Does as it was told.
     fn obey(&mut self) -> bool {
-        let commands = std::mem::take(&mut *self.shared.lock());
+        let commands = std::mem::take(&mut self.shared.lock().waiting);
         let is_active = !commands.is_empty();
         for command in commands {
             match command {
-                Command::Add { pair, events } => {
+                Command::Add { id, pair, events } => {
                     let queue = Queue {
                         pair,
                         events,
@@ -273,14 +303,15 @@ impl Running {
                         ending: None,
                     };
                     count(&self.shared.counters.queue_pairs, 1);
-                    self.queues.insert(queue.pair.number(), queue);
+                    self.numbers.insert(queue.pair.number(), id);
+                    self.queues.insert(id, queue);
                 }
-                Command::Post { queue: number, batch } => {
+                Command::Post { queue: id, batch } => {
                     // Of a queue pair that has ended: the batch is dropped, which tells its owner.
-                    if let Some(queue) = self.queues.get_mut(&number).filter(|queue| queue.ending.is_none()) {
+                    if let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) {
                         queue.waiting.push_back(batch);
                         if queue.waiting.len() == 1 {
-                            self.waiting.push_back(number);
+                            self.waiting.push_back(id);
                         }
                     }
                 }
@@ -297,8 +328,8 @@ impl Running {
     /// Posts what waits, a batch of each queue pair in turn, as far as there is room.
     fn post_waiting(&mut self) {
         for _ in 0..self.waiting.len() {
-            let Some(number) = self.waiting.pop_front() else { return };
-            let Some(queue) = self.queues.get_mut(&number) else { continue };
+            let Some(queue_id) = self.waiting.pop_front() else { return };
+            let Some(queue) = self.queues.get_mut(&queue_id) else { continue };
             let Some(batch) = queue.waiting.front() else { continue };
             let (works, bytes) = (batch.works.len() as u32, batch.bytes());
             let fits = queue.works + works <= queue.pair.depth()
@@ -306,12 +337,12 @@ impl Running {
                 && (queue.bytes == 0 || queue.bytes + bytes <= self.limits.bytes_in_flight);
             if !fits {
                 // Completions make room, and this is looked at after each round of them.
-                self.waiting.push_back(number);
+                self.waiting.push_back(queue_id);
                 continue;
             }
             let Some(batch) = queue.waiting.pop_front() else { continue };
             if !queue.waiting.is_empty() {
-                self.waiting.push_back(number);
+                self.waiting.push_back(queue_id);
             }
             self.next = (self.next + 1) & !(RECEIVE | LAST);
             let id = self.next;
@@ -324,7 +355,7 @@ impl Running {
             self.works += taken;
             queue.posted.push_back((id, batch));
             if let Err((error, _)) = posted {
-                self.begin_end(number, &error.to_string(), true);
+                self.begin_end(queue_id, &error.to_string(), true);
             }
         }
     }
@@ -337,13 +368,18 @@ impl Running {
             taken += polled;
             count(&self.shared.counters.completions, polled as u64);
             for completion in &completions[..polled] {
+                if completion.wr_id & RECEIVE != 0 {
+                    self.received(completion);
+                    continue;
+                }
+                // Of one that is gone already nothing is owed.
+                let Some(&queue) = self.numbers.get(&completion.qp_num) else { continue };
                 match completion.wr_id {
-                    id if id & RECEIVE != 0 => self.received(completion),
-                    id if id & LAST != 0 => self.finish(completion.qp_num),
-                    id if completion.status == 0 => self.completed(completion.qp_num, id),
+                    id if id & LAST != 0 => self.drained(queue),
+                    id if completion.status == 0 => self.completed(queue, id),
                     _ => {
                         let reason = self.device.status_words(completion.status);
-                        self.begin_end(completion.qp_num, &reason, true);
+                        self.begin_end(queue, &reason, true);
                     }
                 }
             }
@@ -353,8 +389,8 @@ impl Running {
         }
     }
 
-    fn completed(&mut self, number: u32, id: u64) {
-        let Some(queue) = self.queues.get_mut(&number) else { return };
+    fn completed(&mut self, queue: QueueId, id: u64) {
+        let Some(queue) = self.queues.get_mut(&queue) else { return };
         while queue.posted.front().is_some_and(|(first, _)| *first <= id) {
             let Some((_, batch)) = queue.posted.pop_front() else { return };
             let works = batch.works.len() as u32;
@@ -379,8 +415,14 @@ impl Running {
 
     fn received(&mut self, completion: &Wc) {
         let index = (completion.wr_id & !RECEIVE) as u32;
+        if !self.numbers.contains_key(&completion.qp_num) {
+            // Its far end was quicker than we: that it is ours stands in the commands.
+            self.obey();
+        }
+        let id = self.numbers.get(&completion.qp_num).copied();
+        let queue = id.and_then(|id| self.queues.get_mut(&id)).filter(|queue| queue.ending.is_none());
         let mut wrong = None;
-        if let Some(queue) = self.queues.get_mut(&completion.qp_num).filter(|queue| queue.ending.is_none()) {
+        if let Some(queue) = queue {
             let result = if completion.status != 0 {
                 Ok(())
             } else if completion.wc_flags & WC_WITH_IMM != 0 {
@@ -392,8 +434,8 @@ impl Running {
             };
             wrong = result.err();
         }
-        if let Some(reason) = wrong {
-            self.begin_end(completion.qp_num, reason, true);
+        if let Some((id, reason)) = id.zip(wrong) {
+            self.begin_end(id, reason, true);
         }
         if let Err(error) = self.post_receive(index) {
             tracing::warn!(%error, "a receive is lost");
@@ -408,27 +450,36 @@ impl Running {
     }
 
     fn end_all(&mut self, reason: &str) {
-        let all: Vec<u32> = self.queues.keys().copied().collect();
-        all.into_iter().for_each(|number| self.begin_end(number, reason, !self.is_stopping));
+        let all: Vec<QueueId> = self.queues.keys().copied().collect();
+        all.into_iter().for_each(|queue| self.begin_end(queue, reason, !self.is_stopping));
     }
 
     /// Has a queue pair's work flushed, with a mark behind it.
-    fn begin_end(&mut self, number: u32, reason: &str, is_failure: bool) {
-        let Some(queue) = self.queues.get_mut(&number).filter(|queue| queue.ending.is_none()) else { return };
-        tracing::debug!(queue = number, reason, "a queue pair ends");
+    fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
+        let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
+        tracing::debug!(queue = queue.pair.number(), reason, "a queue pair ends");
+        queue.waiting.clear();
         queue.ending = Some((Instant::now() + DRAIN_TIMEOUT, reason.to_owned()));
         count(&self.shared.counters.failed, u64::from(is_failure));
         let mark = Work { action: Action::Write(Remote { address: 0, key: 0 }), address: 0, len: 0, local_key: 0 };
         let marked = queue.pair.fail().and_then(|()| queue.pair.post(LAST, &[mark]).map_err(|(error, _)| error));
         if marked.is_err() {
-            self.finish(number);
+            self.drained(id);
+        }
+    }
+
+    /// All of its own work has come back. Receives that it has taken come back at the same time, if not in the same order.
+    fn drained(&mut self, id: QueueId) {
+        if let Some((deadline, _)) = self.queues.get_mut(&id).and_then(|queue| queue.ending.as_mut()) {
+            *deadline = Instant::now() + RECEIVES_TIMEOUT;
         }
     }
 
     /// The queue pair goes; then what its work touched is free.
-    fn finish(&mut self, number: u32) {
-        let Some(queue) = self.queues.remove(&number) else { return };
+    fn finish(&mut self, id: QueueId) {
+        let Some(queue) = self.queues.remove(&id) else { return };
         let Queue { pair, mut events, waiting, posted, works, ending, .. } = queue;
+        self.numbers.remove(&pair.number());
         drop(pair);
         self.works -= works;
         drop((waiting, posted));
@@ -439,8 +490,8 @@ impl Running {
     fn finish_late(&mut self) {
         let now = Instant::now();
         let is_late = |queue: &Queue| queue.ending.as_ref().is_some_and(|(deadline, _)| *deadline <= now);
-        let late: Vec<u32> = self.queues.iter().filter(|(_, queue)| is_late(queue)).map(|(&number, _)| number).collect();
-        late.into_iter().for_each(|number| self.finish(number));
+        let late: Vec<QueueId> = self.queues.iter().filter(|(_, queue)| is_late(queue)).map(|(&id, _)| id).collect();
+        late.into_iter().for_each(|id| self.finish(id));
     }
 
     /// Waits for a completion, a command or news of the card; returns whether it slept.
@@ -450,7 +501,7 @@ impl Running {
         }
         self.shared.is_asleep.store(true, Ordering::SeqCst);
         // What came between the last look and now is not told of.
-        let has_more = !self.shared.lock().is_empty() || !matches!(self.take_completions(), Ok(0));
+        let has_more = !self.shared.lock().waiting.is_empty() || !matches!(self.take_completions(), Ok(0));
         if has_more {
             self.shared.is_asleep.store(false, Ordering::SeqCst);
             return false;
@@ -461,7 +512,7 @@ impl Running {
             PollFd::new(self.device.events_descriptor(), PollFlags::POLLIN),
         ];
         let is_ending = self.queues.values().any(|queue| queue.ending.is_some());
-        let timeout = if is_ending { PollTimeout::from(50_u16) } else { PollTimeout::NONE };
+        let timeout = if is_ending { PollTimeout::from(RECEIVES_TIMEOUT.as_millis() as u8) } else { PollTimeout::NONE };
         // An interrupted wait is as good as one that ended.
         let _ = poll(&mut descriptors, timeout);
         let has_news = descriptors[2].any().unwrap_or(false);
@@ -477,14 +528,27 @@ impl Running {
 
     /// News of the card.
     fn hear(&mut self) {
-        for (kind, words) in self.device.events() {
+        for (kind, about, words) in self.device.events() {
             tracing::debug!(device = self.device.name, news = words, "the card tells");
-            if kind == PORT_DOWN {
+            if kind == PORT_DOWN && about == u32::from(self.device.port) {
                 // What is under way would only wait for its time-out.
                 self.end_all("the card's port went down");
             } else if FATAL.contains(&kind) {
                 self.end_all(&format!("the card failed: {words}"));
             }
         }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let left = {
+            let mut commands = self.shared.lock();
+            commands.is_dead = true;
+            std::mem::take(&mut commands.waiting)
+        };
+        drop(left);
+        let all: Vec<QueueId> = self.queues.keys().copied().collect();
+        all.into_iter().for_each(|id| self.finish(id));
     }
 }

@@ -7,7 +7,9 @@ use super::queue::{End, Remote};
 /// Version of all that is below.
 const VERSION: u8 = 1;
 /// Length of an [`Offer`] of an end.
-const HELLO_LEN: usize = 42;
+const HELLO_LEN: usize = 48;
+/// A request for a single block fits into this.
+const REQUEST_LEN_MIN: u32 = 1 << 10;
 /// Length of a request before its places and its message.
 const REQUEST_HEAD_LEN: usize = 32;
 /// Length of a place in a request.
@@ -19,6 +21,8 @@ const ANSWER_HEAD_LEN: usize = 12;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) end: End,
+    /// Its name, by which it is not confused with one that had its number before.
+    pub(super) nonce: u64,
     /// Requests that may wait for their answers.
     pub(super) window: u32,
     /// Longest request.
@@ -27,13 +31,13 @@ pub(super) struct Hello {
 
 impl Hello {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let Self { end: End { queue, packet, address, reads }, window, request_len } = self;
+        let Self { end: End { queue, packet, address, reads }, nonce, window, request_len } = self;
         let mut bytes = vec![VERSION, *reads, address.mtu, u8::from(address.is_ethernet)];
         bytes.extend_from_slice(&address.gid);
         bytes.extend_from_slice(&address.lid.to_le_bytes());
         bytes.extend_from_slice(&u16::from(address.gid_index).to_le_bytes());
         [*queue, *packet, *window, *request_len].iter().for_each(|number| bytes.extend_from_slice(&number.to_le_bytes()));
-        bytes.extend_from_slice(&[0; 2]);
+        bytes.extend_from_slice(&nonce.to_le_bytes());
         bytes
     }
 
@@ -44,8 +48,10 @@ impl Hello {
         let address = Address { lid, gid, gid_index: bytes[22], is_ethernet: bytes[3] != 0, mtu: bytes[2] };
         let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| bytes[24 + 4 * at + byte]));
         let end = End { queue: number(0), packet: number(1), address, reads: bytes[1] };
-        let is_valid = bytes[0] == VERSION && (1..=5).contains(&address.mtu) && end.reads > 0 && number(2) > 0;
-        is_valid.then_some(Self { end, window: number(2), request_len: number(3) })
+        let nonce = u64::from_le_bytes(std::array::from_fn(|byte| bytes[40 + byte]));
+        let (window, request_len) = (number(2), number(3));
+        let is_valid = bytes[0] == VERSION && (1..=5).contains(&address.mtu) && end.reads > 0;
+        (is_valid && window > 0 && request_len >= REQUEST_LEN_MIN).then_some(Self { end, nonce, window, request_len })
     }
 }
 
@@ -201,7 +207,7 @@ mod tests {
 
     fn hello() -> Hello {
         let address = Address { lid: 7, gid: [3; 16], gid_index: 1, is_ethernet: true, mtu: 5 };
-        Hello { end: End { queue: 17, packet: 0xab_cdef, address, reads: 16 }, window: 64, request_len: 32 << 10 }
+        Hello { end: End { queue: 17, packet: 0xab_cdef, address, reads: 16 }, nonce: 1 << 60, window: 64, request_len: 32 << 10 }
     }
 
     fn request(ask: Ask) -> Request {

@@ -10,8 +10,8 @@ use tokio::sync::watch;
 /// Offers remembered; of a failed queue pair at most its window is asked for again, and at once.
 const REMEMBERED_MAX: usize = 1024;
 
-/// Who offered, through which queue pair (the asker's number), as which request.
-type Key = (NodeId, u32, u32);
+/// Who offered, through which queue pair (its name), as which request.
+type Key = (NodeId, u64, u32);
 /// How it ended, once it has.
 type End = Option<Result<Vec<u8>, String>>;
 
@@ -33,8 +33,8 @@ impl Outcomes {
     }
 
     /// An offer is about to be taken.
-    pub(super) fn begin(&self, peer: NodeId, queue: u32, number: u32) -> Outcome<'_> {
-        let key = (peer, queue, number);
+    pub(super) fn begin(&self, peer: NodeId, nonce: u64, number: u32) -> Outcome<'_> {
+        let key = (peer, nonce, number);
         let (sender, receiver) = watch::channel(None);
         let mut state = self.lock();
         state.offers.insert(key, receiver);
@@ -48,8 +48,8 @@ impl Outcomes {
     }
 
     /// How an offer ended, if it was begun: what is asked for again and was never begun, or failed, is to be taken now.
-    pub(super) async fn of(&self, peer: NodeId, queue: u32, number: u32) -> Option<Vec<u8>> {
-        let mut offer = self.lock().offers.get(&(peer, queue, number))?.clone();
+    pub(super) async fn of(&self, peer: NodeId, nonce: u64, number: u32) -> Option<Vec<u8>> {
+        let mut offer = self.lock().offers.get(&(peer, nonce, number))?.clone();
         // Dropped without an end, it was not taken.
         let ended = offer.wait_for(Option::is_some).await.ok()?;
         ended.clone()?.ok()

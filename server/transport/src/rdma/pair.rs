@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{CONNECT_TIMEOUT, MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{CONNECT_TIMEOUT, MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::answer::{Answerer, Requests};
 use super::ask::{Asker, Outcome};
+use super::engine::QueueId;
 use super::message::{Ask, Hello, Request};
 use super::queue::QueuePair;
 use super::{Card, Core, lock};
@@ -32,16 +33,14 @@ const AGAIN: u8 = 4;
 
 /// Longer than any session.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
-/// After a failure the next queue pair is tried this much later, then twice, four times...
+/// After a failure the next queue pair is tried twice this later, then four times, eight times... but for the longest interval.
 const BACK_OFF: Duration = Duration::from_millis(100);
 /// A queue pair that lived this long did not fail for the reason that the last one did.
 const GOOD_LIFE: Duration = Duration::from_secs(60);
-/// A queue pair that was set up and is not held by then is forgotten.
-const HOLD_TIMEOUT: Duration = Duration::from_secs(10);
-/// Queue pairs that a peer may have set up and not hold.
-const UNHELD_MAX: usize = 4;
+/// A first attempt that takes longer than this is not waited for: its own deadlines are shorter together.
+const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Brings a queue pair up beside `inner`, if RDMA is wanted; waits for how the first attempt ends.
+/// Brings a queue pair up beside `inner`, if RDMA is wanted; of a peer that is new, waits for how the first attempt ends.
 pub(super) async fn connect(
     core: &Arc<Core>,
     inner: Arc<dyn Connection>,
@@ -52,8 +51,10 @@ pub(super) async fn connect(
     if core.is_wanted() {
         let (first, tried) = oneshot::channel();
         keeper = Some(Keeper(tokio::spawn(keep_up(link.clone(), first))));
-        // Its own deadlines bound this; how it went stands in `fallen_back`.
-        let _ = tried.await;
+        // How it went stands in `fallen_back`. Who dials again has requests that need not wait for a card.
+        if lock(&core.known).insert(link.inner.peer()) {
+            let _ = timeout(FIRST_TIMEOUT, tried).await;
+        }
     }
     Ok(Arc::new(PairedConnection { link, address, _keeper: keeper }))
 }
@@ -91,7 +92,7 @@ async fn keep_up(link: Arc<Link>, first: oneshot::Sender<()>) {
         }
         lock(&link.core.fallen_back).insert(peer, reason);
         drop(first.take());
-        tokio::time::sleep(if is_demoted { RDMA_RETRY_INTERVAL } else { BACK_OFF * (1 << failures) }).await;
+        tokio::time::sleep((BACK_OFF * (1 << failures.min(10))).min(RDMA_RETRY_INTERVAL)).await;
     }
     lock(&link.core.fallen_back).remove(&peer);
 }
@@ -102,7 +103,7 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
         Ok(asker) => Arc::new(asker),
         Err(reason) => return reason,
     };
-    let message = |kind: u8| [&asker.queue().to_le_bytes()[..], &[kind]].concat();
+    let message = |kind: u8| [&asker.nonce.to_le_bytes()[..], &[kind]].concat();
     let hold = link.inner.pull(message(HOLD), Vec::new(), FOREVER);
     let serve = async {
         // Nothing is trusted before a write has come through.
@@ -111,7 +112,9 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
             Outcome::Late => {
                 return format!("no write of node {} came through within {} s", link.inner.peer(), CONNECT_TIMEOUT.as_secs());
             }
-            _ => return asker.ended().await,
+            Outcome::Failed(..) => return asker.ended().await,
+            Outcome::Refused(reason) => return reason,
+            Outcome::Unfit(_) => return "a ping does not fit".to_owned(),
         }
         lock(&link.core.fallen_back).remove(&link.inner.peer());
         *lock(&link.asker) = Some(asker.clone());
@@ -127,6 +130,11 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
         () = link.core.unwanted() => "it was agreed on TCP".to_owned(),
     };
     *lock(&link.asker) = None;
+    if first.is_some() {
+        // It is known how the first attempt went; what is left to do keeps nobody waiting.
+        lock(&link.core.fallen_back).insert(link.inner.peer(), reason.clone());
+        drop(first.take());
+    }
     asker.end(&reason);
     // The engine ends it within less, unless its card has failed altogether.
     let _ = timeout(CONNECT_TIMEOUT, asker.ended()).await;
@@ -141,16 +149,19 @@ async fn set_up(link: &Link) -> Result<Asker, String> {
     let card = link.core.card()?;
     let (engine, depth) = (card.engine.clone(), card.limits.window);
     let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
-    let hello = our_hello(card, &pair);
+    let hello = our_hello(card, &pair)?;
     let message = [&hello.encode()[..], &[SET_UP]].concat();
-    let answered = link.inner.pull(message, Vec::new(), REQUEST_TIMEOUT).await.map_err(|error| error.to_string())?;
+    let answered = link.inner.pull(message, Vec::new(), CONNECT_TIMEOUT).await.map_err(|error| error.to_string())?;
     let far = Hello::decode(&answered.message).ok_or("its end of a queue pair makes no sense")?;
     let (pair, far) = join(pair, far).await?;
-    Ok(Asker::start(&card.engine, pair, &far, &card.messages))
+    Ok(Asker::start(&card.engine, pair, hello.nonce, &far, &card.messages))
 }
 
-fn our_hello(card: &Card, pair: &QueuePair) -> Hello {
-    Hello { end: pair.end(), window: card.limits.window, request_len: card.limits.request_len }
+fn our_hello(card: &Card, pair: &QueuePair) -> Result<Hello, String> {
+    let mut nonce = [0; 8];
+    getrandom::fill(&mut nonce).map_err(|error| format!("no randomness: {error}"))?;
+    let nonce = u64::from_le_bytes(nonce);
+    Ok(Hello { end: pair.end(), nonce, window: card.limits.window, request_len: card.limits.request_len })
 }
 
 async fn join(pair: QueuePair, far: Hello) -> Result<(QueuePair, Hello), String> {
@@ -239,7 +250,7 @@ impl Connection for PairedConnection {
                 Outcome::Late => return Err(self.late(limit)),
                 Outcome::Unfit(slots) => slots,
                 Outcome::Failed(slots, number) => {
-                    again = [asker.queue().to_le_bytes(), number.to_le_bytes()].concat();
+                    again = [&asker.nonce.to_le_bytes()[..], &number.to_le_bytes()].concat();
                     slots
                 }
             };
@@ -256,34 +267,36 @@ impl Connection for PairedConnection {
 
 /// A queue pair that a peer set up.
 struct Accepted {
-    queue: u32,
-    since: Instant,
+    nonce: u64,
+    queue: QueueId,
     /// Until it is held.
     requests: Option<mpsc::Receiver<Request>>,
 }
-
-/// A peer's queue pair, by the peer's number of it.
-type Key = (NodeId, u32);
 
 /// The service that the inner transport sees: ours, for queue pairs, before the one above.
 pub(super) struct Welcome {
     core: Arc<Core>,
     service: Arc<dyn Service>,
-    accepted: Mutex<HashMap<Key, Accepted>>,
+    /// Each peer's last: it asks by one, and sets up another when that one has failed.
+    accepted: Mutex<HashMap<NodeId, Accepted>>,
 }
 
 /// Ends a queue pair with the request that holds it.
 struct Held<'a> {
     welcome: &'a Welcome,
     card: &'a Card,
-    key: Key,
-    queue: u32,
+    peer: NodeId,
+    nonce: u64,
+    queue: QueueId,
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         self.card.engine.end(self.queue, "its peer's connection ended");
-        lock(&self.welcome.accepted).remove(&self.key);
+        let mut all = lock(&self.welcome.accepted);
+        if all.get(&self.peer).is_some_and(|accepted| accepted.nonce == self.nonce) {
+            all.remove(&self.peer);
+        }
     }
 }
 
@@ -301,61 +314,51 @@ impl Welcome {
         let (engine, depth) = (card.engine.clone(), card.limits.send_depth);
         let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
         let (pair, far) = join(pair, far).await?;
-        let hello = our_hello(card, &pair).encode();
+        let hello = our_hello(card, &pair)?.encode();
         let (sender, requests) = mpsc::channel(card.limits.window as usize);
-        let accepted = Accepted { queue: pair.number(), since: Instant::now(), requests: Some(requests) };
-        let mut all = lock(&self.accepted);
-        all.retain(|_, accepted| {
-            let is_kept = accepted.requests.is_none() || accepted.since.elapsed() < HOLD_TIMEOUT;
-            if !is_kept {
-                card.engine.end(accepted.queue, "nobody holds it");
-            }
-            is_kept
-        });
-        let is_unheld = |(key, accepted): &(&Key, &Accepted)| key.0 == from && accepted.requests.is_some();
-        if all.iter().filter(is_unheld).count() >= UNHELD_MAX {
-            return Err("too many queue pairs are set up and not held".to_owned());
-        }
-        card.engine.add(pair, Box::new(Requests(Some(sender))));
-        if let Some(before) = all.insert((from, far.end.queue), accepted) {
-            card.engine.end(before.queue, "its far end is of another queue pair now");
+        let queue = card.engine.add(pair, Box::new(Requests(Some(sender))));
+        let accepted = Accepted { nonce: far.nonce, queue, requests: Some(requests) };
+        if let Some(before) = lock(&self.accepted).insert(from, accepted) {
+            card.engine.end(before.queue, "its peer has another now");
         }
         Ok(hello)
     }
 
-    async fn hold(&self, key: Key) -> Result<Vec<u8>, String> {
+    async fn hold(&self, from: NodeId, nonce: u64) -> Result<Vec<u8>, String> {
         let card = self.core.card()?;
-        let unknown = || "there is no such queue pair".to_owned();
-        let (queue, requests) = {
-            let mut all = lock(&self.accepted);
-            let accepted = all.get_mut(&key).ok_or_else(unknown)?;
-            (accepted.queue, accepted.requests.take().ok_or_else(unknown)?)
+        let found = match lock(&self.accepted).get_mut(&from) {
+            Some(accepted) if accepted.nonce == nonce => accepted.requests.take().map(|requests| (accepted.queue, requests)),
+            _ => None,
         };
-        let _held = Held { welcome: self, card, key, queue };
+        let (queue, requests) = found.ok_or("there is no such queue pair")?;
+        let _held = Held { welcome: self, card, peer: from, nonce, queue };
         let answerer = Answerer {
             engine: card.engine.clone(),
             write_len: u64::from(card.limits.write_len),
             staging: card.staging.clone(),
+            answers: card.answers.clone(),
             turns: card.turns.clone(),
             direct: card.direct.clone(),
             service: self.service.clone(),
             outcomes: card.outcomes.clone(),
         };
-        answerer.run(key, queue, requests).await;
+        answerer.run((from, nonce), queue, requests).await;
         Ok(b"the far end of the queue pair failed".to_vec())
     }
 
-    fn end(&self, key: Key) {
-        let queue = lock(&self.accepted).get(&key).map(|accepted| accepted.queue);
-        if let (Some(queue), Ok(card)) = (queue, self.core.card()) {
-            card.engine.end(queue, "its far end has ended");
+    fn end(&self, from: NodeId, nonce: u64) {
+        let all = lock(&self.accepted);
+        let accepted = all.get(&from).filter(|accepted| accepted.nonce == nonce);
+        if let (Some(accepted), Ok(card)) = (accepted, self.core.card()) {
+            card.engine.end(accepted.queue, "its far end has ended");
         }
     }
 }
 
-fn split_number(message: &[u8]) -> Result<(&[u8], u32), String> {
-    let (rest, number) = message.split_last_chunk::<4>().ok_or("a message that no peer sends")?;
-    Ok((rest, u32::from_le_bytes(*number)))
+/// The name of a queue pair at a message's end.
+fn split_nonce(message: &[u8]) -> Result<(&[u8], u64), String> {
+    let (rest, nonce) = message.split_last_chunk::<8>().ok_or("a message that no peer sends")?;
+    Ok((rest, u64::from_le_bytes(*nonce)))
 }
 
 #[async_trait]
@@ -364,9 +367,9 @@ impl Service for Welcome {
         let told = match message.pop() {
             Some(FOR_SERVICE) => return self.service.pulled(from, message, room).await,
             Some(SET_UP) => self.set_up(from, &message).await?,
-            Some(HOLD) => self.hold((from, split_number(&message)?.1)).await?,
+            Some(HOLD) => self.hold(from, split_nonce(&message)?.1).await?,
             Some(END) => {
-                self.end((from, split_number(&message)?.1));
+                self.end(from, split_nonce(&message)?.1);
                 Vec::new()
             }
             _ => return Err("a message that no peer sends".to_owned()),
@@ -378,10 +381,10 @@ impl Service for Welcome {
         match message.pop() {
             Some(FOR_SERVICE) => self.service.offered(from, message, incoming).await,
             Some(AGAIN) => {
-                let (rest, number) = split_number(&message)?;
-                let (rest, queue) = split_number(rest)?;
+                let (rest, number) = message.split_last_chunk::<4>().ok_or("a message that no peer sends")?;
+                let (rest, nonce) = split_nonce(rest)?;
                 if let Ok(card) = self.core.card()
-                    && let Some(answer) = card.outcomes.of(from, queue, number).await
+                    && let Some(answer) = card.outcomes.of(from, nonce, u32::from_le_bytes(*number)).await
                 {
                     return Ok(answer);
                 }

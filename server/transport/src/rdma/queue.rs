@@ -12,8 +12,8 @@ use super::RdmaError;
 use super::device::{Address, Device};
 use super::verbs::{self, Sge, Wc, done, made};
 
-/// A request that finds no receive waits this long before it is sent again: the code of 10.24 ms; it is sent again six times.
-const RECEIVER_NOT_READY_TIMER: u8 = 20;
+/// A request that finds no receive waits this long before it is sent again: the code of 40.96 ms; it is sent again six times.
+const RECEIVER_NOT_READY_TIMER: u8 = 24;
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 /// An unacknowledged packet is sent again after 4.096 us x 2^18, about 1.1 s, three times: a dead peer shows within 4.3 s, where its
 /// TCP connection does not show it before. Shorter times were seen to end queue pairs that only were busy.

@@ -329,6 +329,32 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
     assert!(two.ours.status().failed > 0);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_that_the_card_does_not_know_is_served_all_the_same() {
+    if !has_card() {
+        return;
+    }
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let (ours, theirs) = (rdma(ours, Limits::default()), rdma(theirs, Limits::default()));
+    let echo = Echo::new(Region::new(16 << 20).unwrap());
+    let _serving = theirs.serve(echo).await.unwrap();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    // Where the owner could not register what offers land in: they are read by way of what it could.
+    for len in [100, 1 << 20, (2 << 20) + 7] {
+        let mut slot = ours.region(4 << 20).unwrap().slot(len as u64).unwrap();
+        slot.copy_from_slice(&pattern(len));
+        assert_eq!(connection.offer(b"take".to_vec(), slot, len, TIMEOUT).await.unwrap().message, b"take");
+    }
+    let read = theirs.status().read_bytes;
+    assert!(read > 3 << 20, "{read}");
+    // Where the asker could not: TCP.
+    let region = Region::new(1 << 20).unwrap();
+    let written = theirs.status().written_bytes;
+    pull(&connection, &region, b"bulk", &[1000; 8]).await;
+    let offered = connection.offer(b"take".to_vec(), region.slot(0).unwrap(), 0, TIMEOUT).await.unwrap();
+    assert_eq!((offered.message, theirs.status().written_bytes), (b"take".to_vec(), written));
+}
+
 /// Takes note of what happens.
 #[derive(Clone, Default)]
 struct Noted(Arc<Mutex<Notes>>);
@@ -354,7 +380,7 @@ impl Events for Noted {
     }
 }
 
-fn post(card: &Card, queue: u32, slot: Slot, action: Action, len: u32) {
+fn post(card: &Card, queue: engine::QueueId, slot: Slot, action: Action, len: u32) {
     let works = vec![Work { action, address: slot.address(), len, local_key: slot.keys().unwrap().local }];
     card.engine.post(queue, engine::Batch { works, hold: Box::new(slot), done: None });
 }
@@ -369,8 +395,8 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
     near.join(&far.end()).unwrap();
     far.join(&near.end()).unwrap();
-    let (queue, noted, far_noted) = (near.number(), Noted::default(), Noted::default());
-    card.engine.add(near, Box::new(noted.clone()));
+    let (noted, far_noted) = (Noted::default(), Noted::default());
+    let queue = card.engine.add(near, Box::new(noted.clone()));
     other.engine.add(far, Box::new(far_noted.clone()));
     let free = card.staging.slot(limits::RDMA_STAGING_LEN / 2).is_some();
     let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
@@ -409,8 +435,8 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     let near = card.engine.queue_pair(8).unwrap();
     near.join(&far.end()).unwrap();
     far.join(&near.end()).unwrap();
-    let (queue, noted) = (near.number(), Noted::default());
-    card.engine.add(near, Box::new(noted.clone()));
+    let noted = Noted::default();
+    let queue = card.engine.add(near, Box::new(noted.clone()));
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
     until("it ends", || lock(&noted.0).ended.is_some()).await;
     assert!(lock(&noted.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).ended);

@@ -121,6 +121,15 @@ async fn cold_pieces_come_past_the_page_cache() {
         (0..lens.len())
             .for_each(|at| drop(std::os::unix::fs::FileExt::read_at(&*file, &mut vec![0; 4 << 20], at as u64 * (3 << 20))));
     }
+    // More answers than places at the drives, each with pieces that are read past the cache and by way of it.
+    rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    let mixed = (0..2 * limits::DRIVE_READERS_MAX).map(|_| async {
+        let slots = [110_000, 3000, 110_000, 5000].map(|len| region.slot(len).unwrap()).into();
+        connection.pull(vec![], slots, TIMEOUT).await.unwrap()
+    });
+    for pulled in futures_util::future::join_all(mixed).await {
+        assert!(pulled.slots[3][..5000] == content[9 << 20..(9 << 20) + 5000]);
+    }
     assert_eq!(ours.status().failed, 0);
     drop((connection, serving, theirs, second, file));
     until("the file system is free", || Command::new("umount").arg(folder.path().join("mnt")).status().unwrap().success()).await;
