@@ -155,6 +155,43 @@ fn auto_takes_rdma_where_it_is_and_tcp_declines() {
     }
 }
 
+/// What keeps a node from RDMA is found at the start, by its own name. This changes the whole (virtual) machine, and puts it back.
+#[test]
+fn what_is_missing_is_named() {
+    if !has_card() {
+        return;
+    }
+    let library = "$(ldconfig -p | sed -n 's/.*libibverbs.so.1 .*=> //p' | head -1 | xargs readlink -f)";
+    let cases = [
+        ("ip link set dummy0 down", "ip link set dummy0 up", "port 1 of rxe0 is not active (it is '1: DOWN'): check its cable"),
+        (
+            "mv /dev/infiniband /dev/away",
+            "mv /dev/away /dev/infiniband",
+            "rxe0 has no file below /dev/infiniband that may be opened",
+        ),
+        ("mount -t tmpfs none /etc/libibverbs.d", "umount /etc/libibverbs.d", "no provider library drives rxe0: install"),
+        (&format!("mount --bind /dev/null {library}"), &format!("umount {library}"), "libibverbs.so.1 cannot be opened"),
+        (
+            "rdma link delete rxe0",
+            "rdma link add rxe0 type rxe netdev dummy0",
+            "there is no RDMA device: /sys/class/infiniband is empty",
+        ),
+    ];
+    let shell = |script: &str| harness::tool("sh", &["-ec".as_ref(), script.as_ref()]);
+    let ground = Ground::new();
+    for (spoil, mend, expected) in cases {
+        shell(spoil);
+        let doctor = harness::text(&ground.output(&["doctor"]).stdout);
+        let insisted = ground.output(&[&["up", "--transport", "rdma"], &SMALL[..]].concat());
+        let auto = ground.output(&[&["run", "--local", "2"], &SMALL[..], &["--", "dayfly", "status"]].concat());
+        shell(mend);
+        assert!(doctor.contains(expected), "{spoil}: {doctor}");
+        assert!(!insisted.status.success() && harness::text(&insisted.stderr).contains(expected), "{spoil}: {insisted:?}");
+        assert!(auto.status.success() && harness::text(&auto.stdout).contains(expected), "{spoil}: {auto:?}");
+    }
+    ground.assert_clean();
+}
+
 #[test]
 fn without_a_card_auto_takes_tcp_and_says_why_and_rdma_is_refused() {
     let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());

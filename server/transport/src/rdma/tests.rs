@@ -106,6 +106,24 @@ fn growth(before: &BTreeMap<String, i64>) -> (String, i64) {
     grown.max_by_key(|(_, grown)| *grown).unwrap_or_default()
 }
 
+/// What is as it was once, and is to be again.
+struct Before {
+    descriptors: usize,
+    slabs: BTreeMap<String, i64>,
+}
+
+impl Before {
+    fn take() -> Self {
+        Self { descriptors: descriptors(), slabs: slabs() }
+    }
+
+    async fn is_again(&self) {
+        until("no descriptor more", || descriptors() <= self.descriptors).await;
+        let (cache, grown) = growth(&self.slabs);
+        assert!(grown < 500, "{cache} has {grown} objects more");
+    }
+}
+
 async fn until(what: &str, is_so: impl FnMut() -> bool) {
     until_within(TIMEOUT, what, is_so).await;
 }
@@ -202,7 +220,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     let (tcp, _) = tcp(0).await;
     let ours = rdma(tcp, Limits::default());
     let region = ours.region(64 << 20).unwrap();
-    let before = descriptors();
+    let before = Before::take();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     pull(&connection, &region, b"bulk", &[100_000; 8]).await;
     let waiting: Vec<_> = (0..64)
@@ -221,7 +239,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    until("no descriptor more", || descriptors() <= before).await;
+    before.is_again().await;
 }
 
 /// `tests/vm/rdma` runs the owner in another virtual machine, and tells where it is.
@@ -241,7 +259,7 @@ async fn two_hosts_of_which_one_is_reset() {
         sleep(Duration::from_millis(500)).await;
     };
     assert_eq!(ours.fallen_back(), []);
-    let before = (descriptors(), slabs());
+    let before = Before::take();
     for _ in 0..10 {
         pull(&connection, &region, b"bulk", &[110_000; 64]).await;
     }
@@ -265,9 +283,7 @@ async fn two_hosts_of_which_one_is_reset() {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    until("no descriptor more", || descriptors() <= before.0).await;
-    let (cache, grown) = growth(&before.1);
-    assert!(grown < 500, "{cache} has {grown} objects more");
+    before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -279,10 +295,10 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let staging = theirs.core.card().unwrap().staging.clone();
-    let (mut before, mut slabs_before) = (descriptors(), slabs());
+    let mut before = Before::take();
     for round in 0..4 {
         if round == 1 {
-            (before, slabs_before) = (descriptors(), slabs());
+            before = Before::take();
         }
         let (asker, mut output) = Role::start(&format!("asker {address}"));
         line_with(&mut output, "asking");
@@ -293,9 +309,7 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
         until("no queue pair", || theirs.status().queue_pairs == 0).await;
         assert!(staging.slot_within(limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(), "nothing is under way");
     }
-    until("no descriptor more", || descriptors() <= before).await;
-    let (cache, grown) = growth(&slabs_before);
-    assert!(grown < 500, "{cache} has {grown} objects more after three killed askers");
+    before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -305,6 +319,7 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
     }
     let two = Two::new(Limits::default()).await;
     two.pull(b"bulk", &[100_000; 16]).await;
+    let before = Before::take();
     let link = |state: &str| assert!(Command::new("ip").args(["link", "set", "dummy0", state]).status().unwrap().success());
     let reading = tokio::spawn({
         let (connection, region) = (two.connection.clone(), two.region.clone());
@@ -327,6 +342,8 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
     two.pull(b"bulk", &[100_000; 16]).await;
     assert!(two.written() > written + 1_500_000, "by RDMA");
     assert!(two.ours.status().failed > 0);
+    before.is_again().await;
+    assert!(two.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are back");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -391,6 +408,8 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
         return;
     }
     let two = Two::new(Limits::default()).await;
+    two.pull(b"bulk", &[100_000; 8]).await;
+    let before = Before::take();
     let (card, other) = (two.ours.core.card().unwrap(), two.theirs.core.card().unwrap());
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
     near.join(&far.end()).unwrap();
@@ -415,6 +434,8 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     two.pull(b"bulk", &[100_000; 8]).await;
     assert!(free && card.staging.slot_within(limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
     assert_eq!(two.ours.fallen_back(), []);
+    drop(target);
+    before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -425,6 +446,7 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     // Many more requests than receives: the card sends them again.
     let two = Two::new(Limits { receives: 2, ..Limits::default() }).await;
     let (connection, region) = (&two.connection, &two.region);
+    let before = Before::take();
     let requests = (0..200).map(|_| pull(connection, region, b"bulk", &[2000, 100]));
     futures_util::future::join_all(requests).await;
     assert!(two.written() > 200 * 2000);
@@ -441,6 +463,8 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     until("it ends", || lock(&noted.0).ended.is_some()).await;
     assert!(lock(&noted.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).ended);
     two.pull(b"bulk", &[100_000; 8]).await;
+    drop(far);
+    before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -451,8 +475,10 @@ async fn work_waits_for_room_in_the_completion_queue() {
     let small = Limits { receives: 16, completions: 90, send_depth: 64, ..Limits::default() };
     let two = Two::new(small).await;
     let (connection, region) = (&two.connection, &two.region);
+    let before = Before::take();
     let requests = (0..64).map(|_| pull(connection, region, b"bulk", &[1000; 100]));
     futures_util::future::join_all(requests).await;
+    before.is_again().await;
     assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
     assert!(Card::open(&Choice::default(), Limits { completions: 40, ..small }).is_err(), "less than one queue pair needs");
 }

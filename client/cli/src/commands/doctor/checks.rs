@@ -162,8 +162,16 @@ fn rates(path: &Path) -> io::Result<(f64, f64)> {
     Ok((written, TRIED_LEN as f64 / start.elapsed().as_secs_f64()))
 }
 
+/// A file that is gone with us, whatever becomes of us.
 fn nameless(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(nix::libc::O_TMPFILE).open(path)
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(0o600);
+    options.clone().custom_flags(nix::libc::O_TMPFILE).open(path).or_else(|_| {
+        // Not all file systems have files without a name from the start.
+        let path = path.join(format!(".dayfly-doctor-{}", std::process::id()));
+        let file = options.create_new(true).open(&path)?;
+        fs::remove_file(&path).map(|()| file)
+    })
 }
 
 fn preload_library() -> Finding {
