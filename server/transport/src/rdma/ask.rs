@@ -119,23 +119,30 @@ impl Asker {
             return Outcome::Unfit(slots);
         };
         let Some(keys) = buffer.keys() else { return Outcome::Unfit(slots) };
-        let number = self.next.fetch_add(1, Ordering::Relaxed) & !PROGRESS;
         let answer = Remote { address: buffer.address() + answer_at as u64, key: keys.remote };
-        let request = Request { ask, number, answer, answer_len: room as u32, places, message: message.to_vec() };
-        request.encode(&mut buffer[..asked_len]);
         let (done, mut outcome) = oneshot::channel();
-        let (message, progress) = (Arc::new(buffer), Arc::new(Mutex::new(Instant::now())));
-        let work = Work { action: Action::Send, address: message.address(), len: asked_len as u32, local_key: keys.local };
-        {
+        let progress = Arc::new(Mutex::new(Instant::now()));
+        let message = {
             let mut requests = self.pending.lock();
             // Looked at under the lock under which the end takes all requests.
             if self.pending.ended.borrow().is_some() {
-                return Outcome::Failed(slots, number);
+                return Outcome::Unfit(slots);
             }
-            let (message, progress) = (message.clone(), progress.clone());
-            let is_offer = ask == Ask::Offer;
-            requests.insert(number, Waiting { slots, message, answer_at, is_offer, progress, done, _permit: permit });
-        }
+            // Numbers come round again, and some request may be waiting still.
+            let number = loop {
+                let next = self.next.fetch_add(1, Ordering::Relaxed) & !PROGRESS;
+                if !requests.contains_key(&next) {
+                    break next;
+                }
+            };
+            let request = Request { ask, number, answer, answer_len: room as u32, places, message: message.to_vec() };
+            request.encode(&mut buffer[..asked_len]);
+            let (message, is_offer) = (Arc::new(buffer), ask == Ask::Offer);
+            let (held, progress) = (message.clone(), progress.clone());
+            requests.insert(number, Waiting { slots, message: held, answer_at, is_offer, progress, done, _permit: permit });
+            message
+        };
+        let work = Work { action: Action::Send, address: message.address(), len: asked_len as u32, local_key: keys.local };
         self.engine.post(self.queue, Batch { works: vec![work], hold: Box::new(message), done: None });
         loop {
             let age = progress.lock().unwrap_or_else(PoisonError::into_inner).elapsed();

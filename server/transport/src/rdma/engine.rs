@@ -377,15 +377,21 @@ impl Running {
                 match completion.wr_id {
                     id if id & LAST != 0 => self.drained(queue),
                     id if completion.status == 0 => self.completed(queue, id),
-                    _ => {
-                        let reason = self.device.status_words(completion.status);
-                        self.begin_end(queue, &reason, true);
-                    }
+                    id => self.failed(queue, id, completion.status),
                 }
             }
             if polled < POLLED_TOGETHER {
                 return Ok(taken);
             }
+        }
+    }
+
+    fn failed(&mut self, queue: QueueId, id: u64, status: u32) {
+        // It may be of one that is gone and had the number before.
+        let is_ours = |queue: &Queue| queue.posted.iter().any(|(posted, _)| *posted == id);
+        if self.queues.get(&queue).is_some_and(is_ours) {
+            let reason = self.device.status_words(status);
+            self.begin_end(queue, &reason, true);
         }
     }
 
