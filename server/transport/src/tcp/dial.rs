@@ -99,8 +99,9 @@ async fn watch(life: Arc<Life>, control: Sender, links: Vec<Arc<Pending>>) {
         let ping = Outgoing::Frame { kind: Kind::Ping, request: 0, argument: 0, body: Vec::new() };
         // A full queue is being written, which tells as much as a ping.
         let _ = control.try_send(ping);
-        sleep(PING_INTERVAL).await;
-        if life.silence() > PEER_LOST_TIMEOUT {
+        // Not past the moment at which it is lost.
+        sleep(PING_INTERVAL.min(PEER_LOST_TIMEOUT.saturating_sub(life.silence()))).await;
+        if life.silence() >= PEER_LOST_TIMEOUT {
             life.lose(&format!("no byte came from it for {} s", PEER_LOST_TIMEOUT.as_secs()));
         }
     }
