@@ -41,7 +41,7 @@ fn child(cluster: &Cluster, words: &str) -> Child {
 fn child_of_the_read_path() {
     let Ok(words) = std::env::var(CHILD) else { return };
     let words: Vec<&str> = words.split(' ').collect();
-    let location = dayfly_client::locate::find().unwrap();
+    let location = dayfly_client::locate::find(None).unwrap();
     let session = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(words[1].parse().unwrap())).unwrap();
     let view = View::new(session);
     let number = |at: usize| words[at].parse::<usize>().unwrap();

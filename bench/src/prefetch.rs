@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: &Prefetch) -> Result<(), Failure> {
 }
 
 fn watch(seconds: f64, pace: f64) -> Result<(), Failure> {
-    let session = Session::attach_to(&locate::find()?, NodeId(0))?;
+    let session = Session::attach_to(&locate::find(None)?, NodeId(0))?;
     let datasets = session.datasets()?;
     let dataset = datasets.first().ok_or("the session has no dataset")?;
     let order: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(1, 0).collect();

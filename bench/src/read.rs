@@ -89,7 +89,7 @@ enum How {
 
 pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
     fault::install(nix::libc::sigaction)?;
-    let view = View::new(Session::attach_to(&locate::find()?, NodeId(arguments.node))?);
+    let view = View::new(Session::attach_to(&locate::find(None)?, NodeId(arguments.node))?);
     let datasets = view.session().datasets()?;
     let dataset = datasets.first().ok_or("the session has no dataset")?;
     let samples = chosen(dataset, arguments);

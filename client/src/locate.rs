@@ -29,8 +29,10 @@ const LOCK_ATTEMPTS: usize = 50;
 const LOCK_INTERVAL: Duration = Duration::from_millis(2);
 /// Tries at making a session's folder while others end.
 const CREATE_ATTEMPTS_MAX: usize = 10;
-/// Held by `up` while servers start, so that nobody takes the folder for a leftover.
-const STARTING_LOCK: &str = "starting.lock";
+/// Held by who keeps the session, for as long as that lives, and has its process id; and by a server while it starts.
+const KEEPER_LOCK: &str = "keeper.lock";
+/// The manager's name of the job that the session is part of.
+const JOB: &str = "job";
 
 /// A session's folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,25 +43,34 @@ pub struct Location {
     pub folder: PathBuf,
 }
 
-/// The folder of all sessions of this user.
-pub fn runtime_dir() -> PathBuf {
+/// The folder in which each user has one.
+pub fn runtime_base() -> PathBuf {
     let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
     // Servers work in another folder than whoever starts them.
-    let base = std::path::absolute(&base).unwrap_or(base);
+    std::path::absolute(&base).unwrap_or(base)
+}
+
+/// The folder of all sessions of this user, below one for all users.
+pub fn runtime_dir_in(base: &Path) -> PathBuf {
     base.join(format!("dayfly-{}", geteuid()))
 }
 
-/// Makes the folder of a new session. The lock that is returned keeps it until a server holds one of its own.
-pub fn create(session: SessionId) -> Result<(Location, Flock<File>), ClientError> {
-    let all = runtime_dir();
+/// The folder of all sessions of this user.
+pub fn runtime_dir() -> PathBuf {
+    runtime_dir_in(&runtime_base())
+}
+
+/// Makes the folder of a session, if it is not there. The lock keeps it until a server holds one of its own; there is none if somebody
+/// else keeps it.
+pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Option<Flock<File>>), ClientError> {
     let folder = all.join(session.to_string());
     // Another session's end may remove the folder of all between two steps; then once more.
     for attempt in 1..=CREATE_ATTEMPTS_MAX {
-        match create_private(&all) {
+        match create_private(all) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
             _ => {}
         }
-        match check_private(&all).and_then(|()| Ok(create_locked(&folder)?)) {
+        match check_private(all).and_then(|()| Ok(create_locked(&folder, job)?)) {
             Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound && attempt < CREATE_ATTEMPTS_MAX => {}
             Err(error) => return Err(error),
             Ok(lock) => return Ok((Location { session, folder }, lock)),
@@ -69,10 +80,19 @@ pub fn create(session: SessionId) -> Result<(Location, Flock<File>), ClientError
 }
 
 /// A session's folder with its lock; "not found" where another `up` took it for a leftover before it was locked.
-fn create_locked(folder: &Path) -> io::Result<Flock<File>> {
-    create_private(folder)?;
-    let path = folder.join(STARTING_LOCK);
-    let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
+fn create_locked(folder: &Path, job: Option<&str>) -> io::Result<Option<Flock<File>>> {
+    match create_private(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let path = folder.join(KEEPER_LOCK);
+    let lock = lock_file(&path)?;
+    if lock.is_some() {
+        fs::write(&path, std::process::id().to_string())?;
+        if let Some(job) = job {
+            fs::write(folder.join(JOB), job)?;
+        }
+    }
     fs::metadata(&path).map(|_| lock)
 }
 
@@ -87,14 +107,13 @@ fn check_private(folder: &Path) -> Result<(), ClientError> {
 }
 
 /// All folders of sessions, running or left over.
-pub fn all() -> Result<Vec<Location>, ClientError> {
-    let folder = runtime_dir();
-    if fs::symlink_metadata(&folder).is_err() {
+pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
+    if fs::symlink_metadata(folder).is_err() {
         return Ok(Vec::new());
     }
-    check_private(&folder)?;
+    check_private(folder)?;
     let mut found = Vec::new();
-    for entry in fs::read_dir(&folder)? {
+    for entry in fs::read_dir(folder)? {
         let name = entry?.file_name();
         if let Some(session) = name.to_str().and_then(|name| name.parse().ok()) {
             found.push(Location { session, folder: folder.join(name) });
@@ -106,11 +125,12 @@ pub fn all() -> Result<Vec<Location>, ClientError> {
 
 /// The sessions of which a server lives here.
 pub fn running() -> Result<Vec<Location>, ClientError> {
-    Ok(all()?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
+    Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
-/// The session that is meant: by `DAYFLY_SESSION`, else the only one.
-pub fn find() -> Result<Location, ClientError> {
+/// The session that is meant: by `DAYFLY_SESSION`, else the job's (named as its manager does), else the only one that is not of
+/// another job.
+pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
     let mut running = running()?;
     let names = |running: &[Location]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
     if let Some(name) = env::var_os(SESSION_VARIABLE).filter(|name| !name.is_empty()) {
@@ -120,6 +140,14 @@ pub fn find() -> Result<Location, ClientError> {
             Some(found) => Ok(running.swap_remove(found)),
             None => Err(ClientError::Unknown { name, running: names(&running) }),
         };
+    }
+    if job.is_some() {
+        let of_job = |location: &Location| location.job().as_deref() == job;
+        if running.iter().any(of_job) {
+            running.retain(of_job);
+        } else {
+            running.retain(|location| location.job().is_none());
+        }
     }
     match running.len() {
         0 => Err(ClientError::NoSession),
@@ -191,6 +219,17 @@ impl Location {
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
+    /// The process that keeps the session, if it is on this machine and lives.
+    pub fn keeper(&self) -> Option<i32> {
+        let path = self.folder.join(KEEPER_LOCK);
+        is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
+    }
+
+    /// The manager's name of the job that the session is part of.
+    pub fn job(&self) -> Option<String> {
+        fs::read_to_string(self.folder.join(JOB)).ok()
+    }
+
     /// The node that this process belongs to: by `DAYFLY_NODE`, else the lowest here.
     pub fn my_node(&self) -> Result<NodeId, ClientError> {
         let nodes = self.live_nodes();
@@ -204,15 +243,9 @@ impl Location {
         })
     }
 
-    /// Removes the folder if no server lives and none is being started; says whether it did.
-    pub fn remove_if_dead(&self) -> io::Result<bool> {
-        if is_locked(&self.folder.join(STARTING_LOCK)) || !self.live_nodes().is_empty() {
-            return Ok(false);
-        }
-        match fs::remove_dir_all(&self.folder) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(true),
-        }
+    /// Whether the folder is left over: no server lives and nobody keeps it.
+    pub fn is_dead(&self) -> bool {
+        !is_locked(&self.folder.join(KEEPER_LOCK)) && self.live_nodes().is_empty()
     }
 }
 

@@ -125,8 +125,10 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 pub const PEER_REQUESTS_MAX: usize = 256;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes under way on a listener: strangers share these, members retry.
-pub const HANDSHAKES_MAX: usize = 64;
+/// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
+pub const HANDSHAKES_MAX: usize = 512;
+/// A message between who starts servers and a server; the longest is the roster.
+pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
 /// Arena of a server when `--memory` is not given.
 pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 /// The arena gives out room in units of a cache line, so that neighbours never share one.
@@ -205,8 +207,20 @@ pub const PEER_LOST_TIMEOUT: Duration = Duration::from_secs(5);
 pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// A client's wait for its server.
 pub const SERVER_TIMEOUT: Duration = Duration::from_secs(30);
-/// All servers ready at `up`.
+/// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
+pub const PAIRS_ALL_TRIED_NODES: usize = 16;
+/// Nodes that a node tells who all are, and how to reach them; and servers that a server starts, where the launcher has no tree of its own.
+pub const TREE_WIDTH: usize = 16;
+/// Pairs that do not reach each other as they should, named at the start; all show in `status`.
+pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
+/// Who started a server tells it so often that the session goes on, and hears that the server does.
+pub const LEASE_INTERVAL: Duration = Duration::from_secs(1);
+/// A server that does not hear it for so long ends. Counted in intervals, so that who was stopped does not find it run out.
+pub const LEASE_TIMEOUT: Duration = Duration::from_secs(6);
+/// What was started to start servers may take so long to end once they have.
+pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Preparing a dataset on a node: it reads the catalog from another node and checks it whole.
 pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(300);
 /// A server's way from `down` to its end.

@@ -302,9 +302,10 @@ impl Client {
                 };
                 self.socket.send(&FromServer::Event(event), &[]).await
             }
-            Command::Down => {
-                let freed_bytes = self.server.on_drives(|server| server.end()).await.map_err(io::Error::other)?;
-                self.socket.send(&FromServer::Event(Event::Down { freed_bytes }), &[]).await
+            Command::Down { but } => {
+                let all = || (0..=u16::MAX).collect();
+                let (nodes, freed_bytes, untold) = self.server.end_all_but(&but.unwrap_or_else(all)).await;
+                self.socket.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await
             }
             Command::StageIn(request) => {
                 let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::{NodeId, SessionId};
 
-pub use dayfly_transport::{Ability, Agreement, Choice, Options, Preference, agree};
+pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
 pub use server::{Server, StartError};
 
 /// What a server is told when it starts.
@@ -31,8 +31,10 @@ pub use server::{Server, StartError};
 pub struct Config {
     /// The session.
     pub session: SessionId,
-    /// Its key. Never logged, never shown.
-    pub key: Arc<[u8; 32]>,
+    /// Its key.
+    pub key: Arc<Key>,
+    /// Whether all that goes between nodes is encrypted.
+    pub encrypt: bool,
     /// This node.
     pub node: NodeId,
     /// Where peers reach it; port 0 for any.

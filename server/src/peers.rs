@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{OFFER_TIMEOUT, REDIAL_INTERVAL};
+use dayfly_meta::limits::{OFFER_TIMEOUT, PAIRS_ALL_TRIED_NODES, REDIAL_INTERVAL};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
@@ -50,15 +50,18 @@ impl Peers {
         Self { me, transport, roster: OnceLock::new() }
     }
 
-    /// Takes the roster, once, and connects to everyone in it.
-    pub(crate) async fn join(&self, addresses: &[SocketAddr]) -> Result<(), PeerError> {
+    /// Takes the roster, once.
+    pub(crate) fn set(&self, addresses: &[SocketAddr]) {
         let peer = |&address: &SocketAddr| Peer { address, connection: Mutex::default() };
-        if self.roster.set(addresses.iter().map(peer).collect()).is_err() {
-            return Ok(());
-        }
-        let others = self.nodes().filter(|&node| node != self.me);
-        let connecting = others.map(|node| async move { self.connection(node).await.map(drop) });
-        futures_util::future::try_join_all(connecting).await.map(drop)
+        // Whoever tells it a second time tells the same.
+        let _ = self.roster.set(addresses.iter().map(peer).collect());
+    }
+
+    /// Connects to those whom this node meets at the start.
+    pub(crate) async fn meet(&self) -> Result<(), PeerError> {
+        let meeting = neighbours(self.me.index(), self.count());
+        let meeting = meeting.into_iter().map(|node| async move { self.connection(NodeId(node as u16)).await.map(drop) });
+        futures_util::future::try_join_all(meeting).await.map(drop)
     }
 
     pub(crate) fn count(&self) -> usize {
@@ -143,5 +146,30 @@ fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {
         Ok(Reply::Failed { reason }) => Err(PeerError::Failed { node, reason }),
         Ok(reply) => Ok(reply),
         Err(_) => Err(PeerError::Invalid(node)),
+    }
+}
+
+/// Whom a node meets at the start: everyone, while that are few; else those 1, 2, 4, 8 ... places on, so that connections grow with the
+/// logarithm of the number of nodes, and near and far ways are tried.
+fn neighbours(me: usize, count: usize) -> Vec<usize> {
+    if count <= PAIRS_ALL_TRIED_NODES {
+        return (0..count).filter(|&node| node != me).collect();
+    }
+    std::iter::successors(Some(1), |step| Some(step * 2))
+        .take_while(|&step| step < count)
+        .map(|step| (me + step) % count)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_meet_all_and_many_meet_a_few() {
+        assert_eq!(neighbours(1, 3), [0, 2]);
+        assert_eq!(neighbours(0, 1), []);
+        assert_eq!(neighbours(15, 17), [16, 0, 2, 6, 14]);
+        assert_eq!(neighbours(4095, 4096).len(), 12);
     }
 }

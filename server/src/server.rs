@@ -1,5 +1,6 @@
 //! The server: its parts put together, and what it does with each peer's request.
 
+mod membership;
 mod policy;
 mod status;
 
@@ -14,8 +15,8 @@ use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
-use dayfly_transport::tcp::Identity;
-use dayfly_transport::{Ability, Agreement, Answer, Incoming, Piece, Region, Service, Serving, Transport};
+use dayfly_transport::tcp::{Identity, Purpose};
+use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
@@ -60,9 +61,6 @@ pub enum StartError {
         /// Why.
         error: io::Error,
     },
-    /// Another node cannot be reached.
-    #[error("{0}")]
-    Peer(String),
 }
 
 /// One node of a session.
@@ -97,7 +95,8 @@ impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
-        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node };
+        let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
@@ -143,22 +142,6 @@ impl Server {
     /// By what peers could reach this server.
     pub fn ability(&self) -> Ability {
         self.transport.ability()
-    }
-
-    /// Takes note of what all nodes have agreed on.
-    pub fn agree(&self, agreement: Agreement) {
-        self.transport.agree(agreement);
-    }
-
-    /// Peers that are not reached as was agreed, each in words.
-    pub fn fallen_back(&self) -> Vec<String> {
-        let words = |(peer, why)| format!("node {} does not reach node {peer}: {why}", self.config.node);
-        self.transport.fallen_back().into_iter().map(words).collect()
-    }
-
-    /// Takes the roster and connects to everyone in it.
-    pub async fn join(&self, roster: &[SocketAddr]) -> Result<(), StartError> {
-        self.peers.join(roster).await.map_err(|error| StartError::Peer(error.to_string()))
     }
 
     /// Waits until the session has ended here.
@@ -321,6 +304,17 @@ impl Server {
             Request::Tune(policy) => {
                 self.tune(policy).await?;
                 Ok(done)
+            }
+            Request::Join { addresses, network } => {
+                let addresses: Option<Vec<SocketAddr>> = addresses.iter().map(|address| address.parse().ok()).collect();
+                let addresses = addresses.ok_or("the roster has what is no address")?;
+                let fallen_back = self.join(&addresses, membership::agreement(network)).await?;
+                Ok((Reply::Joined { fallen_back }, Vec::new()))
+            }
+            Request::Agree(network) => self.agree(membership::agreement(network)).await.map(|()| done),
+            Request::End => {
+                let freed_bytes = self.on_drives(Self::end).await?;
+                Ok((Reply::Ended { freed_bytes }, Vec::new()))
             }
         }
     }

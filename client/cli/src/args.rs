@@ -19,7 +19,7 @@ use crate::size;
 /// system calls.
 ///
 /// A path of the namespace is written as programs see it, prefix included (/dayfly/train); any other path is a local file.
-/// The session meant is that of DAYFLY_SESSION, else the only one you run on this machine.
+/// The session meant is that of DAYFLY_SESSION, else your job's, else the only one you run on this machine.
 /// Exit status: 0 done, 1 failed, 2 wrong usage; of run and exec, CMD's own, or 125 if they failed themselves, 126 if CMD cannot be
 /// run, 127 if it is not there.
 #[derive(Parser)]
@@ -49,24 +49,33 @@ pub(crate) enum Command {
     Tune(Tune),
     Doctor(Doctor),
     Down(Down),
-    #[command(hide = true)]
-    Serve,
+    Clean(Clean),
+    Serve(Serve),
     #[command(hide = true)]
     IsPreloaded,
 }
 
 /// Start a session: one server a node; print its id once all are ready.
+///
+/// Within a job of Slurm, Flux, PBS or LSF one is started on each of its nodes, by the manager's own command; elsewhere one on this
+/// machine, or those of --local, --hosts or --hostfile. A process stays behind that keeps the session: it ends when that process is
+/// ended, with the job for one.
 #[derive(Args)]
 pub(crate) struct Up {
     #[command(flatten)]
     pub(crate) session: SessionOptions,
+    /// Stay until the session ends, and end it when this is interrupted.
+    #[arg(long)]
+    pub(crate) foreground: bool,
+    /// The same, for an `up` that does not.
+    #[arg(long, hide = true)]
+    pub(crate) background: bool,
 }
 
 #[derive(Args, Clone)]
 pub(crate) struct SessionOptions {
-    /// Start N servers on this machine, each a node with its own data folder, socket and address.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=250))]
-    pub(crate) local: u16,
+    #[command(flatten)]
+    pub(crate) launch: LaunchOptions,
     /// Keep blocks below DIR; may be given for several drives. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
@@ -94,12 +103,52 @@ pub(crate) struct SessionOptions {
     /// Traffic class of RDMA packets; of RoCE the IP header's: DSCP x 4.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) traffic_class: u8,
+    /// Encrypt and authenticate every byte between nodes: by TCP then, for a card writes bytes as they are. See docs/SECURITY.md.
+    #[arg(long)]
+    pub(crate) encrypt: bool,
     /// Check every block that is read against the checksum taken at stage-in.
     #[arg(long)]
     pub(crate) verify_reads: bool,
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
     #[arg(long)]
     pub(crate) allow_network_data_dir: bool,
+}
+
+/// Where servers run, and how they are started.
+#[derive(Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Where servers run")]
+pub(crate) struct LaunchOptions {
+    /// Start N servers on this machine, each a node with its own data folder, socket and address. [default: 1, where this is no job]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
+    pub(crate) local: Option<u16>,
+    /// Start one on each of these, by ssh unless --launcher says otherwise. As managers write it: n[1-3,7],login
+    #[arg(long, value_name = "HOST,...", conflicts_with = "hostfile")]
+    pub(crate) hosts: Vec<String>,
+    /// The same, from a file: the first word of each line.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hostfile: Option<PathBuf>,
+    /// How to start them. [default: the manager's whose job this is, on all of its nodes]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(crate::launch::launcher_names()))]
+    pub(crate) launcher: Option<String>,
+    /// More options for what starts them, parted at spaces; may be given several times.
+    #[arg(long, value_name = "OPTIONS", allow_hyphen_values = true)]
+    pub(crate) launcher_args: Vec<String>,
+    /// With --launcher manual: how many will be started by hand, by 'dayfly serve'.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) nodes: Option<u16>,
+    /// Where the launcher gives servers no standard input, and by hand: the file that tells them the session and its key, on a file
+    /// system that all nodes see. It is readable by you alone, and removed once all have come. [default: in the working directory]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) key_file: Option<PathBuf>,
+    /// How long nodes may take to come and to find each other.
+    #[arg(long, value_name = "SECONDS", default_value_t = dayfly_meta::limits::START_TIMEOUT.as_secs(), value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub(crate) start_timeout: u64,
+    /// Go on without nodes that do not come, if so many do. [default: all]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) min_nodes: Option<u16>,
+    /// The network interface by which nodes reach each other. [default: that by which they find who started them]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) interface: Option<String>,
 }
 
 /// Values of --transport.
@@ -410,6 +459,30 @@ fn cache(text: &str) -> Result<u64, String> {
         "off" => Ok(0),
         number => size::parse(number),
     }
+}
+
+/// Be a node's server. 'dayfly up' starts these; by hand only where it does not know how.
+///
+/// There, 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N of them, started with the same --key-file. They end
+/// with the session, or with who started it.
+#[derive(Args)]
+pub(crate) struct Serve {
+    /// What 'dayfly up' has written for its servers; '-' is standard input.
+    #[arg(long, value_name = "FILE", default_value = "-")]
+    pub(crate) key_file: PathBuf,
+    /// Where 'dayfly up' is, if it is not to be found where it says.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) rendezvous: Option<String>,
+}
+
+/// Remove what sessions left on this machine whose servers were killed: empty folders, sockets and locks; never a running one's.
+///
+/// For users, and for epilogs of batch systems, on behalf of the job's user. 'dayfly up' does the same before it starts anything.
+#[derive(Args)]
+pub(crate) struct Clean {
+    /// Clean this data dir too; may be given several times. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
 }
 
 /// End the session on all nodes and give everything back; done already is as good.

@@ -1,6 +1,7 @@
 //! The commands, each a file.
 
 mod cat;
+mod clean;
 mod cp;
 mod df;
 mod doctor;
@@ -11,6 +12,7 @@ mod ls;
 mod metrics;
 mod run;
 mod serve;
+mod signals;
 mod stage_in;
 mod stat;
 mod status;
@@ -27,7 +29,7 @@ use crate::failure::Failure;
 /// Runs a command.
 pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
     match command {
-        Command::Up(arguments) => up::run(arguments),
+        Command::Up(arguments) => up::run(&arguments),
         Command::StageIn(arguments) => stage_in::run(arguments),
         Command::Run(arguments) => run::run(arguments),
         Command::Exec(arguments) => exec::run(arguments),
@@ -45,7 +47,15 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Tune(arguments) => tune::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Down(_) => down::run(),
-        Command::Serve => serve::run(),
+        Command::Clean(arguments) => clean::run(&arguments),
+        Command::Serve(arguments) => serve::run(&arguments),
         Command::IsPreloaded => Ok(if crate::preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
+    }
+}
+
+/// For who has a session's key: no core file of this process, and no other process of this user looks into it.
+fn harden() {
+    if let Err(error) = nix::sys::prctl::set_dumpable(false) {
+        crate::failure::complain(format_args!("this process can be looked into by others of its user: {error}"));
     }
 }

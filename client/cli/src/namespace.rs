@@ -8,10 +8,11 @@ use dayfly_client::{Session, View, ViewError};
 use dayfly_meta::path::{display, normalize};
 
 use crate::failure::Failure;
+use crate::launch;
 
 /// The session that is meant.
 pub(crate) fn location() -> Result<Location, Failure> {
-    Ok(locate::find()?)
+    Ok(locate::find(launch::job().as_deref())?)
 }
 
 /// The view of this process's node.

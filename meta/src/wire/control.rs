@@ -14,8 +14,11 @@ pub enum Command {
     Status,
     /// Change how nodes read ahead and what they keep, on all of them. Event: `Tuned`.
     Tune(Policy),
-    /// End the session on this node. Event: `Down`, then the server ends.
-    Down,
+    /// End the session on this node, and, if it says so, on those that are not in the list. Event: `Down`, then the server ends.
+    Down {
+        /// Nodes that are told by others; `None` if all are.
+        but: Option<Vec<u16>>,
+    },
 }
 
 /// What to stage in.
@@ -77,10 +80,14 @@ pub enum Event {
     Status(Status),
     /// All nodes do as they were told; this is what holds now.
     Tuned(Policy),
-    /// This node serves no longer.
+    /// This node, and those that it was to tell, serve no longer.
     Down {
+        /// How many they are.
+        nodes: u16,
         /// Bytes given up on the data dirs.
         freed_bytes: u64,
+        /// Those that could not be told, and why.
+        untold: Vec<String>,
     },
     /// The command failed and left nothing behind.
     Failed {

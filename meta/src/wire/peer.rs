@@ -132,11 +132,32 @@ pub enum Request {
     Status,
     /// From the node that the user told it: how to read ahead and what to keep. Reply: `Done`.
     Tune(Policy),
+    /// From the node above in the tree: who all nodes are. Meet them, and tell those below. Reply: `Joined`.
+    Join {
+        /// Every node's address, in order.
+        addresses: Vec<String>,
+        /// How to try to reach them: by RDMA, with what is not as it should be, or by TCP, and why.
+        network: Result<Option<String>, String>,
+    },
+    /// From the node above in the tree: how all reach each other from now on. Tell those below. Reply: `Done`.
+    Agree(Result<Option<String>, String>),
+    /// From the node that the user told it: end the session. Reply: `Ended`, then the server ends.
+    End,
 }
 
 /// What a server answers.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Reply {
+    /// The node and all below it have met their peers.
+    Joined {
+        /// Those that are not reached in the way that was tried, in words.
+        fallen_back: Vec<String>,
+    },
+    /// The node serves no longer.
+    Ended {
+        /// Bytes given up on its data dirs.
+        freed_bytes: u64,
+    },
     /// Done; bytes, if any, lie in the slots.
     Done,
     /// The wanted chunks lie in their slots, but for these, which are not here.

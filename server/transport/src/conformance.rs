@@ -1,7 +1,7 @@
-//! What every transport promises: one body, run over TCP and over the fault decorator.
+//! What every transport promises: one body, run over TCP, plain and sealed, over the fault decorator, and over RDMA.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -9,9 +9,10 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 
 use super::*;
+use crate::Key;
 use crate::fault::{Fault, Faulty, Plan};
 use crate::rdma::{Choice, Rdma};
-use crate::tcp::{Identity, Tcp};
+use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -71,7 +72,11 @@ impl Service for Echo {
 }
 
 pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
-    let identity = Identity { session: SessionId([9; 8]), key: Arc::new([3; 32]), node: NodeId(node) };
+    tcp_for(node, Purpose::Peer).await
+}
+
+async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
+    let identity = Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose };
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
 }
 
@@ -166,6 +171,151 @@ async fn tcp_conforms() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sealed_tcp_conforms() {
+    let ((ours, _), (theirs, address)) = (tcp_for(0, Purpose::SealedPeer).await, tcp_for(1, Purpose::SealedPeer).await);
+    conforms(&ours, &theirs, address).await;
+}
+
+/// Passes connections on to `to`, one byte of the stream changed on request; tells all that went by, both ways.
+async fn tap(to: SocketAddr, change_at: Option<usize>) -> (SocketAddr, Arc<Mutex<Vec<u8>>>) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (address, seen) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let all = seen.clone();
+    tokio::spawn(async move {
+        loop {
+            let (near, far) = (listener.accept().await.unwrap().0, tokio::net::TcpStream::connect(to).await.unwrap());
+            let ((near_read, near_write), (far_read, far_write)) = (near.into_split(), far.into_split());
+            for (mut from, mut to, change_at) in [(near_read, far_write, None), (far_read, near_write, change_at)] {
+                let all = all.clone();
+                tokio::spawn(async move {
+                    let (mut buffer, mut passed) = (vec![0; 64 << 10], 0);
+                    while let Ok(got @ 1..) = from.read(&mut buffer).await {
+                        if let Some(at) = change_at.filter(|&at| (passed..passed + got).contains(&at)) {
+                            buffer[at - passed] ^= 1;
+                        }
+                        passed += got;
+                        all.lock().unwrap().extend_from_slice(&buffer[..got]);
+                        if to.write_all(&buffer[..got]).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        }
+    });
+    (address, seen)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
+    let secret = pattern(100_000);
+    for (purpose, is_plain) in [(Purpose::Peer, true), (Purpose::SealedPeer, false)] {
+        let ((ours, _), (theirs, address)) = (tcp_for(0, purpose).await, tcp_for(1, purpose).await);
+        let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+        let region = ours.region(16 << 20).unwrap();
+        let pull = async |address| {
+            let connection = ours.connect(NodeId(1), address).await.unwrap();
+            let slot = region.slot_within(100_000, TIMEOUT).await.unwrap();
+            let pulled = connection.pull(b"file".to_vec(), vec![slot], TIMEOUT).await;
+            pulled.map(|pulled| pulled.slots[0][..100_000] == secret[..])
+        };
+        let (tapped, seen) = tap(address, None).await;
+        assert_eq!(pull(tapped).await, Ok(true));
+        let is_seen = seen.lock().unwrap().windows(64).any(|window| window == &secret[5000..5064]);
+        assert_eq!(is_seen, is_plain);
+        let (tapped, _) = tap(address, Some(50_000)).await;
+        match pull(tapped).await {
+            Ok(is_right) => assert!(is_plain && !is_right, "what is plain can be changed"),
+            Err(error) => assert!(!is_plain && error.to_string().contains("changed on its way"), "{error}"),
+        }
+    }
+    let (sealed, _) = tcp_for(0, Purpose::SealedPeer).await;
+    let sealed = Rdma::without(sealed, Preference::Auto, crate::rdma::RdmaError::Sealed);
+    assert!(sealed.ability().rdma.is_err_and(|why| why.contains("--encrypt")));
+}
+
+/// What strangers cost: threads of this process may use so much memory for them, and members so much time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_half_open_connections_delay_no_member() {
+    let strangers: usize = match nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap() {
+        (_, hard) if hard >= 25_000 => {
+            nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard).unwrap();
+            10_000
+        }
+        (_, hard) => hard as usize / 4,
+    };
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
+    let resident = || {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+    };
+    let (before, mut silent, mut slowest) = (resident(), Vec::with_capacity(strangers), Duration::ZERO);
+    for number in 0..strangers {
+        silent.push(tokio::net::TcpStream::connect(address).await.unwrap());
+        if number % (strangers / 10) == 0 {
+            let start = Instant::now();
+            let connection = ours.connect(NodeId(1), address).await.unwrap();
+            connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
+            slowest = slowest.max(start.elapsed());
+        }
+    }
+    let grown = resident().saturating_sub(before);
+    let _ = io::Write::write_fmt(
+        &mut io::stderr(),
+        format_args!("{strangers} strangers: {grown} bytes, slowest member {slowest:?}\n"),
+    );
+    assert!(slowest < Duration::from_secs(1), "{slowest:?}");
+    assert!(grown < 64 << 20, "{grown}");
+}
+
+/// A stranger's bytes, of any kind: no answer but to what was recorded, no panic, and the door stays open.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fuzzed_handshakes_get_nowhere() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let seconds = std::env::var("DAYFLY_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(0.5);
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
+    // A true handshake, to be changed.
+    let (tapped, seen) = tap(address, None).await;
+    ours.connect(NodeId(1), tapped).await.unwrap();
+    let good = seen.lock().unwrap().clone();
+    let mut seed = [0; 8];
+    getrandom::fill(&mut seed).unwrap();
+    let mut state = u64::from_le_bytes(seed) | 1;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as usize
+    };
+    let (start, mut rounds) = (Instant::now(), 0);
+    while start.elapsed().as_secs_f64() < seconds {
+        let mut bytes = good[..1 + random() % good.len()].to_vec();
+        for _ in 0..random() % 4 {
+            let at = random() % bytes.len();
+            match random() % 3 {
+                0 => bytes[at] = random() as u8,
+                1 => drop(bytes.splice(at..at, (0..random() % 300).map(|byte| byte as u8))),
+                _ => bytes.truncate(at + 1),
+            }
+        }
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        // It may be shut in the middle.
+        let _ = stream.write_all(&bytes).await;
+        let _ = stream.shutdown().await;
+        let mut answer = Vec::new();
+        let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
+        // A recorded first message is answered once, with what is no use without the key.
+        assert!(answer.len() < 128, "seed {seed:?}: {} bytes", answer.len());
+        rounds += 1;
+    }
+    ours.connect(NodeId(1), address).await.unwrap().pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
+    let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("{rounds} strangers\n"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_conforms_when_slow() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let plan: Plan = Arc::new(|number| (number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(number % 7))));
@@ -241,7 +391,8 @@ async fn a_stranger_is_told_nothing() {
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
         assert!(answer.is_empty());
     }
-    let identity = Identity { session: SessionId([9; 8]), key: Arc::new([4; 32]), node: NodeId(0) };
+    let identity =
+        Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([4; 32])), node: NodeId(0), purpose: Purpose::Peer };
     let (stranger, _) = Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap();
     assert!(matches!(stranger.connect(NodeId(1), address).await, Err(TransportError::Lost { .. })));
 }

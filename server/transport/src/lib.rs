@@ -7,8 +7,10 @@
 
 #[cfg(feature = "async-rdma")]
 pub mod async_rdma;
+pub mod channel;
 mod cold;
 pub mod fault;
+mod key;
 pub mod probe;
 pub mod rdma;
 mod region;
@@ -26,6 +28,7 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 
+pub use key::Key;
 pub use rdma::{Ability, Agreement, Choice, Preference, agree};
 pub use region::{Region, Slot};
 
@@ -223,7 +226,11 @@ pub async fn open(
     address: SocketAddr,
     options: &Options,
 ) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
+    let is_sealed = identity.purpose == tcp::Purpose::SealedPeer;
     let (tcp, address) = tcp::Tcp::bind(identity, address).await?;
+    if is_sealed {
+        return Ok((Arc::new(rdma::Rdma::without(tcp, options.preference, rdma::RdmaError::Sealed)), address));
+    }
     #[cfg(feature = "async-rdma")]
     if options.preference == Preference::AsyncRdma {
         return Ok((Arc::new(async_rdma::AsyncRdma::new(tcp, &options.choice)), address));

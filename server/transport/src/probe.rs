@@ -10,7 +10,8 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{CHUNK_LEN, REQUEST_TIMEOUT};
 use serde::{Deserialize, Serialize};
 
-use crate::tcp::Identity;
+use crate::Key;
+use crate::tcp::{Identity, Purpose};
 use crate::{Answer, Connection, Incoming, Options, Piece, Preference, Region, Service, Serving, Transport};
 
 /// Small messages timed.
@@ -61,7 +62,7 @@ impl Service for Zeros {
 }
 
 fn identity(key: [u8; 32], node: u16) -> Identity {
-    Identity { session: SessionId(*b"doctor\0\0"), key: Arc::new(key), node: NodeId(node) }
+    Identity { session: SessionId(*b"doctor\0\0"), key: Arc::new(Key::new(key)), node: NodeId(node), purpose: Purpose::Peer }
 }
 
 /// Answers probes that know the key.

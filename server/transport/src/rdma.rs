@@ -42,6 +42,9 @@ pub enum RdmaError {
     /// It was declined.
     #[error("TCP was asked for")]
     Declined,
+    /// It cannot be had together with encryption.
+    #[error("--encrypt seals every byte between nodes, and a card writes bytes as they are")]
+    Sealed,
     /// The library is not installed.
     #[error("libibverbs.so.1 cannot be opened ({reason}): install rdma-core (Debian: libibverbs1 and ibverbs-providers)")]
     NoLibrary {
@@ -261,6 +264,15 @@ impl<T: Transport> Rdma<T> {
 
     pub(crate) fn with_limits(inner: T, preference: Preference, choice: &Choice, limits: Limits) -> Self {
         let card = if preference == Preference::Tcp { Err(RdmaError::Declined) } else { Card::open(choice, limits) };
+        Self::with_card(inner, preference, card)
+    }
+
+    /// No card is opened, for this reason.
+    pub fn without(inner: T, preference: Preference, reason: RdmaError) -> Self {
+        Self::with_card(inner, preference, Err(reason))
+    }
+
+    fn with_card(inner: T, preference: Preference, card: Result<Card, RdmaError>) -> Self {
         let (spoilt, agreement, fallen_back, known) =
             (OnceLock::new(), watch::Sender::default(), Mutex::default(), Mutex::default());
         Self { inner, core: Arc::new(Core { preference, card, spoilt, agreement, fallen_back, known }) }

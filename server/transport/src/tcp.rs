@@ -1,9 +1,11 @@
-//! TCP: to each peer one connection for small messages and a few for bulk, each proved by the session's key, then plain.
+//! TCP: to each peer one connection for small messages and a few for bulk, each proved by the session's key, then plain, or sealed where that was asked for.
 
 mod answer;
 mod dial;
-mod handshake;
+pub(crate) mod door;
+pub(crate) mod handshake;
 mod reader;
+pub(crate) mod seal;
 mod serve;
 mod stream;
 
@@ -17,17 +19,46 @@ use dayfly_meta::wire::status::Network;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
-use crate::{Ability, Agreement, Connection, Region, Service, Serving, Transport, TransportError};
+use crate::{Ability, Agreement, Connection, Key, Region, Service, Serving, Transport, TransportError};
 
 /// Who we are, and what we and our peers prove to each other.
 #[derive(Clone)]
 pub struct Identity {
     /// The session.
     pub session: SessionId,
-    /// Its key. Never logged, never shown.
-    pub key: Arc<[u8; 32]>,
+    /// Its key.
+    pub key: Arc<Key>,
     /// Our node.
     pub node: NodeId,
+    /// What connections are for.
+    pub purpose: Purpose,
+}
+
+/// What a handshake is for: both ends must mean the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Purpose {
+    /// A peer's connection, plain after the handshake.
+    #[default]
+    Peer,
+    /// A peer's connection, every byte of it encrypted and authenticated.
+    SealedPeer,
+    /// A channel.
+    Channel,
+}
+
+impl Purpose {
+    fn name(self) -> &'static [u8] {
+        match self {
+            Self::Peer => b"dayfly peer",
+            Self::SealedPeer => b"dayfly sealed peer",
+            Self::Channel => b"dayfly channel",
+        }
+    }
+
+    /// The keys, where they are used.
+    fn seal(self, keys: seal::Keys) -> Option<seal::Keys> {
+        (self == Self::SealedPeer).then_some(keys)
+    }
 }
 
 /// The TCP transport of one node.

@@ -18,25 +18,48 @@ use crate::{launch, size};
 
 /// A killed process that still lives after this hangs in the kernel.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
+/// The keeper hears of the last server's end within this.
+const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Who keeps the session, once it is told to end, ends within this.
+const KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn run() -> Result<ExitCode, Failure> {
-    let location = match locate::find() {
+    let clean = || launch::sweep(&locate::runtime_dir(), &[]);
+    let location = match locate::find(launch::job().as_deref()) {
         Ok(location) => location,
         Err(ClientError::NoSession) => {
-            launch::sweep(&[])?;
+            clean()?;
             say!("no session is running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(ClientError::Unknown { name, .. }) => {
-            launch::sweep(&[])?;
+            clean()?;
             say!("session {name} is not running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => return Err(error.into()),
     };
-    let ended = end(&location)?;
+    let ended = end_servers(&location)?;
+    end_keeper(&location);
+    launch::remove(&location)?;
     say!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Waits for who keeps the session, if it is on this machine: once all servers have ended, it removes the session's folder and ends.
+fn end_keeper(location: &Location) {
+    let Some(pid) = location.keeper().map(Pid::from_raw) else { return };
+    let start = Instant::now();
+    let mut was_told = false;
+    // Signal 0 asks whether it is there.
+    while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < KEEPER_TIMEOUT {
+        if start.elapsed() > LAST_SERVER_TIMEOUT && !std::mem::replace(&mut was_told, true) {
+            // It may have ended just now.
+            let _ = kill(pid, Signal::SIGTERM);
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// What a `down` did.
@@ -45,25 +68,32 @@ pub(super) struct Ended {
     pub(super) freed_bytes: u64,
 }
 
-/// Ends a session on all its nodes here; a server that does not end in time is killed.
-pub(super) fn end(location: &Location) -> Result<Ended, Failure> {
-    let nodes = location.live_nodes();
-    let ending: Vec<_> = nodes
+/// Ends a session's servers; one of this machine that does not end in time is killed.
+pub(super) fn end_servers(location: &Location) -> Result<Ended, Failure> {
+    let here = location.live_nodes();
+    let numbers: Vec<u16> = here.iter().map(|node| node.0).collect();
+    let ending: Vec<_> = here
         .iter()
         .map(|&node| {
+            // One of them tells the other machines' nodes.
+            let but = (Some(&node) == here.first()).then(|| numbers.clone());
             (
                 node,
                 thread::spawn({
                     let location = location.clone();
-                    move || end_node(&location, node)
+                    move || end_node(&location, node, but)
                 }),
             )
         })
         .collect();
-    let mut freed_bytes = 0;
+    let (mut nodes, mut freed_bytes) = (0, 0);
     for (node, ending) in ending {
         match ending.join() {
-            Ok(Ok(freed)) => freed_bytes += freed,
+            Ok(Ok((ended, freed, untold))) => {
+                nodes += usize::from(ended);
+                freed_bytes += freed;
+                untold.iter().for_each(complain);
+            }
             Ok(Err(error)) => complain(format_args!("node {node}: {error}")),
             Err(_) => complain(format_args!("node {node}: ending it failed")),
         }
@@ -87,19 +117,18 @@ pub(super) fn end(location: &Location) -> Result<Ended, Failure> {
         }
         thread::sleep(Duration::from_millis(5));
     }
-    launch::remove(location)?;
-    Ok(Ended { nodes: nodes.len(), freed_bytes })
+    Ok(Ended { nodes, freed_bytes })
 }
 
-fn end_node(location: &Location, node: NodeId) -> Result<u64, ClientError> {
+fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
-    let mut freed = 0;
-    session.control(Command::Down, &mut |event| {
-        if let Event::Down { freed_bytes } = event {
-            freed = freed_bytes;
+    let mut ended = (0, 0, Vec::new());
+    session.control(Command::Down { but }, &mut |event| {
+        if let Event::Down { nodes, freed_bytes, untold } = event {
+            ended = (nodes, freed_bytes, untold);
         }
     })?;
-    Ok(freed)
+    Ok(ended)
 }
 
 fn kill_all(location: &Location) {

@@ -70,12 +70,16 @@ pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(S
         path.push(OsStr::from_bytes(b":"));
         path.push(rest);
     }
+    // On other machines of the session, where CMD may start more of itself, other nodes live.
+    let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
-        (NODE_VARIABLE, node.to_string().into()),
         (PREFIX_VARIABLE, OsString::from_vec(prefix)),
         (preload::VARIABLE, preload::value(&library)),
     ];
+    if is_one_of_many {
+        variables.push((NODE_VARIABLE, node.to_string().into()));
+    }
     if let Some(folder) = env::var_os(RUNTIME_DIR_VARIABLE).filter(|folder| !folder.is_empty()) {
         variables.push((RUNTIME_DIR_VARIABLE, std::path::absolute(folder)?.into()));
     }

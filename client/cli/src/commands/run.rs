@@ -10,13 +10,15 @@ use dayfly_client::locate::Location;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 use tokio::process::{Child, Command};
-use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 
+use super::signals::Interruptions;
 use super::{down, exec, stage_in};
-use crate::args::Run;
+use crate::args::{Run, SessionOptions};
 use crate::failure::{Failure, NOT_STARTED, complain};
-use crate::{launch, size};
+use crate::launch::{self, Started};
+use crate::size;
 
 /// How long CMD may take to end after it was told to.
 const GRACE: Duration = Duration::from_secs(30);
@@ -39,7 +41,9 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let mut started = launch::start(&arguments.session, true).map_err(itself)?;
+        let Some(started) = start(arguments.session, &mut interruptions).await.map_err(itself)? else {
+            return Ok(ExitCode::from(interruptions.status()));
+        };
         let work = async {
             for (source, target) in stage_ins {
                 let (location, options) = (started.location.clone(), arguments.options.clone());
@@ -53,8 +57,8 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
             command(&started.location, &arguments.command, &mut interruptions).await
         };
         let status = work.await;
-        let ended = down::end(&started.location);
-        started.reap();
+        let ended = down::end_servers(&started.location);
+        drop(started);
         // Both count; CMD's own failure is told first.
         let (status, ended) = (status?, ended.map_err(itself)?);
         eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
@@ -63,6 +67,21 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     // A stage-in that was interrupted may still wait for its answer.
     runtime.shutdown_background();
     result
+}
+
+/// Starts a session; `None` if it was interrupted.
+pub(super) async fn start(options: SessionOptions, interruptions: &mut Interruptions) -> Result<Option<Started>, Failure> {
+    let (cancel, cancelled) = oneshot::channel();
+    let mut starting = tokio::task::spawn_blocking(move || launch::start(&options, cancelled));
+    tokio::select! {
+        started = &mut starting => started.map_err(Failure::new)?.map(Some),
+        _ = interruptions.next() => {
+            // It may just have been done with.
+            let _ = cancel.send(());
+            drop(starting.await);
+            Ok(None)
+        }
+    }
 }
 
 /// `SOURCE:TARGET` at the last `:/`.
@@ -118,51 +137,6 @@ fn pass_on(child: &Child, number: i32) {
 /// As shells give it: 128 and the signal that ended it.
 fn status_of(status: ExitStatus) -> u8 {
     status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
-}
-
-/// The signals that end a job.
-struct Interruptions {
-    interrupt: Signals,
-    terminate: Signals,
-    hangup: Signals,
-    quit: Signals,
-    user_1: Signals,
-    user_2: Signals,
-}
-
-impl Interruptions {
-    fn new() -> Result<Self, Failure> {
-        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-        Ok(Self {
-            interrupt,
-            terminate,
-            hangup: signal(SignalKind::hangup())?,
-            quit: signal(SignalKind::quit())?,
-            user_1: signal(SignalKind::user_defined1())?,
-            user_2: signal(SignalKind::user_defined2())?,
-        })
-    }
-
-    async fn next_of_all(&mut self) -> i32 {
-        tokio::select! {
-            _ = self.interrupt.recv() => Signal::SIGINT as i32,
-            _ = self.terminate.recv() => Signal::SIGTERM as i32,
-            _ = self.hangup.recv() => Signal::SIGHUP as i32,
-            _ = self.quit.recv() => Signal::SIGQUIT as i32,
-            _ = self.user_1.recv() => Signal::SIGUSR1 as i32,
-            _ = self.user_2.recv() => Signal::SIGUSR2 as i32,
-        }
-    }
-
-    /// One that ends the job.
-    async fn next(&mut self) -> i32 {
-        loop {
-            let number = self.next_of_all().await;
-            if number != Signal::SIGUSR1 as i32 && number != Signal::SIGUSR2 as i32 {
-                return number;
-            }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,126 +1,264 @@
-//! `dayfly serve`: the daemon. Started by `up`, which speaks with it over standard input and output; not by hand.
+//! `dayfly serve`: a node's server. It is invited by who keeps the session, tells that one whether it can, is told its place and who
+//! the others are, and serves until the session ends or its keeper is lost.
 
-use std::io::{self, BufRead, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use dayfly_client::locate::Location;
-use dayfly_meta::id::NodeId;
-use dayfly_server::{Choice, Config, Options, Server};
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::{LEASE_INTERVAL, LEASE_TIMEOUT};
+use dayfly_server::channel::{self, Channel, Receiver, Sender};
+use dayfly_server::{Choice, Config, Key, Options, Server};
+use nix::fcntl::Flock;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use nix::unistd::{dup2_stderr, dup2_stdout, gethostname};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::oneshot;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Duration, MissedTickBehavior, interval};
 use tracing_subscriber::EnvFilter;
+use zeroize::Zeroizing;
 
+use super::harden;
+use crate::args::Serve;
 use crate::failure::Failure;
-use crate::launch::{self, Hello, Orders, Ready, Roster};
+use crate::launch::{self, FromKeeper, FromServer, Invitation, Place};
 
 /// Threads that move messages; the rest is done on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
 /// After `down`, its answer is on its way for so long.
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(30);
 
-pub(super) fn run() -> Result<ExitCode, Failure> {
-    let filter = EnvFilter::try_from_env("DAYFLY_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
-    let orders: Orders = serde_json::from_str(&read_line()?).map_err(|_| {
-        Failure::usage("'dayfly serve' is started by 'dayfly up', which tells it what to serve on standard input")
-    })?;
-    let session = orders.session.parse().map_err(Failure::new)?;
-    let location = Location { session, folder: orders.folder.clone() };
-    let node = NodeId(orders.node);
-    let _lock = launch::lock_node(&location, node)?;
-    let _data_dirs = launch::take_data_dirs(&orders.data_dirs)?;
+pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
+    harden();
     raise_descriptor_limit();
-    let (is_tethered, threads) = (orders.is_tethered, orders.workers.clamp(1, RUNTIME_THREADS_MAX));
-    let config = Config {
-        session,
-        key: Arc::new(orders.key),
-        node,
-        listen: orders.listen,
-        network: Options {
-            preference: orders.transport,
-            choice: Choice {
-                device: orders.rdma_device,
-                near: orders.data_dirs.first().cloned(),
-                service_level: orders.service_level,
-                traffic_class: orders.traffic_class,
-            },
-        },
-        runtime_dir: orders.folder,
-        data_dirs: orders.data_dirs,
-        capacity: orders.capacity,
-        memory: orders.memory,
-        prefix: orders.prefix,
-        verify_reads: orders.verify_reads,
-        workers: orders.workers,
-        decoders: orders.decoders,
-        stage_memory: orders.stage_memory,
-    };
+    let mut invitation = read_invitation(&arguments.key_file)?;
+    if let Some(address) = &arguments.rendezvous {
+        let found = address.to_socket_addrs();
+        invitation.keeper = found.map_err(|error| Failure::usage(format!("--rendezvous '{address}': {error}")))?.collect();
+    }
+    let filter = invitation.log.as_ref().and_then(|log| log.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
+    let session: SessionId = invitation.session.parse().map_err(Failure::new)?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) / usize::from(invitation.settings.servers_here);
     // As many as this server's share of the cores: a message handed to a sleeping thread costs more than what is done with it.
+    let threads = cores.clamp(1, RUNTIME_THREADS_MAX);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
-    runtime.block_on(serve(config, is_tethered))?;
+    let served = runtime.block_on(come(session, invitation));
     // What still blocks is of no use to anyone any more.
     runtime.shutdown_background();
-    Ok(ExitCode::SUCCESS)
+    served.map(|()| ExitCode::SUCCESS)
 }
 
-async fn serve(config: Config, is_tethered: bool) -> Result<(), Failure> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let _hangups_do_not_end_us = signal(SignalKind::hangup())?;
+fn read_invitation(path: &Path) -> Result<Invitation, Failure> {
+    let mut line = Zeroizing::new(String::new());
+    if path == Path::new("-") {
+        io::stdin().lock().read_line(&mut line)?;
+    } else {
+        let read = fs::read_to_string(path);
+        *line = read.map_err(|error| Failure::new(format!("cannot read the key file '{}': {error}", path.display())))?;
+    }
+    serde_json::from_str(&line).map_err(|_| {
+        Failure::usage(
+            "'dayfly serve' is told what to serve by 'dayfly up', on standard input or in a --key-file: see its --help",
+        )
+    })
+}
+
+/// The names by which this node may be listed; the manager's own first.
+fn names(invitation: &Invitation) -> Vec<String> {
+    let of_manager = invitation.node_name.as_ref().and_then(|name| std::env::var(name).ok());
+    let of_host = gethostname().ok().and_then(|name| name.into_string().ok());
+    let mut names: Vec<String> = [invitation.host.clone(), of_manager, of_host].into_iter().flatten().collect();
+    names.dedup();
+    names
+}
+
+async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure> {
+    let key = Arc::new(Key::new(*invitation.key));
+    let below = launch::start_below(&invitation)?;
+    let names = names(&invitation);
+    let me = names.first().cloned().unwrap_or_default();
+    let Channel { mut sender, mut receiver, local, .. } = channel::dial(session, &key, &invitation.keeper)
+        .await
+        .map_err(|error| Failure::new(format!("the server on {me} cannot reach who started it ({error})")))?;
+    if let Some(mut below) = below {
+        tokio::spawn(async move {
+            loop {
+                let line = below.line().await;
+                tracing::info!(line, "from a launcher");
+            }
+        });
+    }
+    let place = match Place::find(session, &invitation) {
+        Ok(place) => place,
+        Err(failure) => return fail(&mut sender, names, failure).await,
+    };
+    let addresses = launch::own_addresses(None).unwrap_or_default();
+    say(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings: place.warnings.clone() }).await?;
+    let (node, listen) = match hear(&mut receiver).await? {
+        FromKeeper::Orders { node, listen } => (NodeId(node), listen.unwrap_or(local)),
+        // There is one here already, which has the folder.
+        _ => return Ok(()),
+    };
+    match start(session, key, &invitation, place, node, listen).await {
+        Ok(serving) => serving.go_on(sender, receiver, invitation.start_timeout_ms).await,
+        Err(failure) => fail(&mut sender, names, failure).await,
+    }
+}
+
+/// Tells who can do something about it.
+async fn fail<T>(sender: &mut Sender, names: Vec<String>, failure: Failure) -> Result<T, Failure> {
+    say(sender, &FromServer::Failed { names, reason: failure.to_string() }).await?;
+    Err(failure)
+}
+
+/// A server that listens, and what it holds.
+struct Serving {
+    server: Arc<Server>,
+    location: Location,
+    locks: Vec<Flock<File>>,
+}
+
+async fn start(
+    session: SessionId,
+    key: Arc<Key>,
+    invitation: &Invitation,
+    mut place: Place,
+    node: NodeId,
+    listen: IpAddr,
+) -> Result<Serving, Failure> {
+    let settings = &invitation.settings;
+    let listen = match &settings.interface {
+        Some(name) => launch::own_addresses(Some(name))?.first().copied().unwrap_or(listen),
+        None => listen,
+    };
+    let location = place.location.clone();
+    let mut locks = vec![launch::lock_node(&location, node)?];
+    drop(place.lock.take());
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(location.folder.join(format!("node-{node}.log")))?;
+    dup2_stdout(&log).and_then(|()| dup2_stderr(&log)).map_err(io::Error::from)?;
+    let (data_dirs, held) = place.take_data_dirs(node)?;
+    locks.extend(held);
+    let config = Config {
+        session,
+        key,
+        encrypt: settings.encrypt,
+        node,
+        listen: SocketAddr::new(listen, 0),
+        network: Options {
+            preference: settings.transport,
+            choice: Choice {
+                device: settings.rdma_device.clone(),
+                near: data_dirs.first().cloned(),
+                service_level: settings.service_level,
+                traffic_class: settings.traffic_class,
+            },
+        },
+        runtime_dir: location.folder.clone(),
+        data_dirs,
+        capacity: place.capacity,
+        memory: settings.memory,
+        prefix: settings.prefix.clone(),
+        verify_reads: settings.verify_reads,
+        workers: place.workers,
+        decoders: place.decoders,
+        stage_memory: place.stage_memory,
+    };
     let server = Server::start(config).await.map_err(Failure::new)?;
-    tell(&Hello { address: server.address(), ability: server.ability() })?;
-    let roster: Roster = hear()?;
-    server.agree(roster.agreement);
-    server.join(&roster.addresses).await.map_err(Failure::new)?;
-    tell(&Ready { fallen_back: server.fallen_back() })?;
-    server.agree(hear()?);
-    let untethered = watch_tether(is_tethered);
-    tokio::select! {
-        () = server.ended() => {}
-        _ = terminate.recv() => drop(server.end()),
-        _ = interrupt.recv() => drop(server.end()),
-        () = untethered => drop(server.end()),
+    Ok(Serving { server, location, locks })
+}
+
+impl Serving {
+    /// Serves until the session ends here, and leaves nothing.
+    async fn go_on(self, mut sender: Sender, receiver: Receiver, start_timeout_ms: u64) -> Result<(), Failure> {
+        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        // What a job's steps are told by these is for the job.
+        let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
+        let server = &self.server;
+        say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
+        let why = tokio::select! {
+            () = server.ended() => "as it was told to",
+            _ = terminate.recv() => "by SIGTERM",
+            _ = interrupt.recv() => "by SIGINT",
+            why = obey(server, &mut sender, receiver, start_timeout_ms) => why,
+        };
+        // Its bytes first: whoever ended us may not give us long.
+        server.end();
+        // A keeper that is gone needs no word.
+        let _ = say(&mut sender, &FromServer::Ended).await;
+        tokio::time::sleep(LAST_WORDS_TIMEOUT).await;
+        server.close();
+        tracing::info!("the session has ended here, {why}");
+        drop(self.locks);
+        launch::remove(&self.location)?;
+        Ok(())
     }
-    tokio::time::sleep(LAST_WORDS_TIMEOUT).await;
-    server.close();
-    tracing::info!("the session has ended here");
-    Ok(())
 }
 
-fn read_line() -> Result<String, Failure> {
-    let mut line = String::new();
-    io::stdin().lock().read_line(&mut line)?;
-    Ok(line)
-}
-
-/// What `up` says next.
-fn hear<T: DeserializeOwned>() -> Result<T, Failure> {
-    serde_json::from_str(&read_line()?).map_err(|_| Failure::new("no word came from 'dayfly up', which was ended"))
-}
-
-fn tell(what: &impl Serialize) -> Result<(), Failure> {
-    let line = serde_json::to_string(what).map_err(Failure::new)?;
-    let mut output = io::stdout().lock();
-    writeln!(output, "{line}")?;
-    Ok(output.flush()?)
-}
-
-/// Ends when whoever holds our standard input is gone; never, if we are not tethered to it.
-async fn watch_tether(is_tethered: bool) {
-    if !is_tethered {
-        return std::future::pending().await;
-    }
-    let (sender, cut) = oneshot::channel::<()>();
-    // Ends with the process: a blocking read of standard input cannot be called off.
-    std::thread::spawn(move || {
-        let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
-        drop(sender);
+/// Does what the keeper says, and tells it that we live; ends with it.
+async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, start_timeout_ms: u64) -> &'static str {
+    let (said, mut orders) = mpsc::channel(4);
+    // On a task of its own, for what was read of a message would be lost where another of these comes first; it ends with this.
+    let mut listening = JoinSet::new();
+    listening.spawn(async move {
+        while let Ok(order) = hear(&mut receiver).await {
+            if said.send(order).await.is_err() {
+                return;
+            }
+        }
     });
-    let _ = cut.await;
+    let mut ticks = interval(LEASE_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // Counted in ticks, which do not come while this process is stopped, as a suspended job's is.
+    let lease = (LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()) as u64;
+    let mut left = (start_timeout_ms / LEASE_INTERVAL.as_millis() as u64).max(lease);
+    loop {
+        let answer = tokio::select! {
+            order = orders.recv() => match order {
+                None => return "for its keeper is gone",
+                Some(FromKeeper::Renew) => {
+                    left = lease;
+                    continue;
+                }
+                Some(FromKeeper::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
+                    Ok(fallen_back) => FromServer::Met { fallen_back },
+                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                },
+                Some(FromKeeper::Agree(agreement)) => match server.agree(agreement).await {
+                    Ok(()) => FromServer::Ready,
+                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                },
+                Some(_) => continue,
+            },
+            _ = ticks.tick() => {
+                if left == 0 {
+                    return "for nothing was heard of its keeper";
+                }
+                left -= 1;
+                FromServer::Alive
+            }
+        };
+        if say(sender, &answer).await.is_err() {
+            return "for its keeper takes no word";
+        }
+    }
+}
+
+async fn say(sender: &mut Sender, message: &FromServer) -> Result<(), Failure> {
+    let message = serde_json::to_vec(message).map_err(Failure::new)?;
+    Ok(sender.send(&message).await?)
+}
+
+async fn hear(receiver: &mut Receiver) -> Result<FromKeeper, Failure> {
+    let message = receiver.receive().await;
+    let message = message.map_err(|error| Failure::new(format!("who started this server is gone ({error})")))?;
+    serde_json::from_slice(&message).map_err(|_| Failure::new("who started this server is of another version"))
 }
 
 /// Clients and peers each cost descriptors; the soft limit is often far below what is allowed.

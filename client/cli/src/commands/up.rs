@@ -1,14 +1,92 @@
-//! `dayfly up`.
+//! `dayfly up`. The process that the user started says what comes of it; another, in the background, keeps the session.
 
-use std::io::{self, Write};
-use std::process::ExitCode;
+use std::env;
+use std::fs::OpenOptions;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Command, ExitCode, Stdio};
+use std::thread;
 
+use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
+
+use super::run::start;
+use super::signals::Interruptions;
+use super::{down, harden};
 use crate::args::Up;
-use crate::failure::Failure;
-use crate::launch;
+use crate::failure::{FAILED, Failure, complain};
+use crate::launch::Started;
 
-pub(super) fn run(arguments: Up) -> Result<ExitCode, Failure> {
-    let started = launch::start(&arguments.session, false)?;
-    writeln!(io::stdout(), "{}", started.location.session)?;
-    Ok(ExitCode::SUCCESS)
+pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
+    if arguments.foreground || arguments.background { keep(arguments) } else { start_keeper() }
+}
+
+/// Starts the keeper, with our own arguments, and tells what it says until the session is there.
+fn start_keeper() -> Result<ExitCode, Failure> {
+    let mut keeper = Command::new(env::current_exe()?);
+    keeper.args(env::args_os().skip(1)).arg("--background");
+    let mut keeper = keeper.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let errors = keeper.stderr.take().map(|errors| {
+        thread::spawn(move || {
+            BufReader::new(errors).lines().map_while(Result::ok).for_each(|line| drop(writeln!(io::stderr(), "{line}")))
+        })
+    });
+    let mut id = String::new();
+    if let Some(output) = keeper.stdout.take() {
+        BufReader::new(output).read_line(&mut id)?;
+    }
+    if !id.is_empty() {
+        write!(io::stdout(), "{id}")?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let status = keeper.wait()?;
+    // It has said why.
+    let _ = errors.map(thread::JoinHandle::join);
+    Ok(ExitCode::from(status.code().map_or(FAILED, |code| code as u8)))
+}
+
+/// Starts a session and stays until it ends.
+fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
+    if arguments.background {
+        // The terminal's signals are not meant for it.
+        setsid().map_err(io::Error::from)?;
+        env::set_current_dir("/")?;
+    }
+    harden();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut interruptions = Interruptions::new()?;
+        let Some(mut started) = start(arguments.session.clone(), &mut interruptions).await? else {
+            return Ok(ExitCode::from(interruptions.status()));
+        };
+        let told = writeln!(io::stdout(), "{}", started.location.session).and_then(|()| io::stdout().flush());
+        if told.is_err() {
+            // Whoever started this is gone.
+            return Ok(ExitCode::from(FAILED));
+        }
+        if arguments.background {
+            to_log(&started)?;
+        }
+        let (location, end) = (started.location.clone(), started.end_handle());
+        let mut waiting = tokio::task::spawn_blocking(move || started.wait());
+        tokio::select! {
+            _ = &mut waiting => Ok(ExitCode::SUCCESS),
+            _ = interruptions.next() => {
+                let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
+                drop(end);
+                let _ = waiting.await;
+                if let Err(failure) = ended {
+                    complain(failure);
+                }
+                Ok(ExitCode::from(interruptions.status()))
+            }
+        }
+    })
+}
+
+/// From here on nobody reads what is said but in the session's folder.
+fn to_log(started: &Started) -> io::Result<()> {
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(started.location.folder.join("keeper.log"))?;
+    dup2_stdout(&log)?;
+    dup2_stderr(&log)?;
+    Ok(())
 }

@@ -14,7 +14,7 @@ use nix::sys::statfs::statfs;
 use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
 
-use crate::failure::{Failure, complain};
+use crate::failure::Failure;
 
 /// The file in a session's folder that lists its folders in the data dirs.
 pub(super) const LIST: &str = "data-dirs";
@@ -57,9 +57,9 @@ pub(crate) fn kind(path: &Path) -> io::Result<(String, u64)> {
     Ok((kind, free))
 }
 
-/// Absolute paths of data dirs that serve.
-pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<Vec<PathBuf>, Failure> {
-    let mut checked = Vec::new();
+/// Absolute paths of data dirs that serve, and what is to be said of them.
+pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<(Vec<PathBuf>, Vec<String>), Failure> {
+    let (mut checked, mut warnings) = (Vec::new(), Vec::new());
     for path in data_dirs {
         let unusable = |error: io::Error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display()));
         let path = fs::canonicalize(path).map_err(unusable)?;
@@ -71,11 +71,11 @@ pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<Vec<Pa
             )));
         }
         if kind == TMPFS {
-            complain(format_args!("warning: the data dir '{}' is a tmpfs: all blocks will take memory", path.display()));
+            warnings.push(format!("the data dir '{}' is a tmpfs: all blocks will take memory", path.display()));
         }
         checked.push(path);
     }
-    Ok(checked)
+    Ok((checked, warnings))
 }
 
 /// What each of `nodes` servers of this machine may take of what is free now.
@@ -151,14 +151,17 @@ pub(super) fn remove(folders: &[PathBuf]) {
     }
 }
 
-/// Removes folders of sessions that are no more, even if their runtime folder is gone too.
-pub(super) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) {
+/// Removes folders of sessions that are no more, even if their runtime folder is gone too; says of how many.
+pub(super) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) -> usize {
+    let mut removed = 0;
     for data_dir in data_dirs {
         for entry in fs::read_dir(user_folder(data_dir)).into_iter().flatten().flatten() {
             let session = entry.file_name().to_str().and_then(|name| name.parse::<SessionId>().ok());
             if session.is_some_and(|session| !running.contains(&session)) {
                 remove(&[entry.path()]);
+                removed += usize::from(!entry.path().exists());
             }
         }
     }
+    removed
 }

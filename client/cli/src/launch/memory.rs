@@ -12,15 +12,19 @@ use crate::size;
 /// Of a control group's limit, the share of all its servers' stage-ins: the job lives there too.
 const GROUP_SHARE: u64 = 4;
 
-/// Bytes for each of `servers` in the same control group.
-pub(super) fn for_stage_ins(wanted: Option<u64>, servers: u16) -> Result<u64, Failure> {
+/// Whether it is enough.
+pub(super) fn check(wanted: Option<u64>) -> Result<(), Failure> {
     match wanted {
         Some(wanted) if wanted < STAGE_MEMORY_MIN => {
             Err(Failure::usage(format!("--stage-in-memory must be at least {}", size::show(STAGE_MEMORY_MIN))))
         }
-        Some(wanted) => Ok(wanted),
-        None => Ok(default(limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers)),
+        _ => Ok(()),
     }
+}
+
+/// Bytes for each of `servers` in the same control group.
+pub(super) fn for_stage_ins(wanted: Option<u64>, servers: u16) -> u64 {
+    wanted.unwrap_or_else(|| default(limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers))
 }
 
 fn default(limit: Option<u64>, servers: u16) -> u64 {

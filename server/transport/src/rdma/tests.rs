@@ -15,9 +15,10 @@ use tokio::time::sleep;
 use super::engine::Events;
 use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
 use super::*;
+use crate::Key;
 use crate::Slot;
 use crate::conformance::{Echo, pattern, tcp};
-use crate::tcp::{Identity, Tcp};
+use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// Tells a child of these tests what it is.
@@ -177,7 +178,12 @@ fn a_role_of_these_tests() {
     let mut words = role.split(' ');
     match words.next().unwrap_or_default() {
         "owner" => on_runtime(async {
-            let identity = Identity { session: SessionId([9; 8]), key: Arc::new([3; 32]), node: NodeId(1) };
+            let identity = Identity {
+                session: SessionId([9; 8]),
+                key: Arc::new(Key::new([3; 32])),
+                node: NodeId(1),
+                purpose: Purpose::Peer,
+            };
             let listen = words.next().unwrap_or("127.0.0.1:0").parse().unwrap();
             let (tcp, address) = Tcp::bind(identity, listen).await.unwrap();
             let owner = rdma(tcp, Limits::default());

@@ -14,7 +14,6 @@ use dayfly_meta::limits::{
 };
 use dayfly_meta::wire::frame::Kind;
 use tokio::net::TcpStream;
-use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -22,6 +21,7 @@ use tokio::time::{sleep, timeout};
 use super::Identity;
 use super::handshake;
 use super::reader::{Landing, Reader};
+use super::seal::{ReadHalf, WriteHalf, split};
 use super::stream::{Outgoing, Sender, join_body, split_body, writer};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
 
@@ -35,13 +35,13 @@ pub(super) async fn connect(
     let mut tasks = JoinSet::new();
     let mut links = Vec::with_capacity(1 + BULK_LINKS);
     for _ in 0..=BULK_LINKS {
-        // Strangers may hold all places for a handshake at a moment, for two seconds at most; so once more.
+        // Very many strangers may have pushed us out before we spoke; so once more.
         let dialled = match dial(identity, peer, address).await {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => dial(identity, peer, address).await,
             dialled => dialled,
         };
-        let stream = dialled.map_err(|error| life.lost_by(&error.to_string()))?;
-        links.push(Link::start(stream, life.clone(), &mut tasks));
+        let halves = dialled.map_err(|error| life.lost_by(&error.to_string()))?;
+        links.push(Link::start(halves, life.clone(), &mut tasks));
     }
     let control = links.remove(0);
     tasks.spawn(watch(life.clone(), control.sender.clone(), all_pending(&control, &links)));
@@ -52,15 +52,15 @@ fn all_pending(control: &Link, bulk: &[Link]) -> Vec<Arc<Pending>> {
     std::iter::once(control).chain(bulk).map(|link| link.pending.clone()).collect()
 }
 
-async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<TcpStream> {
+async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<(ReadHalf, WriteHalf)> {
     let late = |what: &'static str| move |_| io::Error::new(io::ErrorKind::TimedOut, what);
     let mut stream =
         timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(late("it cannot be reached in time"))??;
     stream.set_nodelay(true)?;
     let shaken =
         timeout(HANDSHAKE_TIMEOUT, handshake::dial(&mut stream, identity, peer)).await.map_err(late("no handshake in time"))?;
-    shaken.map_err(|error| io::Error::new(error.kind(), format!("the handshake failed: {error}")))?;
-    Ok(stream)
+    let keys = shaken.map_err(|error| io::Error::new(error.kind(), format!("the handshake failed: {error}")))?;
+    Ok(split(stream, identity.purpose.seal(keys)))
 }
 
 /// Whether the peer lives; shared by all links to it.
@@ -165,8 +165,7 @@ struct Link {
 }
 
 impl Link {
-    fn start(stream: TcpStream, life: Arc<Life>, tasks: &mut JoinSet<()>) -> Self {
-        let (read, write) = stream.into_split();
+    fn start((read, write): (ReadHalf, WriteHalf), life: Arc<Life>, tasks: &mut JoinSet<()>) -> Self {
         let (sender, write) = writer(write);
         let pending = Arc::new(Pending::default());
         tasks.spawn({
@@ -190,7 +189,7 @@ impl Link {
 }
 
 /// Takes in answers until the stream ends.
-async fn receive(read: OwnedReadHalf, life: &Life, pending: &Pending) -> io::Result<()> {
+async fn receive(read: ReadHalf, life: &Life, pending: &Pending) -> io::Result<()> {
     let mut read = Reader::new(read);
     loop {
         let header = read.header().await?;

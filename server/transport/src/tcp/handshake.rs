@@ -1,6 +1,7 @@
 //! Both ends prove the session's key before anything else is said: Noise NNpsk0, with a third message by which the
 //! dialler shows that its first was not a recording. A stranger's first message fails at one hash and one cipher, costs
-//! no curve operation and gets no answer. Afterwards the stream is plain.
+//! no curve operation and gets no answer. What it is for is part of it, so that a message of one kind is no use in another. Afterwards
+//! the stream is plain, or sealed with the keys that this leaves.
 
 use std::io;
 
@@ -11,6 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::Identity;
+use super::seal::Keys;
 
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Longest handshake message: a key, a tag and a hello are under 100 bytes.
@@ -39,7 +41,7 @@ impl Hello {
 }
 
 /// The dialler's side.
-pub(super) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: NodeId) -> io::Result<()> {
+pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: NodeId) -> io::Result<Keys> {
     let mut noise = builder(identity)?.build_initiator().map_err(refused)?;
     let hello = Hello { session: identity.session, from: identity.node, to: peer };
     send(stream, &mut noise, &hello.encode()).await?;
@@ -48,14 +50,15 @@ pub(super) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: Node
     if answer != expected.encode() {
         return Err(refused("the peer is of another session or version"));
     }
-    let mut noise = noise.into_transport_mode().map_err(refused)?;
+    let noise = noise.into_stateless_transport_mode().map_err(refused)?;
     let mut message = [0; MESSAGE_LEN_MAX];
-    let len = noise.write_message(&hello.encode(), &mut message).map_err(refused)?;
-    write(stream, &message[..len]).await
+    let len = noise.write_message(0, &hello.encode(), &mut message).map_err(refused)?;
+    write(stream, &message[..len]).await?;
+    Ok(Keys { noise, sent: 1, received: 0 })
 }
 
 /// The listener's side: tells who dialled.
-pub(super) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::Result<NodeId> {
+pub(crate) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::Result<(NodeId, Keys)> {
     let mut noise = builder(identity)?.build_responder().map_err(refused)?;
     let hello = receive(stream, &mut noise).await?;
     let from = hello.get(16..18).map_or(NodeId(0), |bytes| NodeId(u16::from_le_bytes([bytes[0], bytes[1]])));
@@ -65,19 +68,22 @@ pub(super) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::R
     }
     let answer = Hello { from: identity.node, to: from, ..expected };
     send(stream, &mut noise, &answer.encode()).await?;
-    let mut noise = noise.into_transport_mode().map_err(refused)?;
+    let noise = noise.into_stateless_transport_mode().map_err(refused)?;
     let message = read(stream).await?;
     let mut proof = [0; MESSAGE_LEN_MAX];
-    let len = noise.read_message(&message, &mut proof).map_err(refused)?;
+    let len = noise.read_message(0, &message, &mut proof).map_err(refused)?;
     if proof[..len] != expected.encode() {
         return Err(refused("a replayed hello"));
     }
-    Ok(from)
+    Ok((from, Keys { noise, sent: 0, received: 1 }))
 }
 
 fn builder(identity: &Identity) -> io::Result<Builder<'_>> {
     let pattern = PATTERN.parse().map_err(refused)?;
-    Builder::new(pattern).psk(0, &identity.key).map_err(refused)
+    Builder::new(pattern)
+        .psk(0, identity.key.bytes())
+        .and_then(|builder| builder.prologue(identity.purpose.name()))
+        .map_err(refused)
 }
 
 async fn send(stream: &mut TcpStream, noise: &mut HandshakeState, payload: &[u8]) -> io::Result<()> {
@@ -120,12 +126,19 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::Key;
+    use crate::tcp::Purpose;
 
     fn identity(session: u8, key: u8, node: u16) -> Identity {
-        Identity { session: SessionId([session; 8]), key: Arc::new([key; 32]), node: NodeId(node) }
+        Identity {
+            session: SessionId([session; 8]),
+            key: Arc::new(Key::new([key; 32])),
+            node: NodeId(node),
+            purpose: Purpose::Peer,
+        }
     }
 
-    async fn shake(dialler: Identity, peer: u16, listener: Identity) -> (io::Result<()>, io::Result<NodeId>) {
+    async fn shake(dialler: Identity, peer: u16, listener: Identity) -> (io::Result<Keys>, io::Result<(NodeId, Keys)>) {
         let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap();
         let accepting = tokio::spawn(async move { accept(&mut socket.accept().await.unwrap().0, &listener).await });
@@ -138,12 +151,14 @@ mod tests {
     async fn members_meet_and_strangers_are_refused() {
         let (dialled, accepted) = shake(identity(1, 1, 0), 1, identity(1, 1, 1)).await;
         assert!(dialled.is_ok());
-        assert_eq!(accepted.unwrap(), NodeId(0));
+        assert_eq!(accepted.unwrap().0, NodeId(0));
         let strangers = [
             (identity(1, 2, 0), 1, "another key"),
             (identity(2, 1, 0), 1, "another session"),
             (identity(1, 1, 0), 2, "meant for another node"),
             (identity(1, 1, 1), 1, "a reflection"),
+            (Identity { purpose: Purpose::Channel, ..identity(1, 1, 0) }, 1, "another purpose"),
+            (Identity { purpose: Purpose::SealedPeer, ..identity(1, 1, 0) }, 1, "sealed where the other is plain"),
         ];
         for (dialler, peer, what) in strangers {
             let (dialled, accepted) = shake(dialler, peer, identity(1, 1, 1)).await;

@@ -3,10 +3,9 @@
 
 use std::io::{self, IoSliceMut};
 
-use dayfly_meta::wire::frame::{PEER_HEADER_LEN, PeerHeader};
-use tokio::net::tcp::OwnedReadHalf;
-
+use super::seal::ReadHalf;
 use crate::Slot;
+use dayfly_meta::wire::frame::{PEER_HEADER_LEN, PeerHeader};
 
 /// Read ahead of what is looked at.
 const BUFFER_LEN: usize = 64 << 10;
@@ -18,14 +17,14 @@ const SLICES_MAX: usize = 256;
 
 /// The reading half of a connection.
 pub(super) struct Reader {
-    half: OwnedReadHalf,
+    half: ReadHalf,
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
 }
 
 impl Reader {
-    pub(super) fn new(half: OwnedReadHalf) -> Self {
+    pub(super) fn new(half: ReadHalf) -> Self {
         Self { half, buffer: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0 }
     }
 
@@ -66,7 +65,7 @@ impl Reader {
                 // What follows the frame comes with the same call.
                 slices.push(IoSliceMut::new(&mut self.buffer[..BEHIND_LEN]));
             }
-            let got = read(&self.half, &mut slices).await?;
+            let got = self.half.read(&mut slices).await?;
             drop(slices);
             (*start, *end) = (0, got.saturating_sub(left));
             landing.advance(got.min(left));
@@ -87,25 +86,12 @@ impl Reader {
             (self.start, self.end) = (0, 0);
             let long = out.len() >= BUFFER_LEN;
             let target = if long { &mut *out } else { &mut self.buffer };
-            let got = read(&self.half, &mut [IoSliceMut::new(target)]).await?;
+            let got = self.half.read(&mut [IoSliceMut::new(target)]).await?;
             if long {
                 out = &mut out[got..];
             } else {
                 self.end = got;
             }
-        }
-    }
-}
-
-/// At least a byte, or an error where the stream ends.
-async fn read(half: &OwnedReadHalf, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-    loop {
-        match half.try_read_vectored(slices) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(got) => return Ok(got),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => half.readable().await?,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
         }
     }
 }

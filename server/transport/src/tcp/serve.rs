@@ -7,11 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{
-    DRIVE_READERS_MAX, HANDSHAKE_TIMEOUT, HANDSHAKES_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX, REQUEST_TIMEOUT,
-};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX, REQUEST_TIMEOUT};
 use dayfly_meta::wire::frame::Kind;
-use tokio::net::tcp::OwnedReadHalf;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
@@ -19,8 +16,10 @@ use tokio::time::timeout;
 
 use super::Identity;
 use super::answer::send_answer;
+use super::door::Door;
 use super::handshake;
 use super::reader::{Landing, Reader};
+use super::seal::{ReadHalf, WriteHalf, split};
 use super::stream::{Outgoing, Sender, split_body, writer};
 use crate::turns::Turns;
 use crate::{Incoming, Service, Serving, Slot};
@@ -33,40 +32,25 @@ pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn 
 }
 
 async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) {
-    let handshakes = Arc::new(Semaphore::new(HANDSHAKES_MAX));
+    let mut door = Door::new(listener);
     let turns = Turns::new(DRIVE_READERS_MAX);
     let mut links = JoinSet::new();
+    let shake = |mut stream: TcpStream| {
+        let identity = identity.clone();
+        async move {
+            let (peer, keys) = handshake::accept(&mut stream, &identity).await?;
+            stream.set_nodelay(true)?;
+            Ok((peer, split(stream, identity.purpose.seal(keys))))
+        }
+    };
     loop {
-        let Ok(permit) = handshakes.clone().acquire_owned().await else { return };
-        let accepted = listener.accept().await;
+        let (peer, halves) = door.admit(shake).await;
         while links.try_join_next().is_some() {}
-        let (mut stream, address) = match accepted {
-            Ok(accepted) => accepted,
-            // Out of descriptors, most likely: let some close.
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection");
-                tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-                continue;
-            }
-        };
-        let (identity, service, turns) = (identity.clone(), service.clone(), turns.clone());
-        links.spawn(async move {
-            let shaken = timeout(HANDSHAKE_TIMEOUT, handshake::accept(&mut stream, &identity)).await;
-            drop(permit);
-            match shaken {
-                Ok(Ok(peer)) => serve_link(stream, peer, service, turns).await,
-                Ok(Err(error)) => tracing::debug!(%address, %error, "a stranger was turned away"),
-                Err(_) => tracing::debug!(%address, "a stranger said nothing in time"),
-            }
-        });
+        links.spawn(serve_link(halves, peer, service.clone(), turns.clone()));
     }
 }
 
-async fn serve_link(stream: TcpStream, peer: NodeId, service: Arc<dyn Service>, turns: Turns) {
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%peer, %error, "cannot set TCP_NODELAY");
-    }
-    let (read, write) = stream.into_split();
+async fn serve_link((read, write): (ReadHalf, WriteHalf), peer: NodeId, service: Arc<dyn Service>, turns: Turns) {
     let (sender, write) = writer(write);
     let permits = Arc::new(Semaphore::new(PEER_REQUESTS_MAX));
     let link = Link { peer, service, turns, sender, offers: Arc::default(), permits };
@@ -93,7 +77,7 @@ struct Link {
 }
 
 /// Reads requests until the stream ends; the answers under way end with it.
-async fn receive(read: OwnedReadHalf, link: &Link) -> io::Result<()> {
+async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
     let mut read = Reader::new(read);
     let mut answers = JoinSet::new();
     loop {

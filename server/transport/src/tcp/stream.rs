@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, IoSlice};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,6 +15,7 @@ use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
+use super::seal::WriteHalf;
 use crate::Slot;
 
 /// Frames waiting to be written on one stream; bulk ones are 1 MiB.
@@ -46,12 +48,12 @@ pub(super) struct FileRange {
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
 /// Makes the queue and the future that writes what comes in; it ends with the stream, or with the last sender.
-pub(super) fn writer(half: OwnedWriteHalf) -> (Sender, impl Future<Output = io::Result<()>>) {
+pub(super) fn writer(half: WriteHalf) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
     (sender, write_all(half, queue))
 }
 
-async fn write_all(mut half: OwnedWriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
+async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
     let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
         // Frames that wait behind each other go out together.
@@ -101,7 +103,7 @@ impl Frames {
         self.frames.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
     }
 
-    async fn write(&mut self, half: &mut OwnedWriteHalf) -> io::Result<()> {
+    async fn write(&mut self, half: &mut WriteHalf) -> io::Result<()> {
         let frames = std::mem::take(self).frames;
         if frames.is_empty() {
             return Ok(());
@@ -116,23 +118,15 @@ fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
     PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
 }
 
-async fn write(half: &mut OwnedWriteHalf, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-    let write = async {
-        while !slices.is_empty() {
-            let written = half.write_vectored(slices).await?;
-            if written == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
-            IoSlice::advance_slices(&mut slices, written);
-        }
-        Ok(())
-    };
-    timeout(PEER_LOST_TIMEOUT, write).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
+async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    timeout(PEER_LOST_TIMEOUT, half.write_all(slices))
+        .await
+        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
-/// Sends a file's bytes out of the page cache without copying them. A file that was cut short in the meantime is made up with zeros,
+/// Sends a file's bytes; out of the page cache without copying them, if they go as they are. A file that was cut short in the meantime is made up with zeros,
 /// for they were announced; `false` says that they do not count.
-async fn write_file(half: &mut OwnedWriteHalf, request: u64, range: &FileRange) -> io::Result<bool> {
+async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io::Result<bool> {
     let (mut at, end) = (range.offset, range.offset + range.len);
     while at < end {
         if range.revoked.load(Ordering::Acquire) {
@@ -141,6 +135,19 @@ async fn write_file(half: &mut OwnedWriteHalf, request: u64, range: &FileRange) 
         let len = (end - at).min(FRAME_BODY_LEN_MAX as u64);
         let header = data(request, len as usize);
         let until = at + len;
+        let half = match half {
+            WriteHalf::Plain(half) => half,
+            WriteHalf::Sealed(_) => {
+                let mut bytes = vec![0; len as usize];
+                let is_whole = read_whole(range, at, &mut bytes)?;
+                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)]).await?;
+                if !is_whole {
+                    return Ok(false);
+                }
+                at = until;
+                continue;
+            }
+        };
         let mut header = &header[..];
         let writing = async {
             while !header.is_empty() {
@@ -161,11 +168,32 @@ async fn write_file(half: &mut OwnedWriteHalf, request: u64, range: &FileRange) 
         let written = timeout(PEER_LOST_TIMEOUT, writing).await;
         let is_whole = written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))??;
         if !is_whole {
-            write(half, &mut [IoSlice::new(&vec![0; (until - at) as usize])]).await?;
+            write_zeros(half, until - at).await?;
             return Ok(false);
         }
     }
     Ok(true)
+}
+
+/// What is at a place of the file, which has just been read into the page cache; zeros, and `false`, where it was cut short.
+fn read_whole(range: &FileRange, mut at: u64, bytes: &mut [u8]) -> io::Result<bool> {
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let got = range.file.read_at(rest, at)?;
+        if got == 0 {
+            return Ok(false);
+        }
+        at += got as u64;
+        rest = &mut rest[got..];
+    }
+    // What was given up in the meantime may have been read as zeros.
+    Ok(!range.revoked.load(Ordering::Acquire))
+}
+
+async fn write_zeros(half: &mut OwnedWriteHalf, len: u64) -> io::Result<()> {
+    let zeros = vec![0; len as usize];
+    let writing = timeout(PEER_LOST_TIMEOUT, half.write_all(&zeros)).await;
+    writing.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
 /// Lengths and a message in one body: what `Pull` and `Pulled` carry.

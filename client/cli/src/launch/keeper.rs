@@ -1,0 +1,587 @@
+//! The keeper of a session: has its servers started, makes them one session, and tells them, as long as it lives, that it goes on. When
+//! it ends, however it does, they end: at once where the kernel closes its connections, else when its word has not come for a while.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use dayfly_meta::id::SessionId;
+use dayfly_meta::limits::{HANDSHAKE_TIMEOUT, LAUNCHER_END_TIMEOUT, LEASE_INTERVAL, LEASE_TIMEOUT};
+use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
+use dayfly_server::{Ability, Key, Preference, agree};
+use futures_util::future::{join_all, try_join_all};
+use nix::ifaddrs::getifaddrs;
+use nix::net::if_::InterfaceFlags;
+use nix::unistd::gethostname;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
+
+use super::invitation::{FromKeeper, FromServer, Invitation};
+use super::launchers::{Chosen, Input, Start};
+use super::processes::{self, Event, Processes};
+use crate::failure::{Failure, complain};
+
+/// After so long, and then ever again, the user is told who is waited for.
+const PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
+/// Nodes that are named when there are many.
+const NAMED_MAX: usize = 8;
+
+/// What is to be done.
+pub(super) struct Plan {
+    pub(super) chosen: Chosen,
+    pub(super) session: SessionId,
+    pub(super) key: Arc<Key>,
+    /// Where the keeper is, is filled in.
+    pub(super) invitation: Invitation,
+    pub(super) key_file: Option<PathBuf>,
+    pub(super) min_nodes: usize,
+    pub(super) start_timeout: Duration,
+}
+
+/// A keeper at work, on a thread of its own. Dropped, it ends the session.
+pub(crate) struct Keeper {
+    end: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Keeper {
+    /// Starts all servers and waits until they are ready, or until `cancelled`.
+    pub(super) fn start(plan: Plan, cancelled: oneshot::Receiver<()>) -> Result<Self, Failure> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (end, ending) = oneshot::channel();
+        let (told, tells) = std::sync::mpsc::channel();
+        let thread = thread::Builder::new().name("keeper".to_owned()).spawn(move || {
+            runtime.block_on(async {
+                let cancelled = async { drop(cancelled.await) };
+                let mut start = Starting::new(plan);
+                let came = tokio::select! {
+                    came = start.all() => came,
+                    () = cancelled => Err(Failure::new("interrupted")),
+                };
+                match came {
+                    Ok(members) => {
+                        // Who asked for it waits for this word.
+                        let _ = told.send(Ok(()));
+                        keep(members, &mut start.processes, ending).await;
+                        start.processes.wind_down().await;
+                    }
+                    Err(failure) => {
+                        // Servers that are there find their channels closed.
+                        let mut processes = start.close();
+                        processes.wind_down().await;
+                        let _ = told.send(Err(failure));
+                    }
+                }
+            });
+        })?;
+        let keeper = Self { end: Some(end), thread: Some(thread) };
+        tells.recv().map_err(|_| Failure::new("the keeper ended"))??;
+        Ok(keeper)
+    }
+
+    /// Waits until all servers have ended.
+    pub(crate) fn wait(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            // Its panic has been told.
+            let _ = thread.join();
+        }
+    }
+
+    /// What ends the session when it is sent or dropped.
+    pub(crate) fn end_handle(&mut self) -> Option<oneshot::Sender<()>> {
+        self.end.take()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        self.wait();
+    }
+}
+
+impl Processes {
+    /// Lets all end, as they do when their servers have; kills those that do not.
+    async fn wind_down(&mut self) {
+        if timeout(LAUNCHER_END_TIMEOUT, self.all_ended()).await.is_err() {
+            tracing::warn!("what started servers does not end; it is killed");
+        }
+    }
+}
+
+/// A server that said hello.
+struct Guest {
+    host: String,
+    /// On this machine.
+    is_here: bool,
+    sender: Sender,
+    receiver: Receiver,
+    /// Of its channel.
+    far: IpAddr,
+}
+
+/// One that has its place.
+struct Member {
+    name: String,
+    sender: Sender,
+    receiver: Receiver,
+}
+
+async fn say(sender: &mut Sender, message: &FromKeeper) -> Result<(), String> {
+    let message = serde_json::to_vec(message).map_err(|error| error.to_string())?;
+    sender.send(&message).await.map_err(|error| error.to_string())
+}
+
+async fn hear(receiver: &mut Receiver) -> Result<FromServer, String> {
+    let message = receiver.receive().await.map_err(|error| match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => "it ended".to_owned(),
+        _ => error.to_string(),
+    })?;
+    serde_json::from_slice(&message).map_err(|_| "it says what this version does not know".to_owned())
+}
+
+/// The next that is no mere sign of life.
+async fn hear_answer(receiver: &mut Receiver) -> Result<FromServer, String> {
+    loop {
+        match hear(receiver).await? {
+            FromServer::Alive => {}
+            answer => return Ok(answer),
+        }
+    }
+}
+
+struct Starting {
+    plan: Plan,
+    processes: Processes,
+    deadline: Instant,
+    /// By place in the list.
+    guests: Vec<Option<Guest>>,
+    /// Why some will not come.
+    failed: Vec<Option<String>>,
+    /// Lines of what starts servers: told when it takes long or all goes well; else the failure has them.
+    unsaid: Vec<String>,
+    is_long: bool,
+}
+
+impl Starting {
+    fn new(plan: Plan) -> Self {
+        let count = plan.chosen.hosts.len();
+        let deadline = Instant::now() + plan.start_timeout;
+        let guests = (0..count).map(|_| None).collect();
+        Self {
+            plan,
+            processes: Processes::none(),
+            deadline,
+            guests,
+            failed: vec![None; count],
+            unsaid: Vec::new(),
+            is_long: false,
+        }
+    }
+
+    /// Closes all channels.
+    fn close(self) -> Processes {
+        self.processes
+    }
+
+    /// Has all servers started and made one session.
+    async fn all(&mut self) -> Result<Vec<Member>, Failure> {
+        let is_local = matches!(self.plan.chosen.launcher.start, Start::Each([]));
+        let any = if is_local { [127, 0, 0, 1] } else { [0, 0, 0, 0] };
+        let (mut listener, port) = Listener::bind(self.plan.session, self.plan.key.clone(), IpAddr::from(any)).await?;
+        let addresses =
+            if is_local { vec![IpAddr::from(any)] } else { own_addresses(self.plan.invitation.settings.interface.as_deref())? };
+        self.plan.invitation.keeper = addresses.into_iter().map(|address| (address, port).into()).collect();
+        let written = self.start_processes()?;
+        self.gather(&mut listener).await?;
+        drop(written);
+        let preference = self.plan.invitation.settings.transport;
+        let (mut members, starts) = self.give_places(is_local).await?;
+        self.meet(&mut members, starts, preference).await?;
+        self.say_all();
+        Ok(members)
+    }
+
+    fn start_processes(&mut self) -> Result<Option<Written>, Failure> {
+        let Chosen { launcher, hosts, .. } = &self.plan.chosen;
+        let path = (launcher.input == Input::File).then_some(self.plan.key_file.as_ref()).flatten();
+        let written = path.map(|path| Written::new(path, &self.plan.invitation)).transpose()?;
+        if let (Start::ByHand, Some(path)) = (&launcher.start, path) {
+            let program = std::env::current_exe()?;
+            complain(format_args!(
+                "now start on each of {} nodes: {} serve --key-file {}",
+                hosts.len(),
+                program.display(),
+                path.display()
+            ));
+        }
+        self.processes = processes::start(launcher, hosts, &self.plan.invitation, path.map(PathBuf::as_path))?;
+        Ok(written)
+    }
+
+    /// Waits for everyone's hello, or for the end of it.
+    async fn gather(&mut self, listener: &mut Listener) -> Result<(), Failure> {
+        let (said, mut hellos) = mpsc::channel(64);
+        let mut listening = JoinSet::new();
+        let mut warned = BTreeSet::new();
+        let mut telling = Instant::now() + PATIENCE[0];
+        while self.waited_for().next().is_some() {
+            tokio::select! {
+                channel = listener.accept() => {
+                    let said = said.clone();
+                    listening.spawn(async move {
+                        let Channel { sender, mut receiver, local, far } = channel;
+                        // It says it once it has looked at its node, which takes no time.
+                        let first = timeout(HANDSHAKE_TIMEOUT * 5, hear(&mut receiver)).await;
+                        let first = first.unwrap_or_else(|_| Err("it says no hello".to_owned()));
+                        let _ = said.send((sender, receiver, local, far, first)).await;
+                    });
+                    while listening.try_join_next().is_some() {}
+                }
+                Some((sender, receiver, local, far, first)) = hellos.recv() => match first {
+                    Ok(FromServer::Hello { names, addresses, warnings }) => {
+                        for warning in warnings {
+                            if warned.insert(warning.clone()) {
+                                complain(format_args!("warning: {}: {warning}", names.first().map_or("a node", String::as_str)));
+                            }
+                        }
+                        let is_here = far.is_loopback() || far == local;
+                        self.seat(&names, &addresses, Guest { host: String::new(), is_here, sender, receiver, far }).await?;
+                    }
+                    Ok(FromServer::Failed { names, reason }) => match self.place(&names, &[]) {
+                        Some(place) => self.fail(place, reason)?,
+                        None => complain(format_args!("{}: {reason}", names.join(", "))),
+                    },
+                    // Of one that was asked twice by way of two of our addresses; it comes by the other.
+                    Err(reason) => tracing::debug!(reason, "a guest left"),
+                    Ok(_) => {}
+                },
+                event = self.processes.next() => match event {
+                    Event::Line(line) => {
+                        self.unsaid.push(line);
+                        if self.is_long {
+                            self.say_all();
+                        }
+                    }
+                    Event::Ended(ended) => self.missed(&ended.hosts, &ended.how)?,
+                },
+                () = sleep_until(telling) => {
+                    telling += PATIENCE[1];
+                    self.is_long = true;
+                    self.say_all();
+                    let waited_for: Vec<_> = self.waited_for().map(|place| self.name(place)).collect();
+                    complain(format_args!("waiting for {} of {} nodes: {}", waited_for.len(), self.guests.len(), few(&waited_for)));
+                }
+                () = sleep_until(self.deadline) => {
+                    let waited_for: Vec<_> = self.waited_for().collect();
+                    let reason = format!("no server came from it within {} s", self.plan.start_timeout.as_secs());
+                    for place in waited_for {
+                        self.fail(place, reason.clone())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn say_all(&mut self) {
+        self.unsaid.drain(..).for_each(complain);
+    }
+
+    /// Those of whom nothing is known yet.
+    fn waited_for(&self) -> impl Iterator<Item = usize> {
+        (0..self.guests.len()).filter(|&place| self.guests[place].is_none() && self.failed[place].is_none())
+    }
+
+    fn name(&self, place: usize) -> String {
+        match &self.plan.chosen.hosts[place] {
+            host if host.is_empty() => format!("node {place}"),
+            host if matches!(self.plan.chosen.launcher.start, Start::Each([])) => format!("node {host}"),
+            host => host.clone(),
+        }
+    }
+
+    /// The place in the list of who goes by these names and addresses.
+    fn place(&self, names: &[String], addresses: &[IpAddr]) -> Option<usize> {
+        place(&self.plan.chosen.hosts, names, addresses, &|place| self.guests[place].is_none())
+    }
+
+    async fn seat(&mut self, names: &[String], addresses: &[IpAddr], mut guest: Guest) -> Result<(), Failure> {
+        let name = names.first().cloned().unwrap_or_default();
+        let Some(place) = self.place(names, addresses) else {
+            let listed = few(&self.plan.chosen.hosts);
+            complain(format_args!("a server came from '{}', which is none of {listed}", names.join("', '")));
+            return Ok(());
+        };
+        if self.guests[place].is_some() {
+            // One for each slot of a node, most likely.
+            let _ = say(&mut guest.sender, &FromKeeper::Surplus).await;
+            return Ok(());
+        }
+        self.failed[place] = None;
+        self.guests[place] = Some(Guest { host: name, ..guest });
+        Ok(())
+    }
+
+    /// Takes note that a node will not come; an error, if it has to.
+    fn fail(&mut self, place: usize, reason: String) -> Result<(), Failure> {
+        if self.guests[place].is_some() {
+            return Ok(());
+        }
+        let message = format!("{}: {reason}", self.name(place));
+        self.failed[place] = Some(reason);
+        let failed = self.failed.iter().flatten().count();
+        if self.guests.len() - failed < self.plan.min_nodes {
+            let came = self.guests.iter().flatten().count();
+            let others = if failed > 1 { format!(" ({} more did not come either)", failed - 1) } else { String::new() };
+            let wanted = if self.plan.min_nodes < self.guests.len() {
+                format!("; {came} came, --min-nodes {}", self.plan.min_nodes)
+            } else {
+                String::new()
+            };
+            return Err(Failure::new(format!("no session: {message}{others}{wanted}")));
+        }
+        complain(format_args!("going on without {message}"));
+        Ok(())
+    }
+
+    /// What was to start servers has ended.
+    fn missed(&mut self, hosts: &[String], how: &str) -> Result<(), Failure> {
+        let places: Vec<_> = self.waited_for().filter(|&place| hosts.contains(&self.plan.chosen.hosts[place])).collect();
+        for place in places {
+            self.fail(place, format!("its server did not start: {how}"))?;
+        }
+        Ok(())
+    }
+
+    /// Tells all who came which node they are, and hears where they listen.
+    async fn give_places(&mut self, is_local: bool) -> Result<(Vec<Member>, Vec<Placed>), Failure> {
+        let mut guests: Vec<Guest> = self.guests.iter_mut().filter_map(Option::take).collect();
+        // Commands of who is on this machine go to node 0 without a detour, then; the others stay in the list's order.
+        let own = gethostname().ok().and_then(|name| name.into_string().ok()).unwrap_or_default();
+        if let Some(here) = guests.iter().position(|guest| guest.is_here && (is_local || same_name(&guest.host, &own))) {
+            guests[..=here].rotate_right(1);
+        }
+        if matches!(self.plan.chosen.launcher.start, Start::ByHand) {
+            guests[1..].sort_by(|one, other| one.host.cmp(&other.host).then(one.far.cmp(&other.far)));
+        }
+        let deadline = self.deadline;
+        let placing = guests.into_iter().enumerate().map(|(node, guest)| async move {
+            let name = if is_local { format!("node {node}") } else { format!("node {node} ({})", guest.host) };
+            let mut member = Member { name, sender: guest.sender, receiver: guest.receiver };
+            // Nodes of one machine differ by their loopback address, as nodes of a cluster differ by theirs.
+            let listen = is_local.then(|| IpAddr::from([127, 0, 0, (node + 1) as u8]));
+            let starting = async {
+                say(&mut member.sender, &FromKeeper::Orders { node: node as u16, listen }).await?;
+                match hear_answer(&mut member.receiver).await? {
+                    FromServer::Started { address, ability } => Ok(Placed { address, ability }),
+                    FromServer::Failed { reason, .. } => Err(reason),
+                    _ => Err("it says what it was not asked".to_owned()),
+                }
+            };
+            let started = timeout_at(deadline, starting).await.unwrap_or_else(|_| Err("it is not ready in time".to_owned()));
+            started.map_err(|reason| did_not_start(&member.name, &reason)).map(|placed| (member, placed))
+        });
+        Ok(try_join_all(placing).await?.into_iter().unzip())
+    }
+
+    /// Makes them one session.
+    async fn meet(&mut self, members: &mut [Member], starts: Vec<Placed>, preference: Preference) -> Result<(), Failure> {
+        let (addresses, abilities): (Vec<_>, Vec<Ability>) =
+            starts.into_iter().map(|start| (start.address, start.ability)).unzip();
+        let agreed = |failed: &[String]| {
+            agree(preference, &abilities, failed)
+                .map_err(|why| Failure::new(format!("no session by RDMA, as --transport rdma demands: {why}")))
+        };
+        let roster = FromKeeper::Roster { addresses, agreement: agreed(&[])? };
+        let lead = members.first_mut().ok_or_else(|| Failure::new("no node came"))?;
+        let meeting = async {
+            let failed = |reason: String| did_not_start(&lead.name, &reason);
+            say(&mut lead.sender, &roster).await.map_err(failed)?;
+            let fallen_back = match hear_answer(&mut lead.receiver).await.map_err(failed)? {
+                FromServer::Met { fallen_back } => fallen_back,
+                FromServer::Failed { reason, .. } => return Err(Failure::new(format!("no session: {reason}"))),
+                _ => return Err(failed("it says what it was not asked".to_owned())),
+            };
+            say(&mut lead.sender, &FromKeeper::Agree(agreed(&fallen_back)?)).await.map_err(failed)?;
+            match hear_answer(&mut lead.receiver).await.map_err(failed)? {
+                FromServer::Ready => Ok(()),
+                FromServer::Failed { reason, .. } => Err(Failure::new(format!("no session: {reason}"))),
+                _ => Err(failed("it says what it was not asked".to_owned())),
+            }
+        };
+        let late =
+            |_| Err(Failure::new(format!("not all nodes reach each other within {} s", self.plan.start_timeout.as_secs())));
+        timeout_at(self.deadline, meeting).await.unwrap_or_else(late)
+    }
+}
+
+/// What a server says once it listens.
+struct Placed {
+    address: std::net::SocketAddr,
+    ability: Ability,
+}
+
+fn did_not_start(name: &str, reason: &str) -> Failure {
+    Failure::new(format!("the server of {name} did not start: {reason}"))
+}
+
+/// Tells the servers that the session goes on, until they have ended or are to.
+async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: oneshot::Receiver<()>) {
+    let (mut senders, mut listening) = (Vec::new(), JoinSet::new());
+    for Member { name, sender, mut receiver } in members {
+        senders.push(Some(sender));
+        let place = senders.len() - 1;
+        listening.spawn(async move {
+            loop {
+                match timeout(LEASE_TIMEOUT, hear(&mut receiver)).await {
+                    Ok(Ok(FromServer::Ended)) => return (place, name, None),
+                    Ok(Ok(_)) => {}
+                    Ok(Err(reason)) => return (place, name, Some(reason)),
+                    Err(_) => return (place, name, Some(format!("nothing was heard of it for {} s", LEASE_TIMEOUT.as_secs()))),
+                }
+            }
+        });
+    }
+    let mut ticks = interval(LEASE_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = &mut ending => return,
+            left = listening.join_next() => match left {
+                Some(Ok((place, name, reason))) => {
+                    senders[place] = None;
+                    if let Some(reason) = reason {
+                        complain(format_args!("{name} is lost: {reason}"));
+                    }
+                }
+                Some(Err(_)) => {}
+                None => return,
+            },
+            _ = ticks.tick() => {
+                // One that takes no bytes is found by its silence.
+                let renewing = senders.iter_mut().flatten().map(|sender| timeout(LEASE_INTERVAL, say(sender, &FromKeeper::Renew)));
+                drop(join_all(renewing).await);
+            }
+            line = processes.line() => tracing::info!(line, "from a launcher"),
+        }
+    }
+}
+
+/// The invitation in a file that only its owner reads, for as long as servers start.
+struct Written(PathBuf);
+
+impl Written {
+    fn new(path: &std::path::Path, invitation: &Invitation) -> Result<Self, Failure> {
+        use std::io::Write;
+        use std::os::unix::fs::OpenOptionsExt;
+        let cannot = |error: std::io::Error| {
+            Failure::new(format!(
+                "cannot write '{}', which all nodes must see (--key-file names another): {error}",
+                path.display()
+            ))
+        };
+        let mut file = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(path).map_err(cannot)?;
+        let written = Self(path.to_owned());
+        let line = zeroize::Zeroizing::new(serde_json::to_string(invitation).map_err(Failure::new)?);
+        file.write_all(line.as_bytes()).and_then(|()| file.sync_all()).map_err(cannot)?;
+        Ok(written)
+    }
+}
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.0) {
+            complain(format_args!("cannot remove '{}', which has the session's key: {error}", self.0.display()));
+        }
+    }
+}
+
+/// Addresses at which other machines may find this one; those of one interface, if it is named.
+pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, Failure> {
+    let mut addresses = Vec::new();
+    for found in getifaddrs().map_err(std::io::Error::from)? {
+        let is_meant = match interface {
+            Some(name) => found.interface_name == name,
+            None => !found.flags.contains(InterfaceFlags::IFF_LOOPBACK),
+        };
+        let Some(address) = found.address.filter(|_| is_meant && found.flags.contains(InterfaceFlags::IFF_UP)) else { continue };
+        let version_4 = address.as_sockaddr_in().map(|address| IpAddr::from(address.ip()));
+        let version_6 = address.as_sockaddr_in6().map(|address| address.ip()).filter(|address| !address.is_unicast_link_local());
+        addresses.extend(version_4.or(version_6.map(IpAddr::from)));
+    }
+    // Version 4 first: it is what is most surely routed.
+    addresses.sort_by_key(IpAddr::is_ipv6);
+    match (addresses.is_empty(), interface) {
+        (false, _) => Ok(addresses),
+        (true, Some(name)) => {
+            Err(Failure::new(format!("the network interface '{name}' is not there, or down, or has no address")))
+        }
+        (true, None) => Ok(vec![IpAddr::from([127, 0, 0, 1])]),
+    }
+}
+
+/// Whose place in the list it is: by name whole, by the name's first part, by address; else the first free one that has no name.
+fn place(hosts: &[String], names: &[String], addresses: &[IpAddr], is_free: &dyn Fn(usize) -> bool) -> Option<usize> {
+    let host = |host: &str| host.rsplit('@').next().unwrap_or_default().to_owned();
+    let by = |test: &dyn Fn(&str) -> bool| hosts.iter().position(|listed| !listed.is_empty() && test(&host(listed)));
+    by(&|listed| names.iter().any(|name| name == listed))
+        .or_else(|| by(&|listed| names.iter().any(|name| same_name(name, listed))))
+        .or_else(|| by(&|listed| listed.parse().is_ok_and(|address: IpAddr| addresses.contains(&address))))
+        .or_else(|| by(&|listed| resolve(listed).iter().any(|address| addresses.contains(address))))
+        .or_else(|| hosts.iter().enumerate().position(|(place, listed)| listed.is_empty() && is_free(place)))
+}
+
+fn resolve(host: &str) -> Vec<IpAddr> {
+    use std::net::ToSocketAddrs;
+    (host, 0)
+        .to_socket_addrs()
+        .into_iter()
+        .flatten()
+        .map(|address| address.ip())
+        .filter(|address| !address.is_loopback())
+        .collect()
+}
+
+/// Whether two names, one perhaps with its domain, are of one host.
+fn same_name(one: &str, other: &str) -> bool {
+    let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
+    !one.is_empty()
+        && one.parse::<IpAddr>().is_err()
+        && short(one) == short(other)
+        && (one == other || !one.contains('.') || !other.contains('.'))
+}
+
+/// Names, some of them if they are many.
+fn few(names: &[String]) -> String {
+    let shown = names[..names.len().min(NAMED_MAX)].join(", ");
+    if names.len() > NAMED_MAX { format!("{shown} and {} more", names.len() - NAMED_MAX) } else { shown }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_seated_by_name_or_address() {
+        let hosts = ["n1.site", "n2", "user@n3", "10.0.0.4", "a.x", "a.y", ""].map(str::to_owned);
+        let check = |names: &[&str], addresses: &[&str], expect| {
+            let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
+            let addresses: Vec<_> = addresses.iter().map(|address| address.parse().unwrap()).collect();
+            assert_eq!(place(&hosts[..6], &names, &addresses, &|_| true), expect, "{names:?}");
+        };
+        check(&["n1"], &[], Some(0));
+        check(&["n2.site"], &[], Some(1));
+        check(&["n3"], &[], Some(2));
+        check(&["vm"], &["192.168.0.1", "10.0.0.4"], Some(3));
+        check(&["a.y"], &[], Some(5));
+        check(&["n4"], &["10.0.0.5"], None);
+        assert_eq!(place(&hosts, &["n4".to_owned()], &[], &|place| place == 6), Some(6), "whoever");
+        assert_eq!(few(&hosts[..2]), "n1.site, n2");
+    }
+}
