@@ -110,6 +110,7 @@ pub(crate) fn start(options: &SessionOptions, cancelled: oneshot::Receiver<()>) 
         keeper: Vec::new(),
         host: None,
         node_name: chosen.launcher.node_name.map(str::to_owned),
+        is_step: chosen.launcher.is_step,
         job: chosen.job.clone(),
         runtime_dir: locate::runtime_base(),
         settings: Settings {

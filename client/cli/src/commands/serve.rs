@@ -17,7 +17,7 @@ use dayfly_server::{Choice, Config, Key, Options, Server};
 use nix::fcntl::Flock;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{dup2_stderr, dup2_stdout, gethostname};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Duration, MissedTickBehavior, interval};
@@ -107,7 +107,7 @@ async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure>
         _ => return Ok(()),
     };
     match start(session, key, &invitation, place, node, listen).await {
-        Ok(serving) => serving.go_on(sender, receiver, invitation.start_timeout_ms).await,
+        Ok(serving) => serving.go_on(sender, receiver, &invitation).await,
         Err(failure) => fail(&mut sender, names, failure).await,
     }
 }
@@ -176,7 +176,7 @@ async fn start(
 
 impl Serving {
     /// Serves until the session ends here, and leaves nothing.
-    async fn go_on(self, mut sender: Sender, receiver: Receiver, start_timeout_ms: u64) -> Result<(), Failure> {
+    async fn go_on(self, mut sender: Sender, receiver: Receiver, invitation: &Invitation) -> Result<(), Failure> {
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         // What a job's steps are told by these is for the job.
         let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
@@ -184,9 +184,9 @@ impl Serving {
         say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let why = tokio::select! {
             () = server.ended() => "as it was told to",
-            _ = terminate.recv() => "by SIGTERM",
+            () = terminated(&mut terminate, invitation.is_step) => "by SIGTERM",
             _ = interrupt.recv() => "by SIGINT",
-            why = obey(server, &mut sender, receiver, start_timeout_ms) => why,
+            why = obey(server, &mut sender, receiver, invitation.start_timeout_ms) => why,
         };
         // Its bytes first: whoever ended us may not give us long.
         server.end();
@@ -198,6 +198,16 @@ impl Serving {
         drop(self.locks);
         launch::remove(&self.location)?;
         Ok(())
+    }
+}
+
+/// A manager may tell all steps some time before the end of the job, which CMD is to use: so the first time is a notice, and the
+/// session goes on. At the end of the job both the manager and its launcher tell, and so it comes twice.
+async fn terminated(terminate: &mut Signal, is_step: bool) {
+    terminate.recv().await;
+    if is_step {
+        tracing::info!("SIGTERM, once; the session goes on until it comes again, or its keeper ends it");
+        terminate.recv().await;
     }
 }
 

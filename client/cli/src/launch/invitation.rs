@@ -19,6 +19,8 @@ pub(crate) struct Invitation {
     pub(crate) host: Option<String>,
     /// The variable that has the name, if it is meant for all.
     pub(crate) node_name: Option<String>,
+    /// Whether the manager tells it of the job's end, and perhaps some time before.
+    pub(crate) is_step: bool,
     /// The manager's name of the job.
     pub(crate) job: Option<String>,
     pub(crate) runtime_dir: PathBuf,

@@ -26,6 +26,8 @@ pub(crate) struct Launcher {
     pub(super) input: Input,
     /// Variables that would narrow what processes get.
     pub(super) without: &'static [&'static str],
+    /// Whether what it starts is a step of a job, which the manager tells of the job's end, and perhaps some time before.
+    pub(super) is_step: bool,
     /// The variable that names a process's node as the list does.
     pub(super) node_name: Option<&'static str>,
 }
@@ -117,6 +119,7 @@ static LAUNCHERS: [Launcher; 9] = [
         ]),
         input: Input::Standard,
         without: SLURM_NARROWING,
+        is_step: true,
         node_name: Some("SLURMD_NODENAME"),
     },
     Launcher {
@@ -127,6 +130,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::Once(&["flux", "exec", "{args}"]),
         input: Input::Standard,
         without: &[],
+        is_step: true,
         node_name: None,
     },
     Launcher {
@@ -138,6 +142,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::Once(&["pbsdsh", "{args}", "--"]),
         input: Input::File,
         without: &[],
+        is_step: true,
         node_name: None,
     },
     Launcher {
@@ -148,6 +153,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::Once(&["blaunch", "{args}", "-z", "{hosts by spaces}"]),
         input: Input::File,
         without: &[],
+        is_step: true,
         node_name: None,
     },
     Launcher {
@@ -158,6 +164,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::Once(&["mpiexec", "-ppn", "1", "-n", "{count}", "-hosts", "{hosts}", "-bind-to", "none", "{args}"]),
         input: Input::File,
         without: &[],
+        is_step: false,
         node_name: None,
     },
     Launcher {
@@ -179,6 +186,7 @@ static LAUNCHERS: [Launcher; 9] = [
         ]),
         input: Input::File,
         without: &[],
+        is_step: false,
         node_name: None,
     },
     Launcher {
@@ -189,6 +197,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::EachByShell(&["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "{args}", "{host}"]),
         input: Input::Standard,
         without: &[],
+        is_step: false,
         node_name: None,
     },
     Launcher {
@@ -199,6 +208,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::Each(&[]),
         input: Input::Standard,
         without: &[],
+        is_step: false,
         node_name: None,
     },
     Launcher {
@@ -209,6 +219,7 @@ static LAUNCHERS: [Launcher; 9] = [
         start: Start::ByHand,
         input: Input::File,
         without: &[],
+        is_step: false,
         node_name: None,
     },
 ];
