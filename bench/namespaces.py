@@ -7,7 +7,7 @@ As root, with `dayfly` in PATH. DIR is for runtime and data folders, and is empt
 node 0, with DAYFLY_ADDRESS_K set to each node's address. --rate throttles what goes to node 0 (as `tc` writes it: 400mbit).
 """
 
-import argparse, json, os, secrets, shutil, subprocess, sys
+import argparse, os, shutil, subprocess, sys
 
 BRIDGE = "dfbench"
 
@@ -37,22 +37,12 @@ def set_up(nodes, rate):
         subprocess.run(["tc", "qdisc", "add", "dev", "vdf0", "root", "tbf", "rate", rate, "burst", "256k", "latency", "100ms"], check=True)
 
 
-def size(text):
-    units = {"KiB": 10, "MiB": 20, "GiB": 30}
-    return int(text[:-3]) << units[text[-3:]] if text[-3:] in units else int(text)
-
-
-def start(node, folder, session, key, options):
-    data = os.path.join(options.dir, "data", f"dayfly-{session}-{node}")
-    orders = {
-        "session": session, "key": list(key), "node": node, "listen": f"10.77.0.{node + 1}:0", "folder": folder, "data_dirs": [data],
-        "capacity": size(options.capacity), "memory": size(options.memory), "prefix": list(b"/dayfly"), "verify_reads": False,
-        "workers": 1, "decoders": 1, "stage_memory": 1 << 30, "is_tethered": True,
-    }
-    log = open(os.path.join(folder, f"node-{node}.log"), "ab")
-    server = subprocess.Popen(["ip", "netns", "exec", f"df{node}", "dayfly", "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/")
-    print(json.dumps(orders), file=server.stdin, flush=True)
-    return server
+# What `ssh OPTIONS HOST COMMAND` is here: the command in the host's namespace.
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift 2; done
+host=$1; shift
+exec ip netns exec "$host" sh -c "$*"
+"""
 
 
 def main():
@@ -65,30 +55,31 @@ def main():
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     shutil.rmtree(options.dir, ignore_errors=True)
-    session, key = secrets.token_hex(8), secrets.token_bytes(32)
-    folder = os.path.join(options.dir, f"dayfly-{os.geteuid()}", session)
-    os.makedirs(folder, mode=0o700)
-    os.chmod(os.path.dirname(folder), 0o700)
-    os.makedirs(os.path.join(options.dir, "data"))
-    servers = []
+    data, programs = os.path.join(options.dir, "data"), os.path.join(options.dir, "bin")
+    os.makedirs(data)
+    os.makedirs(programs)
+    with open(os.path.join(programs, "ssh"), "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as ssh:
+        ssh.write(SSH)
+    environment = dict(os.environ, DAYFLY_RUNTIME_DIR=options.dir)
+    hosts = ",".join(f"df{node}" for node in range(options.nodes))
+    up = ["dayfly", "up", "--foreground", "--hosts", hosts, "--memory", options.memory, "--capacity", options.capacity, "--data-dir", data]
+    session = None
     try:
         set_up(options.nodes, options.rate)
-        servers = [start(node, folder, session, key, options) for node in range(options.nodes)]
-        addresses = [json.loads(server.stdout.readline())["address"] for server in servers]
-        for server in servers:
-            print(json.dumps({"addresses": addresses}), file=server.stdin, flush=True)
-        for node, server in enumerate(servers):
-            if server.stdout.readline().strip() != "ready":
-                sys.exit(open(os.path.join(folder, f"node-{node}.log")).read())
-        environment = dict(os.environ, DAYFLY_RUNTIME_DIR=options.dir, DAYFLY_SESSION=session, DAYFLY_NODE="0")
+        path = programs + ":" + os.environ["PATH"]
+        session = subprocess.Popen(["ip", "netns", "exec", "df0", *up], stdout=subprocess.PIPE, text=True, env=dict(environment, PATH=path))
+        name = session.stdout.readline().strip()
+        if not name:
+            sys.exit(session.wait())
+        folder = os.path.join(options.dir, f"dayfly-{os.geteuid()}", name)
+        environment.update(DAYFLY_SESSION=name, DAYFLY_NODE="0")
         environment.update({f"DAYFLY_ADDRESS_{node}": f"10.77.0.{node + 1}" for node in range(options.nodes)})
         environment.update({f"DAYFLY_PID_{node}": open(os.path.join(folder, f"node-{node}.lock")).read() for node in range(options.nodes)})
         return subprocess.run(["ip", "netns", "exec", "df0", *options.command], env=environment).returncode
     finally:
-        for server in servers:
-            server.stdin.close()
-        for server in servers:
-            server.wait(timeout=30)
+        if session:
+            session.terminate()
+            session.wait(timeout=30)
         tear_down(options.nodes)
 
 

@@ -230,6 +230,14 @@ impl Location {
         fs::read_to_string(self.folder.join(JOB)).ok()
     }
 
+    /// Makes it a session of no job.
+    pub fn forget_job(&self) -> io::Result<()> {
+        match fs::remove_file(self.folder.join(JOB)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// The node that this process belongs to: by `DAYFLY_NODE`, else the lowest here.
     pub fn my_node(&self) -> Result<NodeId, ClientError> {
         let nodes = self.live_nodes();

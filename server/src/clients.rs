@@ -305,7 +305,9 @@ impl Client {
             Command::Down { but } => {
                 let all = || (0..=u16::MAX).collect();
                 let (nodes, freed_bytes, untold) = self.server.end_all_but(&but.unwrap_or_else(all)).await;
-                self.socket.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await
+                let sent = self.socket.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await;
+                self.server.end();
+                sent
             }
             Command::StageIn(request) => {
                 let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);

@@ -36,6 +36,9 @@ use crate::store::{Dataset, Store, nameless_file};
 const EXCHANGE_LEN: u64 = 8 << 20;
 const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
 
+/// A last answer goes out within this, or its asker hears of the end by the connection's.
+const LAST_ANSWER_TIME: Duration = Duration::from_millis(50);
+
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -150,11 +153,14 @@ impl Server {
         let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
     }
 
-    /// Ends the session here: gives all room back, whoever still has files open. Returns the bytes freed.
-    pub fn end(&self) -> u64 {
-        let freed = self.store.give_up();
+    /// Gives all room back, whoever still has files open, and serves nothing any more. Returns the bytes freed.
+    pub fn give_up(&self) -> u64 {
+        self.store.give_up()
+    }
+
+    /// Ends the session here, once what was asked last has been answered.
+    pub(crate) fn end(&self) {
         self.ended.send_replace(true);
-        freed
     }
 
     /// Closes all connections.
@@ -313,7 +319,13 @@ impl Server {
             }
             Request::Agree(network) => self.agree(membership::agreement(network)).await.map(|()| done),
             Request::End => {
-                let freed_bytes = self.on_drives(Self::end).await?;
+                let freed_bytes = self.on_drives(Self::give_up).await?;
+                let server = self.clone();
+                // Its task is not this answer's, which has to go out first.
+                tokio::spawn(async move {
+                    tokio::time::sleep(LAST_ANSWER_TIME).await;
+                    server.end();
+                });
                 Ok((Reply::Ended { freed_bytes }, Vec::new()))
             }
         }

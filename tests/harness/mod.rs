@@ -45,7 +45,10 @@ impl Ground {
     pub(crate) fn dayfly(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
         command.env("DAYFLY_RUNTIME_DIR", self.runtime.path()).env("TMPDIR", self.data.path());
-        command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE").env_remove("SLURM_TMPDIR");
+        // Tests may run within a job.
+        for name in ["DAYFLY_SESSION", "DAYFLY_NODE", "SLURM_TMPDIR", "SLURM_JOB_ID", "FLUX_URI", "PBS_JOBID", "LSB_JOBID"] {
+            command.env_remove(name);
+        }
         command.current_dir(self.work.path()).stdin(Stdio::null());
         command
     }

@@ -64,6 +64,10 @@ pub(crate) enum Command {
 pub(crate) struct Up {
     #[command(flatten)]
     pub(crate) session: SessionOptions,
+    /// When who keeps the session is lost, with its job, go on for so long: for a following job of yours on the same nodes, which finds
+    /// it there, and ends it with 'dayfly down'. Only where servers may outlive a job: by ssh, for one.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    pub(crate) keep: Option<std::time::Duration>,
     /// Stay until the session ends, and end it when this is interrupted.
     #[arg(long)]
     pub(crate) foreground: bool,
@@ -411,6 +415,21 @@ pub(crate) struct Top {
     pub(crate) count: Option<u64>,
 }
 
+fn duration(text: &str) -> Result<std::time::Duration, String> {
+    let unit = text.chars().next_back().and_then(|unit| match unit {
+        's' => Some(1),
+        'm' => Some(60),
+        'h' => Some(3600),
+        'd' => Some(86400),
+        _ => None,
+    });
+    let seconds = unit.and_then(|unit| text[..text.len() - 1].parse::<u64>().ok()?.checked_mul(unit));
+    let seconds = seconds.filter(|seconds| (1..=30 * 86400).contains(seconds));
+    seconds
+        .map(std::time::Duration::from_secs)
+        .ok_or_else(|| format!("'{text}' is no time like 90s, 30m, 2h or 1d, of 30 days at most"))
+}
+
 fn positive(text: &str) -> Result<f64, String> {
     let seconds = text.parse().ok().filter(|seconds: &f64| (0.05..=3600.0).contains(seconds));
     seconds.ok_or_else(|| format!("'{text}' is no number of seconds between 0.05 and 3600"))
@@ -494,6 +513,16 @@ pub(crate) struct Down {}
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
+
+    #[test]
+    fn times_have_a_unit() {
+        let check =
+            |text: &str, expect: Option<u64>| assert_eq!(super::duration(text).ok().map(|time| time.as_secs()), expect, "{text}");
+        check("90s", Some(90));
+        check("2h", Some(7200));
+        check("30d", Some(2_592_000));
+        ["", "s", "5", "0s", "31d", "-1h", "1 h", "1é", "18446744073709551615d"].iter().for_each(|text| check(text, None));
+    }
 
     #[test]
     fn the_command_line_contradicts_itself_nowhere() {

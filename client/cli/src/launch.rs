@@ -62,17 +62,18 @@ impl Drop for Started {
         drop(self.keeper.end_handle());
         self.keeper.wait();
         // Under the lock, so that nobody else does.
-        if self.location.live_nodes().is_empty() {
-            if let Err(error) = remove_all(&self.location) {
-                complain(format_args!("cannot remove '{}': {error}", self.location.folder.display()));
-            }
+        if self.location.live_nodes().is_empty()
+            && let Err(error) = remove_all(&self.location)
+        {
+            complain(format_args!("cannot remove '{}': {error}", self.location.folder.display()));
         }
         drop(self.lock.take());
     }
 }
 
 /// Starts all servers and waits until they are ready, or until `cancelled`.
-pub(crate) fn start(options: &SessionOptions, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
+/// The session goes on for `keep` when its keeper is lost.
+pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
     let path = Path::new(OsStr::from_bytes(&prefix));
     if let Some(real) = fs::canonicalize(path).ok().filter(|real| real != path) {
@@ -92,6 +93,12 @@ pub(crate) fn start(options: &SessionOptions, cancelled: oneshot::Receiver<()>) 
     memory::check(options.stage_in_memory)?;
     let chosen = launchers::choose(&options.launch)?;
     let transport = preference(options)?;
+    if chosen.launcher.is_step && !keep.is_zero() {
+        return Err(Failure::usage(format!(
+            "--keep: what {} starts ends with the job; where the site lets processes outlive one, use --launcher ssh",
+            chosen.launcher.name
+        )));
+    }
     let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
     let data_dirs = data_dir::chosen(&options.data_dir).iter().map(std::path::absolute).collect::<Result<Vec<_>, _>>()?;
     sweep(&locate::runtime_dir(), &data_dirs)?;
@@ -129,6 +136,7 @@ pub(crate) fn start(options: &SessionOptions, cancelled: oneshot::Receiver<()>) 
             service_level: options.service_level,
             traffic_class: options.traffic_class,
         },
+        keep_ms: keep.as_millis() as u64,
         start_timeout_ms: launch.start_timeout * 1000,
         below: Vec::new(),
         launcher: chosen.launcher.name.to_owned(),

@@ -50,7 +50,7 @@ impl Server {
         try_join_all(telling).await
     }
 
-    /// Ends the session here and on all other nodes but these. Returns how many ended, the bytes freed, and who could not be told.
+    /// Ends the session on all other nodes but these, and gives up what is here. Returns how many they are, the bytes freed, and who could not be told.
     pub(crate) async fn end_all_but(self: &Arc<Self>, but: &[u16]) -> (u16, u64, Vec<String>) {
         let others = self.peers.nodes().filter(|node| *node != self.config.node && !but.contains(&node.0));
         let ending = join_all(others.map(|node| self.peers.ask(node, &ASK_TO_END, REQUEST_TIMEOUT)));
@@ -65,7 +65,7 @@ impl Server {
                 Err(error) => untold.push(error.to_string()),
             }
         }
-        match self.on_drives(Self::end).await {
+        match self.on_drives(Self::give_up).await {
             Ok(bytes) => {
                 nodes += 1;
                 freed_bytes += bytes;

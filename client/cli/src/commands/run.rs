@@ -41,7 +41,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let Some(started) = start(arguments.session, &mut interruptions).await.map_err(itself)? else {
+        let Some(started) = start(arguments.session, Duration::ZERO, &mut interruptions).await.map_err(itself)? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
         let work = async {
@@ -70,9 +70,13 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
 }
 
 /// Starts a session; `None` if it was interrupted.
-pub(super) async fn start(options: SessionOptions, interruptions: &mut Interruptions) -> Result<Option<Started>, Failure> {
+pub(super) async fn start(
+    options: SessionOptions,
+    keep: Duration,
+    interruptions: &mut Interruptions,
+) -> Result<Option<Started>, Failure> {
     let (cancel, cancelled) = oneshot::channel();
-    let mut starting = tokio::task::spawn_blocking(move || launch::start(&options, cancelled));
+    let mut starting = tokio::task::spawn_blocking(move || launch::start(&options, keep, cancelled));
     tokio::select! {
         started = &mut starting => started.map_err(Failure::new)?.map(Some),
         _ = interruptions.next() => {

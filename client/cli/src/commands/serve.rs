@@ -20,7 +20,7 @@ use nix::unistd::{dup2_stderr, dup2_stdout, gethostname};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{Duration, MissedTickBehavior, interval};
+use tokio::time::{Duration, MissedTickBehavior, interval, sleep};
 use tracing_subscriber::EnvFilter;
 use zeroize::Zeroizing;
 
@@ -31,8 +31,6 @@ use crate::launch::{self, FromKeeper, FromServer, Invitation, Place};
 
 /// Threads that move messages; the rest is done on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
-/// After `down`, its answer is on its way for so long.
-const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(30);
 
 pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
     harden();
@@ -178,7 +176,7 @@ impl Serving {
     /// Serves until the session ends here, and leaves nothing.
     async fn go_on(self, mut sender: Sender, receiver: Receiver, invitation: &Invitation) -> Result<(), Failure> {
         let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        // What a job's steps are told by these is for the job.
+        // What a job's steps are told by these is for the job, and a terminal's end is none of the session's.
         let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
         let server = &self.server;
         say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
@@ -186,18 +184,36 @@ impl Serving {
             () = server.ended() => "as it was told to",
             () = terminated(&mut terminate, invitation.is_step) => "by SIGTERM",
             _ = interrupt.recv() => "by SIGINT",
-            why = obey(server, &mut sender, receiver, invitation.start_timeout_ms) => why,
+            why = async {
+                let why = obey(server, &mut sender, receiver, invitation.start_timeout_ms).await;
+                self.stay(Duration::from_millis(invitation.keep_ms), why).await
+            } => why,
         };
         // Its bytes first: whoever ended us may not give us long.
-        server.end();
+        server.give_up();
         // A keeper that is gone needs no word.
         let _ = say(&mut sender, &FromServer::Ended).await;
-        tokio::time::sleep(LAST_WORDS_TIMEOUT).await;
         server.close();
         tracing::info!("the session has ended here, {why}");
         drop(self.locks);
         launch::remove(&self.location)?;
         Ok(())
+    }
+}
+
+impl Serving {
+    /// Goes on without a keeper, for who comes next.
+    async fn stay(&self, keep: Duration, why: &'static str) -> &'static str {
+        if keep.is_zero() {
+            return why;
+        }
+        tracing::info!("{why}, the session goes on for {} s", keep.as_secs());
+        // Its job is over: the next one finds it as nobody's.
+        if let Err(error) = self.location.forget_job() {
+            tracing::warn!(%error, "the session stays that of its job");
+        }
+        sleep(keep).await;
+        "for its time is over"
     }
 }
 

@@ -7,6 +7,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
 use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 
 use super::run::start;
@@ -49,15 +51,22 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
     if arguments.background {
         // The terminal's signals are not meant for it.
         setsid().map_err(io::Error::from)?;
+        // Who waits for this may be interrupted.
+        set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
         env::set_current_dir("/")?;
     }
     harden();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(arguments.session.clone(), &mut interruptions).await? else {
+        let Some(mut started) = start(arguments.session.clone(), arguments.keep.unwrap_or_default(), &mut interruptions).await?
+        else {
             return Ok(ExitCode::from(interruptions.status()));
         };
+        if arguments.background {
+            // It ends when it has heard; if it is gone before, it hears nothing.
+            set_pdeathsig(None).map_err(io::Error::from)?;
+        }
         let told = writeln!(io::stdout(), "{}", started.location.session).and_then(|()| io::stdout().flush());
         if told.is_err() {
             // Whoever started this is gone.

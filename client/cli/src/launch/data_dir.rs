@@ -111,6 +111,7 @@ pub(super) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, F
         // The end of another session may remove the user's folder between two steps; then once more.
         let attempt = || {
             DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
+            check_private(folder)?;
             let lock =
                 Flock::lock(File::open(folder)?, FlockArg::LockSharedNonblock).map_err(|(_, error)| io::Error::from(error))?;
             // Removed before it was locked?
@@ -119,6 +120,16 @@ pub(super) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, F
         attempt().or_else(|_| attempt()).map_err(unusable)
     };
     folders.iter().map(create).collect()
+}
+
+/// Whether the user's folder, two above a node's, is the user's alone: in a common data dir anyone may have made it before.
+fn check_private(folder: &Path) -> io::Result<()> {
+    let user = folder.ancestors().nth(2).unwrap_or(folder);
+    let metadata = fs::symlink_metadata(user)?;
+    if metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("'{}' is not a private folder of yours", user.display())))
 }
 
 /// A session's folders in its data dirs, to be written down.

@@ -25,6 +25,8 @@ pub(crate) struct Invitation {
     pub(crate) job: Option<String>,
     pub(crate) runtime_dir: PathBuf,
     pub(crate) settings: Settings,
+    /// How long the session goes on without its keeper.
+    pub(crate) keep_ms: u64,
     /// How long nodes may take to come together.
     pub(crate) start_timeout_ms: u64,
     /// Others for the guest to start.

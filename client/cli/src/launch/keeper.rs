@@ -6,6 +6,7 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -433,43 +434,59 @@ fn did_not_start(name: &str, reason: &str) -> Failure {
 
 /// Tells the servers that the session goes on, until they have ended or are to.
 async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: oneshot::Receiver<()>) {
-    let (mut senders, mut listening) = (Vec::new(), JoinSet::new());
+    let (mut kept, mut listening) = (Vec::new(), JoinSet::new());
     for Member { name, sender, mut receiver } in members {
-        senders.push(Some(sender));
-        let place = senders.len() - 1;
+        let is_heard = Arc::new(AtomicBool::new(true));
+        let (place, heard) = (kept.len(), is_heard.clone());
+        kept.push(Some(Kept { name, sender, is_heard, silent: 0 }));
         listening.spawn(async move {
             loop {
-                match timeout(LEASE_TIMEOUT, hear(&mut receiver)).await {
-                    Ok(Ok(FromServer::Ended)) => return (place, name, None),
-                    Ok(Ok(_)) => {}
-                    Ok(Err(reason)) => return (place, name, Some(reason)),
-                    Err(_) => return (place, name, Some(format!("nothing was heard of it for {} s", LEASE_TIMEOUT.as_secs()))),
+                match hear(&mut receiver).await {
+                    Ok(FromServer::Ended) => return (place, None),
+                    Ok(_) => heard.store(true, Ordering::Relaxed),
+                    Err(reason) => return (place, Some(reason)),
                 }
             }
         });
     }
     let mut ticks = interval(LEASE_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
+    while kept.iter().any(Option::is_some) {
         tokio::select! {
             _ = &mut ending => return,
-            left = listening.join_next() => match left {
-                Some(Ok((place, name, reason))) => {
-                    senders[place] = None;
-                    if let Some(reason) = reason {
-                        complain(format_args!("{name} is lost: {reason}"));
+            Some(Ok((place, reason))) = listening.join_next() => {
+                if let (Some(kept), Some(reason)) = (kept[place].take(), reason) {
+                    complain(format_args!("{} is lost: {reason}", kept.name));
+                }
+            }
+            _ = ticks.tick() => {
+                for place in &mut kept {
+                    if let Some(silent) = place.take_if(|kept| kept.is_silent()) {
+                        complain(format_args!("{} is lost: nothing was heard of it for {} s", silent.name, LEASE_TIMEOUT.as_secs()));
                     }
                 }
-                Some(Err(_)) => {}
-                None => return,
-            },
-            _ = ticks.tick() => {
                 // One that takes no bytes is found by its silence.
-                let renewing = senders.iter_mut().flatten().map(|sender| timeout(LEASE_INTERVAL, say(sender, &FromKeeper::Renew)));
+                let renewing = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::Renew)));
                 drop(join_all(renewing).await);
             }
             line = processes.line() => tracing::info!(line, "from a launcher"),
         }
+    }
+}
+
+/// A server that lives.
+struct Kept {
+    name: String,
+    sender: Sender,
+    is_heard: Arc<AtomicBool>,
+    /// Ticks since it was heard: they do not come while this process is stopped, as a suspended job's is.
+    silent: u128,
+}
+
+impl Kept {
+    fn is_silent(&mut self) -> bool {
+        self.silent = if self.is_heard.swap(false, Ordering::Relaxed) { 0 } else { self.silent + 1 };
+        self.silent >= LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()
     }
 }
 

@@ -1,0 +1,282 @@
+//! How sessions are started and kept: along a tree, without those that do not come, by whom and for whom, and until when.
+//! What takes a cluster is in `tests/slurm/jobs`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dayfly_meta::limits::{LEASE_TIMEOUT, TREE_WIDTH};
+use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
+use nix::sys::signal::Signal;
+
+/// A ground whose `ssh` runs what it is given on this machine, each host with a runtime folder of its own, and notes who asked.
+/// Of hosts: `silent` never answers, `broken` cannot be reached.
+struct Hosts(Ground);
+
+impl Hosts {
+    fn new() -> Self {
+        let ground = Ground::new();
+        let script = format!(
+            r#"#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift 2; done
+host=$1; shift
+echo "$host $PPID" >> {notes}
+case $host in
+    silent) exec sleep 100 ;;
+    broken) echo "ssh: connect to host broken port 22: No route to host" >&2; exit 255 ;;
+esac
+exec sh -c "$*"
+"#,
+            notes = ground.at("notes").display()
+        );
+        fs::create_dir(ground.at("bin")).unwrap();
+        fs::write(ground.at("bin/ssh"), script).unwrap();
+        fs::set_permissions(ground.at("bin/ssh"), fs::Permissions::from_mode(0o755)).unwrap();
+        Self(ground)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.0.dayfly();
+        let path = format!("{}:{}", self.0.at("bin").display(), std::env::var("PATH").unwrap());
+        command.env("PATH", path).args(arguments).args(["--memory", "32MiB", "--capacity", "16MiB"]);
+        command
+    }
+
+    fn up(self, arguments: &[&str]) -> (Cluster, String) {
+        let output = harness::output_of(&mut self.command(&[&["up"], arguments].concat()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let id = text(&output.stdout).trim().to_owned();
+        (Cluster { ground: self.0, id }, text(&output.stderr))
+    }
+}
+
+#[test]
+fn many_servers_are_started_along_a_tree_and_end_with_their_keeper() {
+    let (cluster, _) = Hosts::new().up(&["--hosts", "h[01-40]"]);
+    let status = cluster.status();
+    assert_eq!(status["nodes"].as_array().unwrap().len(), 40);
+    let mut asked: BTreeMap<String, usize> = BTreeMap::new();
+    for line in fs::read_to_string(cluster.at("notes")).unwrap().lines() {
+        *asked.entry(line.split(' ').nth(1).unwrap().to_owned()).or_default() += 1;
+    }
+    assert!(asked.values().sum::<usize>() == 40 && asked.len() > 10, "{asked:?}");
+    assert!(asked.values().all(|&servers| servers <= TREE_WIDTH), "nobody starts many: {asked:?}");
+    fs::write(cluster.at("f"), "a sample").unwrap();
+    cluster.stage(&[&cluster.at("f")], "/dayfly/d");
+    cluster.ok(&["verify", "--from-every-node"]);
+    let keeper = cluster.location().keeper().unwrap();
+    signal(keeper, Signal::SIGKILL);
+    wait_until("all have ended, and cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
+    cluster.ground.assert_clean();
+}
+
+#[test]
+fn who_does_not_come_is_named_in_time() {
+    let hosts = Hosts::new();
+    for (list, word) in [
+        ("h1,broken", "no session: broken: its server did not start: ssh: connect to host broken port 22: No route"),
+        ("h1,silent", "no session: silent: no server came from it within 2 s"),
+    ] {
+        let start = Instant::now();
+        let output = harness::output_of(&mut hosts.command(&["up", "--hosts", list, "--start-timeout", "2"]));
+        assert!(!output.status.success() && text(&output.stderr).contains(word), "{}", text(&output.stderr));
+        assert!(start.elapsed() < Duration::from_secs(9));
+        // What hangs is killed after a while.
+        wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
+        hosts.0.assert_clean();
+    }
+    let output = harness::output_of(&mut hosts.command(&[
+        "up",
+        "--hosts",
+        "h1,broken,silent",
+        "--min-nodes",
+        "2",
+        "--start-timeout",
+        "2",
+    ]));
+    assert!(text(&output.stderr).contains("1 came, --min-nodes 2"), "{}", text(&output.stderr));
+    let (cluster, said) = hosts.up(&["--hosts", "h1,broken,h2", "--min-nodes", "2"]);
+    assert!(said.contains("going on without broken"), "{said}");
+    assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
+    cluster.down();
+}
+
+#[test]
+fn a_server_whose_start_fails_says_why() {
+    let hosts = Hosts::new();
+    let output = harness::output_of(&mut hosts.command(&["up", "--hosts", "h1,h2", "--data-dir", "/no/such/dir"]));
+    let said = text(&output.stderr);
+    assert!(said.contains("no session: h") && said.contains("cannot use the data dir '/no/such/dir'"), "{said}");
+    hosts.0.assert_clean();
+    let said = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
+    assert!(said.contains("'no-such' is not there"), "{said}");
+    hosts.0.assert_clean();
+}
+
+#[test]
+fn a_session_lives_as_long_as_its_keeper_is_heard_of() {
+    let cluster = Ground::new().up(2);
+    let (keeper, servers) = (cluster.location().keeper().unwrap(), cluster.pids());
+    // A job that is suspended, longer than a lease lasts, goes on.
+    let all: Vec<i32> = servers.values().copied().chain([keeper]).collect();
+    all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
+    std::thread::sleep(LEASE_TIMEOUT + Duration::from_secs(2));
+    all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(cluster.pids(), servers);
+    // Whose keeper alone says nothing, as if its machine were gone, does not.
+    signal(keeper, Signal::SIGSTOP);
+    let start = Instant::now();
+    wait_until("the servers have ended", || cluster.pids().is_empty());
+    assert!(start.elapsed() < LEASE_TIMEOUT + Duration::from_secs(3), "{:?}", start.elapsed());
+    signal(keeper, Signal::SIGCONT);
+    wait_until("the keeper has cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
+    cluster.ground.assert_clean();
+}
+
+#[test]
+fn up_in_the_foreground_is_the_session() {
+    let ground = Ground::new();
+    for (number, status) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130)] {
+        let mut child = ground.dayfly().args(["up", "--foreground", "--local", "2"]).stdout(Stdio::null()).spawn().unwrap();
+        wait_until("the session is up", || ground.output(&["status"]).status.success());
+        signal(child.id() as i32, number);
+        assert_eq!(wait_for(&mut child, Duration::from_secs(10)).unwrap().code(), Some(status));
+        ground.assert_clean();
+    }
+    let mut child = ground.dayfly().args(["up", "--foreground"]).stdout(Stdio::null()).spawn().unwrap();
+    wait_until("the session is up", || ground.output(&["status"]).status.success());
+    ground.ok(&["down"]);
+    assert_eq!(wait_for(&mut child, Duration::from_secs(10)).unwrap().code(), Some(0));
+    ground.assert_clean();
+}
+
+#[test]
+fn interrupted_while_it_starts_nothing_is_left() {
+    let hosts = Hosts::new();
+    for (command, rest) in [("up", &[][..]), ("run", &["--", "true"])] {
+        let mut child = hosts.command(&[command, "--hosts", "h1,silent"]).args(rest).spawn().unwrap();
+        wait_until("it waits", || hosts.0.at("notes").exists());
+        std::thread::sleep(Duration::from_millis(300));
+        signal(child.id() as i32, Signal::SIGTERM);
+        let ended = wait_for(&mut child, Duration::from_secs(15)).expect("it ends");
+        assert!(!ended.success());
+        // Of `up`, the one in the background ends when nobody waits for it any more.
+        wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
+        hosts.0.assert_clean();
+        fs::remove_file(hosts.0.at("notes")).unwrap();
+    }
+}
+
+#[test]
+fn within_a_job_its_session_is_meant() {
+    let ground = Ground::new();
+    let of_job = |job: &str, arguments: &[&str]| {
+        let mut command = ground.dayfly();
+        command.args(arguments).env("SLURM_JOB_ID", job);
+        let output = harness::output_of(&mut command);
+        (text(&output.stdout).trim().to_owned(), text(&output.stderr), output.status.success())
+    };
+    let (seven, ..) = of_job("7", &["up", "--local", "1"]);
+    let (eight, ..) = of_job("8", &["up", "--local", "1"]);
+    let session = |job: &str| {
+        serde_json::from_str::<serde_json::Value>(&of_job(job, &["status", "--json"]).0)
+            .map(|status| status["session"].as_str().unwrap().to_owned())
+    };
+    assert_eq!(session("7").unwrap(), seven);
+    assert_eq!(session("8").unwrap(), eight);
+    let (_, said, is_done) = of_job("9", &["status"]);
+    assert!(!is_done && said.contains("no session of yours"), "another job's is not meant: {said}");
+    assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
+    assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
+    ground.assert_clean();
+}
+
+#[test]
+fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
+    let ground = Ground::new();
+    let in_job = |job: &str, arguments: &[&str]| harness::output_of(ground.dayfly().args(arguments).env("SLURM_JOB_ID", job));
+    for wait in [false, true] {
+        let up = in_job("7", &["up", "--local", "2", "--keep", if wait { "3s" } else { "60s" }]);
+        let id = text(&up.stdout).trim().to_owned();
+        let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
+        let keeper = dayfly_client::locate::Location { session: id.parse().unwrap(), folder: user.join(&id) }.keeper().unwrap();
+        assert!(!in_job("8", &["status"]).status.success());
+        signal(keeper, Signal::SIGKILL);
+        wait_until("the next job finds it", || in_job("8", &["status"]).status.success());
+        if wait {
+            wait_until("its time is over", || fs::read_dir(ground.runtime.path()).unwrap().next().is_none());
+        } else {
+            assert!(in_job("8", &["down"]).status.success());
+        }
+        ground.assert_clean();
+    }
+    let said = harness::output_of(
+        ground
+            .dayfly()
+            .args(["up", "--launcher", "slurm", "--keep", "1h"])
+            .env("SLURM_JOB_ID", "7")
+            .env("SLURM_JOB_NODELIST", "n1"),
+    );
+    assert!(text(&said.stderr).contains("ends with the job"), "{}", text(&said.stderr));
+}
+
+#[test]
+fn servers_may_be_started_by_hand() {
+    let ground = Ground::new();
+    let key = ground.at("key");
+    let mut up = ground.dayfly();
+    up.args(["up", "--launcher", "manual", "--nodes", "2", "--memory", "32MiB", "--key-file"]).arg(&key);
+    let mut up = up.stdout(Stdio::piped()).spawn().unwrap();
+    wait_until("the key is there", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}")));
+    assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
+    let copy = ground.at("copy");
+    fs::copy(&key, &copy).unwrap();
+    let port = serde_json::from_slice::<serde_json::Value>(&fs::read(&key).unwrap()).unwrap()["keeper"][0]
+        .as_str()
+        .unwrap()
+        .rsplit(':')
+        .next()
+        .unwrap()
+        .to_owned();
+    let mut first = ground.dayfly().args(["serve", "--key-file"]).arg(&key).spawn().unwrap();
+    let mut second = ground
+        .dayfly()
+        .args(["serve", "--rendezvous", &format!("localhost:{port}")])
+        .stdin(fs::File::open(&copy).unwrap())
+        .spawn()
+        .unwrap();
+    assert!(wait_for(&mut up, Duration::from_secs(10)).unwrap().success());
+    assert!(!key.exists(), "nobody needs it any more");
+    ground.ok(&["verify", "--from-every-node"]);
+    ground.ok(&["down"]);
+    for server in [&mut first, &mut second] {
+        assert!(wait_for(server, Duration::from_secs(10)).unwrap().success());
+    }
+    ground.assert_clean();
+    // One that comes too late, and ones that are told nothing.
+    let late = harness::output_of(ground.dayfly().args(["serve", "--key-file"]).arg(&copy));
+    assert!(text(&late.stderr).contains("cannot reach who started it"), "{}", text(&late.stderr));
+    assert!(ground.fails(2, &["serve"]).contains("is told what to serve by 'dayfly up'"));
+    assert!(ground.fails(1, &["serve", "--key-file", "missing"]).contains("'missing'"));
+    assert!(ground.fails(2, &["up", "--launcher", "manual"]).contains("--nodes"));
+}
+
+#[test]
+fn an_encrypted_session_is_as_any_other() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..300_usize).for_each(|number| fs::write(ground.at(format!("d/{number}")), vec![number as u8; 1000 * number]).unwrap());
+    let cluster = ground.up_with(3, &["--encrypt"]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster.ok(&["verify", "--from-every-node"]);
+    assert!(cluster.ok(&["status"]).contains("by TCP: node 0 has no RDMA: --encrypt"));
+    assert!(cluster.fails(2, &["up", "--encrypt", "--transport", "rdma"]).contains("--encrypt"));
+    cluster.down();
+}

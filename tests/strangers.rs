@@ -1,0 +1,149 @@
+//! Another local user tries to see or to reach what is a session's; and another process of its own user to see the key. Takes root, to be
+//! several users.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use harness::{output_of, text, wait_until};
+use tempfile::TempDir;
+
+const OWNER: u32 = 65_532;
+const STRANGER: u32 = 65_531;
+
+/// Folders that everyone may use, as `/tmp` and a node's drive are, and the program where everyone may run it.
+struct Commons {
+    folder: TempDir,
+}
+
+impl Commons {
+    fn new() -> Option<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            // Not captured: it must be seen.
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), "Other users were NOT played: that takes root.");
+            return None;
+        }
+        let folder = tempfile::Builder::new().prefix("df").tempdir().unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        for name in ["run", "drive"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+            fs::set_permissions(folder.path().join(name), fs::Permissions::from_mode(0o1777)).unwrap();
+        }
+        let program = Path::new(env!("CARGO_BIN_EXE_dayfly"));
+        fs::copy(program, folder.path().join("dayfly")).unwrap();
+        fs::copy(program.with_file_name("deps").join("libdayfly_preload.so"), folder.path().join("libdayfly_preload.so"))
+            .unwrap();
+        Some(Self { folder })
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn run(&self, user: u32, program: &Path, arguments: &[&str]) -> Output {
+        let mut command = Command::new("setpriv");
+        command.args([&format!("--reuid={user}"), &format!("--regid={user}"), "--clear-groups"]).arg(program).args(arguments);
+        command.env("DAYFLY_RUNTIME_DIR", self.at("run")).env("TMPDIR", self.at("drive")).env_remove("DAYFLY_SESSION");
+        output_of(command.current_dir("/"))
+    }
+
+    fn dayfly(&self, user: u32, arguments: &[&str]) -> Output {
+        self.run(user, &self.at("dayfly"), arguments)
+    }
+
+    /// What a user's Python makes of it: `refused` if the kernel does not allow it.
+    fn python(&self, user: u32, script: &str, path: &Path) -> String {
+        let script = format!(
+            "import os, socket, sys\npath = sys.argv[1]\ntry:\n    {script}\n    print('done')\nexcept PermissionError:\n    print('refused')"
+        );
+        let output = self.run(user, Path::new("/usr/bin/python3"), &["-c", &script, path.to_str().unwrap()]);
+        assert!(output.status.success(), "{script}: {}", text(&output.stderr));
+        text(&output.stdout).trim().to_owned()
+    }
+}
+
+#[test]
+fn another_user_sees_and_reaches_nothing() {
+    let Some(commons) = Commons::new() else { return };
+    fs::write(commons.at("sample"), "secret").unwrap();
+    let shared_memory = || fs::read_dir("/dev/shm").map(|entries| entries.count()).unwrap_or(0);
+    let before = shared_memory();
+    let up = commons.dayfly(OWNER, &["up", "--local", "2"]);
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    let staged = commons.dayfly(OWNER, &["stage-in", commons.at("sample").to_str().unwrap(), "/dayfly/d"]);
+    assert!(staged.status.success(), "{}", text(&staged.stderr));
+    let user = commons.at(&format!("run/dayfly-{OWNER}"));
+    let folder = user.join(text(&up.stdout).trim());
+    assert_eq!(shared_memory(), before, "shared memory has no names");
+    let mut tried = 0;
+    let mut check = |script: &str, path: &Path| {
+        // As its owner may, or else nothing is shown by a refusal.
+        if !path.starts_with("/proc") {
+            assert_eq!(commons.python(OWNER, script, path), "done", "{script} {}", path.display());
+        }
+        assert_eq!(commons.python(STRANGER, script, path), "refused", "{script} {}", path.display());
+        tried += 1;
+    };
+    for folder in [&user, &folder, &commons.at(&format!("drive/dayfly-{OWNER}"))] {
+        check("os.listdir(path)", folder);
+    }
+    check("socket.socket(socket.AF_UNIX).connect(path)", &folder.join("node-0.sock"));
+    for name in ["node-0.lock", "node-0.log", "keeper.lock", "keeper.log", "data-dirs"] {
+        check("open(path).read()", &folder.join(name));
+    }
+    let pid = |name: &str| fs::read_to_string(folder.join(name)).unwrap().trim().to_owned();
+    for pid in [pid("node-0.lock"), pid("keeper.lock")] {
+        let process = PathBuf::from(format!("/proc/{pid}"));
+        for file in ["environ", "maps", "mem", "auxv"] {
+            check("open(path, 'rb').read(1)", &process.join(file));
+        }
+        for file in ["cwd", "root", "exe"] {
+            check("os.readlink(path)", &process.join(file));
+        }
+        check("os.listdir(path)", &process.join("fd"));
+        // Segments, catalogs and the arena among them.
+        for descriptor in fs::read_dir(process.join("fd")).unwrap() {
+            check("os.open(path, os.O_RDONLY)", &descriptor.unwrap().path());
+        }
+        check("os.kill(int(path.split('/')[2]), 0)", &process);
+        // Not even other processes of its own user look into those that have the key; nor does a core file.
+        assert_eq!(fs::metadata(process.join("environ")).unwrap().uid(), 0, "it can be dumped");
+        for file in ["environ", "mem", "maps"] {
+            assert_eq!(commons.python(OWNER, "open(path, 'rb').read(1)", &process.join(file)), "refused", "{file}");
+        }
+    }
+    assert!(tried > 50, "{tried}");
+    let named = fs::read_to_string("/proc/net/unix").unwrap();
+    assert!(!named.lines().any(|line| line.contains('@') && line.contains("dayfly")), "no socket that has no folder");
+    // It has sessions of its own, and only those.
+    let down = commons.dayfly(STRANGER, &["down"]);
+    assert!(text(&down.stdout).contains("nothing to do"), "{}", text(&down.stderr));
+    assert!(commons.dayfly(OWNER, &["down"]).status.success());
+    wait_until("nothing is left", || fs::read_dir(commons.at("run")).unwrap().next().is_none());
+    assert!(fs::read_dir(commons.at("drive")).unwrap().next().is_none());
+}
+
+#[test]
+fn a_folder_that_another_user_made_first_is_not_used() {
+    let Some(commons) = Commons::new() else { return };
+    for (where_, word) in [("run", "not a private folder"), ("drive", "not a private folder")] {
+        let trap = commons.at(&format!("{where_}/dayfly-{OWNER}"));
+        commons.python(STRANGER, "os.mkdir(path); os.chmod(path, 0o777)", &trap);
+        let up = commons.dayfly(OWNER, &["up"]);
+        assert!(!up.status.success() && text(&up.stderr).contains(word), "{}", text(&up.stderr));
+        assert!(text(&up.stderr).contains(trap.to_str().unwrap()), "it is named: {}", text(&up.stderr));
+        assert_eq!(fs::read_dir(&trap).unwrap().count(), 0, "nothing was put into it");
+        fs::remove_dir_all(&trap).unwrap();
+        // Neither is it followed elsewhere.
+        commons.python(STRANGER, "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)", &trap);
+        let up = commons.dayfly(OWNER, &["up"]);
+        assert!(!up.status.success() && text(&up.stderr).contains(word), "{}", text(&up.stderr));
+        fs::remove_file(&trap).unwrap();
+    }
+}
