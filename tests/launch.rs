@@ -227,6 +227,45 @@ fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
     assert!(text(&said.stderr).contains("ends with the job"), "{}", text(&said.stderr));
 }
 
+/// Stand-ins for launchers that were not to be had: they start what they are given as these do, here once for each slot.
+#[test]
+fn each_manager_is_asked_in_its_own_way() {
+    let name = nix::unistd::gethostname().unwrap().into_string().unwrap();
+    for (program, script, variables, job) in [
+        (
+            "pbsdsh",
+            "[ \"$1\" = -- ] && shift; \"$@\" < /dev/null & exec \"$@\" < /dev/null",
+            ["PBS_JOBID", "PBS_NODEFILE"],
+            "pbs:7",
+        ),
+        ("blaunch", "[ \"$1\" = -z ] && shift 2; exec \"$@\" < /dev/null", ["LSB_JOBID", "LSB_DJOB_HOSTFILE"], "lsf:7"),
+        ("flux", "[ \"$1\" = getattr ] && exec uname -n; shift; exec \"$@\"", ["FLUX_ENCLOSING_ID", "FLUX_URI"], "flux:7"),
+    ] {
+        let ground = Ground::new();
+        fs::create_dir(ground.at("bin")).unwrap();
+        fs::write(ground.at("bin").join(program), format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(ground.at("bin").join(program), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::write(ground.at("nodes"), format!("{name}\n{name}\n")).unwrap();
+        let dayfly = |arguments: &[&str]| {
+            let mut command = ground.dayfly();
+            command.env("PATH", format!("{}:{}", ground.at("bin").display(), std::env::var("PATH").unwrap()));
+            let output = harness::output_of(command.args(arguments).env(variables[0], "7").env(variables[1], ground.at("nodes")));
+            assert!(output.status.success(), "{program}: {}", text(&output.stderr));
+            text(&output.stdout)
+        };
+        let id = dayfly(&["up", "--memory", "32MiB"]);
+        let status: serde_json::Value = serde_json::from_str(&dayfly(&["status", "--json"])).unwrap();
+        assert_eq!(status["nodes"].as_array().unwrap().len(), 1, "{program}");
+        let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
+        assert_eq!(fs::read_to_string(user.join(id.trim()).join("job")).unwrap(), job);
+        assert!(
+            fs::read_dir(ground.work.path()).unwrap().all(|entry| !entry.unwrap().file_name().to_str().unwrap().contains(".key"))
+        );
+        dayfly(&["down"]);
+        ground.assert_clean();
+    }
+}
+
 #[test]
 fn servers_may_be_started_by_hand() {
     let ground = Ground::new();

@@ -284,6 +284,9 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Chosen
         (None, None, Some(_)) => by_name_of_ours("ssh"),
         (None, None, None) => manager.unwrap_or(by_name_of_ours("local")),
     };
+    if options.local.is_some() && !launcher.is_local() {
+        return Err(Failure::usage(format!("--local starts servers on this machine, and --launcher {} does not", launcher.name)));
+    }
     let hosts = if launcher.is_local() {
         if given.is_some() {
             return Err(Failure::usage("servers of --local are all on this machine: leave --hosts and --hostfile out"));
@@ -298,9 +301,6 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Chosen
             None => listed(launcher, manager, environment)?,
         }
     };
-    if options.local.is_some() && !launcher.is_local() {
-        return Err(Failure::usage(format!("--local starts servers on this machine, and --launcher {} does not", launcher.name)));
-    }
     if hosts.is_empty() || hosts.len() > NODES_MAX {
         return Err(Failure::usage(format!("a session has 1 to {NODES_MAX} nodes, and {} are listed", hosts.len())));
     }
