@@ -101,10 +101,20 @@ fn who_does_not_come_is_named_in_time() {
         "2",
     ]));
     assert!(text(&output.stderr).contains("1 came, --min-nodes 2"), "{}", text(&output.stderr));
-    let (cluster, said) = hosts.up(&["--hosts", "h1,broken,h2", "--min-nodes", "2"]);
+    for (list, without) in [("h1,broken,h2", "broken"), ("h1,silent,h2", "silent")] {
+        let (cluster, said) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
+        assert!(said.contains(&format!("going on without {without}")), "{said}");
+        assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
+        cluster.down();
+    }
+    // One that was to start others, which come all the same.
+    let list: Vec<String> = (0..34).map(|host| if host == 3 { "broken".to_owned() } else { format!("h{host}") }).collect();
+    let (cluster, said) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
     assert!(said.contains("going on without broken"), "{said}");
-    assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
+    assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 33);
     cluster.down();
+    let said = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
+    assert!(said.contains("--min-nodes asks for more"), "{said}");
 }
 
 #[test]
@@ -267,13 +277,46 @@ fn each_manager_is_asked_in_its_own_way() {
 }
 
 #[test]
+fn a_session_that_did_not_begin_is_not_kept() {
+    let hosts = Hosts::new();
+    let output = harness::output_of(&mut hosts.command(&["up", "--keep", "1h", "--hosts", "h1,broken"]));
+    assert!(!output.status.success());
+    wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
+    hosts.0.assert_clean();
+    // Nor one whose keeper is told to end it.
+    let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
+    let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
+    let folder = user.join(up.trim());
+    let keeper = dayfly_client::locate::Location { session: up.trim().parse().unwrap(), folder }.keeper().unwrap();
+    signal(keeper, Signal::SIGTERM);
+    wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
+    hosts.0.assert_clean();
+}
+
+#[test]
+fn a_killed_start_leaves_no_key() {
+    let ground = Ground::new();
+    let mut up = ground.dayfly();
+    up.args(["up", "--foreground", "--launcher", "manual", "--nodes", "2", "--key-file", "here.key"]);
+    let mut up = up.spawn().unwrap();
+    let key = ground.at("here.key");
+    wait_until("the key is there", || key.exists());
+    up.kill().unwrap();
+    up.wait().unwrap();
+    assert!(key.exists());
+    ground.ok(&["clean"]);
+    assert!(!key.exists(), "what comes next removes it");
+    ground.assert_clean();
+}
+
+#[test]
 fn servers_may_be_started_by_hand() {
     let ground = Ground::new();
     let key = ground.at("key");
     let mut up = ground.dayfly();
     up.args(["up", "--launcher", "manual", "--nodes", "2", "--memory", "32MiB", "--key-file"]).arg(&key);
     let mut up = up.stdout(Stdio::piped()).spawn().unwrap();
-    wait_until("the key is there", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}")));
+    wait_until("the key is there", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}\n")));
     assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
     let copy = ground.at("copy");
     fs::copy(&key, &copy).unwrap();

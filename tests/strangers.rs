@@ -146,4 +146,12 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         assert!(!up.status.success() && text(&up.stderr).contains(word), "{}", text(&up.stderr));
         fs::remove_file(&trap).unwrap();
     }
+    // Nor waited for: what is no folder never opens.
+    let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
+    commons.python(
+        STRANGER,
+        "os.makedirs(path + '/0123456789abcdef'); os.mkfifo(path + '/0123456789abcdef/node-0'); os.chmod(path, 0o755)",
+        &trap,
+    );
+    assert!(commons.dayfly(OWNER, &["clean"]).status.success());
 }

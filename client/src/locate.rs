@@ -29,7 +29,7 @@ const LOCK_ATTEMPTS: usize = 50;
 const LOCK_INTERVAL: Duration = Duration::from_millis(2);
 /// Tries at making a session's folder while others end.
 const CREATE_ATTEMPTS_MAX: usize = 10;
-/// Held by who keeps the session, for as long as that lives, and has its process id; and by a server while it starts.
+/// Held by who keeps the session, for as long as that lives, and has its process id; and for a moment by who makes or removes the folder.
 const KEEPER_LOCK: &str = "keeper.lock";
 /// The manager's name of the job that the session is part of.
 const JOB: &str = "job";
@@ -60,40 +60,67 @@ pub fn runtime_dir() -> PathBuf {
     runtime_dir_in(&runtime_base())
 }
 
-/// Makes the folder of a session, if it is not there. The lock keeps it until a server holds one of its own; there is none if somebody
-/// else keeps it.
-pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Option<Flock<File>>), ClientError> {
-    let folder = all.join(session.to_string());
-    // Another session's end may remove the folder of all between two steps; then once more.
-    for attempt in 1..=CREATE_ATTEMPTS_MAX {
-        match create_private(all) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
-            _ => {}
-        }
-        match check_private(all).and_then(|()| Ok(create_locked(&folder, job)?)) {
-            Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound && attempt < CREATE_ATTEMPTS_MAX => {}
-            Err(error) => return Err(error),
-            Ok(lock) => return Ok((Location { session, folder }, lock)),
-        }
-    }
-    Err(io::Error::from(io::ErrorKind::NotFound).into())
-}
-
-/// A session's folder with its lock; "not found" where another `up` took it for a leftover before it was locked.
-fn create_locked(folder: &Path, job: Option<&str>) -> io::Result<Option<Flock<File>>> {
-    match create_private(folder) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
-    }
-    let path = folder.join(KEEPER_LOCK);
-    let lock = lock_file(&path)?;
-    if lock.is_some() {
-        fs::write(&path, std::process::id().to_string())?;
+/// Makes the folder of a new session, with the keeper's lock.
+pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Flock<File>), ClientError> {
+    prepare(all, session, |folder| {
+        create_private(folder)?;
+        let lock = lock_patiently(&folder.join(KEEPER_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        fs::write(folder.join(KEEPER_LOCK), std::process::id().to_string())?;
         if let Some(job) = job {
             fs::write(folder.join(JOB), job)?;
         }
+        Ok(lock)
+    })
+}
+
+/// Makes the folder of a session, or comes into it, with a lock that keeps it until a node's lock does. `is_kept`: its keeper is known to
+/// have made it.
+pub fn enter(all: &Path, session: SessionId, job: Option<&str>, is_kept: bool) -> Result<(Location, Flock<File>), ClientError> {
+    prepare(all, session, |folder| {
+        make_private(folder)?;
+        // Who removes a folder holds this; who keeps one does so for long.
+        let door = if is_kept { None } else { lock_patiently(&folder.join(KEEPER_LOCK))? };
+        let path = folder.join(format!("starting-{}.lock", std::process::id()));
+        let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
+        if let Some(job) = job.filter(|_| door.is_some()) {
+            fs::write(folder.join(JOB), job)?;
+        }
+        Ok(lock)
+    })
+}
+
+/// Has `make` make a session's folder; once more where it, or the folder of all, was removed under it, as a leftover or empty.
+fn prepare(
+    all: &Path,
+    session: SessionId,
+    make: impl Fn(&Path) -> io::Result<Flock<File>>,
+) -> Result<(Location, Flock<File>), ClientError> {
+    let folder = all.join(session.to_string());
+    let attempt = || -> Result<Flock<File>, ClientError> {
+        make_private(all)?;
+        check_private(all)?;
+        let lock = make(&folder)?;
+        // What is locked must still be what has the name.
+        let is_there = fs::read_dir(&folder)?
+            .flatten()
+            .any(|entry| lock.metadata().is_ok_and(|locked| entry.metadata().is_ok_and(|named| named.ino() == locked.ino())));
+        if is_there { Ok(lock) } else { Err(io::Error::from(io::ErrorKind::NotFound).into()) }
+    };
+    for _ in 1..CREATE_ATTEMPTS_MAX {
+        match attempt() {
+            Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound => {}
+            made => return Ok((Location { session, folder }, made?)),
+        }
     }
-    fs::metadata(&path).map(|_| lock)
+    let lock = attempt()?;
+    Ok((Location { session, folder }, lock))
+}
+
+fn make_private(folder: &Path) -> io::Result<()> {
+    match create_private(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn create_private(folder: &Path) -> io::Result<()> {
@@ -251,9 +278,25 @@ impl Location {
         })
     }
 
-    /// Whether the folder is left over: no server lives and nobody keeps it.
-    pub fn is_dead(&self) -> bool {
-        !is_locked(&self.folder.join(KEEPER_LOCK)) && self.live_nodes().is_empty()
+    /// Has a folder that is left over removed, in which no server lives or starts and which nobody keeps; says whether it was one.
+    pub fn remove_if_dead(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
+        let _door = match lock_file(&self.folder.join(KEEPER_LOCK)) {
+            Ok(Some(door)) => door,
+            Ok(None) => return Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
+            Err(error) => return Err(error),
+        };
+        self.remove_if_last(remove)
+    }
+
+    /// The same by who has the keeper's lock.
+    pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
+        let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(KEEPER_LOCK);
+        if others.filter(is_lock).any(|path| is_locked(&path)) {
+            return Ok(false);
+        }
+        remove().map(|()| true)
     }
 }
 

@@ -64,12 +64,12 @@ pub(crate) enum Command {
 pub(crate) struct Up {
     #[command(flatten)]
     pub(crate) session: SessionOptions,
-    /// When who keeps the session is lost, with its job, go on for so long: for a following job of yours on the same nodes, which finds
-    /// it there, and ends it with 'dayfly down'. Only where servers may outlive a job: by ssh, for one.
-    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    /// Go on for so long (90s, 30m, 2h, 1d) after this job has ended: for a following job of yours on the same nodes, which finds the
+    /// session there, and ends it with 'dayfly down'. Only where servers may outlive a job: by ssh, for one.
+    #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "How long it lives")]
     pub(crate) keep: Option<std::time::Duration>,
     /// Stay until the session ends, and end it when this is interrupted.
-    #[arg(long)]
+    #[arg(long, help_heading = "How long it lives")]
     pub(crate) foreground: bool,
     /// The same, for an `up` that does not.
     #[arg(long, hide = true)]
@@ -77,9 +77,8 @@ pub(crate) struct Up {
 }
 
 #[derive(Args, Clone)]
+#[command(next_help_heading = "What each server has")]
 pub(crate) struct SessionOptions {
-    #[command(flatten)]
-    pub(crate) launch: LaunchOptions,
     /// Keep blocks below DIR; may be given for several drives. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
@@ -116,6 +115,8 @@ pub(crate) struct SessionOptions {
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
     #[arg(long)]
     pub(crate) allow_network_data_dir: bool,
+    #[command(flatten)]
+    pub(crate) launch: LaunchOptions,
 }
 
 /// Where servers run, and how they are started.
@@ -125,7 +126,7 @@ pub(crate) struct LaunchOptions {
     /// Start N servers on this machine, each a node with its own data folder, socket and address. [default: 1, where this is no job]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
     pub(crate) local: Option<u16>,
-    /// Start one on each of these, by ssh unless --launcher says otherwise. As managers write it: n[1-3,7],login
+    /// Start one on each of these, by ssh unless --launcher says otherwise. As managers write it: n[1-3,7],m01
     #[arg(long, value_name = "HOST,...", conflicts_with = "hostfile")]
     pub(crate) hosts: Vec<String>,
     /// The same, from a file: the first word of each line.
@@ -189,6 +190,7 @@ pub(crate) struct StageIn {
 }
 
 #[derive(Args, Clone, Default)]
+#[command(next_help_heading = "What is staged in")]
 pub(crate) struct StageInOptions {
     /// Drop the first N components of each name, as tar does.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -244,7 +246,7 @@ pub(crate) struct Run {
     pub(crate) session: SessionOptions,
     /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts; the two part at the last ':/'. May be given
     /// several times, each with a TARGET of its own; several archives into one TARGET are a glob.
-    #[arg(long, value_name = "SOURCE:TARGET")]
+    #[arg(long, value_name = "SOURCE:TARGET", help_heading = "What is staged in")]
     pub(crate) stage_in: Vec<OsString>,
     #[command(flatten)]
     pub(crate) options: StageInOptions,
@@ -385,7 +387,7 @@ pub(crate) struct Df {
 /// Each block is read once, from a node that does not own it: through the network and the arena, as a program there would.
 #[derive(Args)]
 pub(crate) struct Verify {
-    /// Read every block from every node.
+    /// Read every block from every node of this machine; 'srun --overlap dayfly verify --from-every-node' does so on all.
     #[arg(long)]
     pub(crate) from_every_node: bool,
     /// A path of the namespace. [default: all of it]
@@ -489,7 +491,7 @@ pub(crate) struct Serve {
     /// What 'dayfly up' has written for its servers; '-' is standard input.
     #[arg(long, value_name = "FILE", default_value = "-")]
     pub(crate) key_file: PathBuf,
-    /// Where 'dayfly up' is, if it is not to be found where it says.
+    /// Where 'dayfly up' is, if servers cannot find it at the addresses that its file tells.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) rendezvous: Option<String>,
 }
@@ -499,7 +501,7 @@ pub(crate) struct Serve {
 /// For users, and for epilogs of batch systems, on behalf of the job's user. 'dayfly up' does the same before it starts anything.
 #[derive(Args)]
 pub(crate) struct Clean {
-    /// Clean this data dir too; may be given several times. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
+    /// Clean in this data dir, besides where sessions have their sockets; may be given several times. [default: $SLURM_TMPDIR, else $TMPDIR, else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
 }

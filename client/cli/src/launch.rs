@@ -4,8 +4,10 @@ mod data_dir;
 mod hosts;
 mod invitation;
 mod keeper;
+mod key_file;
 mod launchers;
 mod memory;
+mod names;
 mod processes;
 
 use std::env;
@@ -17,7 +19,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::id::{NodeId, SessionId};
@@ -33,10 +35,16 @@ use crate::failure::{Failure, complain};
 use crate::size;
 use keeper::{Keeper, Plan};
 
+/// A server that has ended is gone within this.
+const GOING_TIMEOUT: Duration = Duration::from_secs(2);
+/// The file in a session's folder that names its key file, where there is one.
+const KEY_FILE: &str = "key-file";
+
 pub(crate) use data_dir::{chosen as chosen_data_dirs, kind as data_dir_kind};
 pub(crate) use invitation::{FromKeeper, FromServer, Invitation, Settings};
-pub(crate) use keeper::own_addresses;
 pub(crate) use launchers::{job, names as launcher_names};
+pub(crate) use names::own_addresses;
+pub(crate) use processes::Processes;
 
 /// A session that has just been started, kept as long as this lives.
 pub(crate) struct Started {
@@ -61,13 +69,12 @@ impl Drop for Started {
     fn drop(&mut self) {
         drop(self.keeper.end_handle());
         self.keeper.wait();
-        // Under the lock, so that nobody else does.
-        if self.location.live_nodes().is_empty()
-            && let Err(error) = remove_all(&self.location)
-        {
+        // Under the lock, so that nobody else does; where servers are still on their way out, without it, so that the last of them may.
+        let removed = self.location.remove_if_last(|| remove_all(&self.location));
+        drop(self.lock.take());
+        if let Err(error) = removed.and_then(|was_last| if was_last { Ok(()) } else { remove_soon(&self.location) }) {
             complain(format_args!("cannot remove '{}': {error}", self.location.folder.display()));
         }
-        drop(self.lock.take());
     }
 }
 
@@ -92,6 +99,9 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
     }
     memory::check(options.stage_in_memory)?;
     let chosen = launchers::choose(&options.launch)?;
+    if chosen.is_fallback {
+        complain("this is no job of a known manager: one server, on this machine (--local 1 says so, --hosts names others)");
+    }
     let transport = preference(options)?;
     if chosen.launcher.is_step && !keep.is_zero() {
         return Err(Failure::usage(format!(
@@ -102,15 +112,19 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
     let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
     let data_dirs = data_dir::chosen(&options.data_dir).iter().map(std::path::absolute).collect::<Result<Vec<_>, _>>()?;
     sweep(&locate::runtime_dir(), &data_dirs)?;
-    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref()).map_err(|error| {
-        let folder = locate::runtime_dir();
-        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
-    })?;
     let launch = &options.launch;
     let key_file = match &launch.key_file {
         Some(path) => std::path::absolute(path)?,
         None => env::current_dir()?.join(format!(".dayfly-{session}.key")),
     };
+    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref()).map_err(|error| {
+        let folder = locate::runtime_dir();
+        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
+    })?;
+    if chosen.launcher.input == launchers::Input::File {
+        // Should this be killed while it is there, the next that comes by removes it.
+        fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes())?;
+    }
     let invitation = Invitation {
         session: session.to_string(),
         key: key.clone(),
@@ -153,7 +167,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         chosen,
     };
     match Keeper::start(plan, cancelled) {
-        Ok(keeper) => Ok(Started { location, keeper, lock }),
+        Ok(keeper) => Ok(Started { location, keeper, lock: Some(lock) }),
         Err(failure) => {
             drop(lock);
             remove(&location)?;
@@ -197,7 +211,7 @@ fn random<const LEN: usize>() -> Result<[u8; LEN], Failure> {
 pub(crate) struct Place {
     pub(crate) location: Location,
     /// Keeps the folder until the node has a lock of its own.
-    pub(crate) lock: Option<Flock<File>>,
+    pub(crate) lock: Flock<File>,
     data_dirs: Vec<PathBuf>,
     pub(crate) capacity: u64,
     pub(crate) workers: usize,
@@ -211,15 +225,16 @@ impl Place {
     /// Looks at this machine for an invited server; takes nothing yet but a folder.
     pub(crate) fn find(session: SessionId, invitation: &Invitation) -> Result<Self, Failure> {
         let settings = &invitation.settings;
+        let is_local = invitation.launcher == "local";
         let all = locate::runtime_dir_in(&invitation.runtime_dir);
         // On one machine whoever starts all of them has done so.
-        if settings.servers_here == 1 {
+        if !is_local {
             sweep(&all, &settings.data_dirs)?;
         }
         let (data_dirs, warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
         let capacity = settings.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, settings.servers_here), Ok)?;
         let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here);
-        let (location, lock) = locate::create(&all, session, invitation.job.as_deref()).map_err(|error| {
+        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
             Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
         })?;
         let list = location.folder.join(data_dir::LIST);
@@ -252,7 +267,9 @@ pub(crate) fn start_below(invitation: &Invitation) -> Result<Option<processes::P
     }
     let launcher = launchers::by_name(&invitation.launcher);
     let launcher = launcher.ok_or_else(|| Failure::new(format!("there is no launcher '{}' here", invitation.launcher)))?;
-    processes::start(launcher, &invitation.below, invitation, None).map(Some)
+    let mut processes = processes::Processes::none();
+    processes.start(launcher, &invitation.below, invitation, None)?;
+    Ok(Some(processes))
 }
 
 /// A node's lock, taken by its server for as long as it lives.
@@ -275,16 +292,25 @@ pub(crate) fn sweep(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, 
 
 /// Removes a session's folders, after its end.
 pub(crate) fn remove(location: &Location) -> io::Result<bool> {
-    let is_dead = location.is_dead();
-    if is_dead {
-        remove_all(location)?;
+    location.remove_if_dead(|| remove_all(location))
+}
+
+/// The same, by this one or another, within a moment: servers that have ended may still be on their way out.
+pub(crate) fn remove_soon(location: &Location) -> io::Result<()> {
+    let start = Instant::now();
+    while location.folder.exists() && !remove(location)? && start.elapsed() < GOING_TIMEOUT {
+        thread::sleep(Duration::from_millis(2));
     }
-    Ok(is_dead)
+    Ok(())
 }
 
 fn remove_all(location: &Location) -> io::Result<()> {
     let listed = fs::read(location.folder.join(data_dir::LIST)).unwrap_or_default();
     data_dir::remove(&data_dir::listed(&listed));
+    if let Ok(key_file) = fs::read(location.folder.join(KEY_FILE)) {
+        // It is there only if who wrote it was killed.
+        let _ = fs::remove_file(OsStr::from_bytes(&key_file));
+    }
     let removed = fs::remove_dir_all(&location.folder).or_else(|error| match error.kind() {
         io::ErrorKind::NotFound => Ok(()),
         _ => Err(error),

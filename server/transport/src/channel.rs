@@ -4,20 +4,24 @@
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{CHANNEL_MESSAGE_LEN_MAX, CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PEER_LOST_TIMEOUT};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::Key;
 use crate::tcp::door::Door;
 use crate::tcp::seal::{Keys, ReadHalf, WriteHalf, split};
-use crate::tcp::{Identity, Purpose, handshake};
+use crate::tcp::{Identity, Purpose, handshake, is_pushed_out};
 
 /// Names of the two ends in the handshake; no node has them.
 const GUEST: NodeId = NodeId(u16::MAX);
 const HOST: NodeId = NodeId(u16::MAX - 1);
+
+/// An address has so long before the next is tried beside it.
+const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Sends messages.
 pub struct Sender(WriteHalf);
@@ -40,7 +44,8 @@ pub struct Channel {
 impl Channel {
     fn new(stream: TcpStream, keys: Keys) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        let (local, far) = (stream.local_addr()?.ip(), stream.peer_addr()?.ip());
+        // As it is, where the listener takes both versions.
+        let (local, far) = (stream.local_addr()?.ip().to_canonical(), stream.peer_addr()?.ip().to_canonical());
         let (read, write) = split(stream, Some(keys));
         Ok(Self { sender: Sender(write), receiver: Receiver(read), local, far })
     }
@@ -101,12 +106,15 @@ impl Listener {
     }
 }
 
-/// Comes to a listener as a guest, at the first of its addresses at which it is to be found.
+/// Comes to a listener as a guest, at the first of its addresses at which it is to be found. An error of the kind `ConnectionReset` says
+/// that there is one, which did not let us in: it has another key, or more guests than it can listen to at once.
 pub async fn dial(session: SessionId, key: &Arc<Key>, addresses: &[SocketAddr]) -> io::Result<Channel> {
     let mut dialling = tokio::task::JoinSet::new();
-    for &address in addresses {
+    for (place, &address) in addresses.iter().enumerate() {
         let identity = Identity { session, key: key.clone(), node: GUEST, purpose: Purpose::Channel };
         dialling.spawn(async move {
+            // In their order, if the first are there: so all guests come by the same network.
+            sleep(ADDRESS_INTERVAL * place as u32).await;
             let at = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
             let late = |_| io::Error::from(io::ErrorKind::TimedOut);
             let connecting = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(late).flatten();
@@ -115,20 +123,23 @@ pub async fn dial(session: SessionId, key: &Arc<Key>, addresses: &[SocketAddr]) 
             Channel::new(stream, shaking.map_err(at)?)
         });
     }
-    let mut failed = Vec::new();
+    let (mut failed, mut kind) = (Vec::new(), io::ErrorKind::NotConnected);
     while let Some(dialled) = dialling.join_next().await {
         match dialled.map_err(io::Error::other).flatten() {
             Ok(channel) => return Ok(channel),
-            Err(error) => failed.push(error.to_string()),
+            Err(error) => {
+                if is_pushed_out(&error) {
+                    kind = io::ErrorKind::ConnectionReset;
+                }
+                failed.push(error.to_string());
+            }
         }
     }
-    Err(io::Error::new(io::ErrorKind::NotConnected, failed.join("; ")))
+    Err(io::Error::new(kind, failed.join("; ")))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     async fn listener(key: u8) -> (Listener, Vec<SocketAddr>) {

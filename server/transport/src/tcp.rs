@@ -106,3 +106,9 @@ impl Transport for Tcp {
         Network::default()
     }
 }
+
+/// Whether a handshake that failed so may have had to make way for others.
+pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
+    [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
+}

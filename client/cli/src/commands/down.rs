@@ -41,20 +41,22 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Err(error) => return Err(error.into()),
     };
     let ended = end_servers(&location)?;
-    end_keeper(&location);
-    launch::remove(&location)?;
+    end_keeper(&location, ended.is_partial);
+    launch::remove_soon(&location)?;
     say!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for who keeps the session, if it is on this machine: once all servers have ended, it removes the session's folder and ends.
-fn end_keeper(location: &Location) {
+/// Waits for who keeps the session, if it is on this machine: once all servers have ended, it removes the session's folder. It is told
+/// to only where servers could not be: of a `run`, that ends its command too.
+fn end_keeper(location: &Location, is_partial: bool) {
     let Some(pid) = location.keeper().map(Pid::from_raw) else { return };
     let start = Instant::now();
     let mut was_told = false;
+    let timeout = if is_partial { KEEPER_TIMEOUT } else { LAST_SERVER_TIMEOUT };
     // Signal 0 asks whether it is there.
-    while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < KEEPER_TIMEOUT {
-        if start.elapsed() > LAST_SERVER_TIMEOUT && !std::mem::replace(&mut was_told, true) {
+    while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < timeout {
+        if is_partial && location.keeper() == Some(pid.as_raw()) && !std::mem::replace(&mut was_told, true) {
             // It may have ended just now.
             let _ = kill(pid, Signal::SIGTERM);
         }
@@ -66,6 +68,8 @@ fn end_keeper(location: &Location) {
 pub(super) struct Ended {
     pub(super) nodes: usize,
     pub(super) freed_bytes: u64,
+    /// Some could not be told.
+    pub(super) is_partial: bool,
 }
 
 /// Ends a session's servers; one of this machine that does not end in time is killed.
@@ -86,12 +90,13 @@ pub(super) fn end_servers(location: &Location) -> Result<Ended, Failure> {
             )
         })
         .collect();
-    let (mut nodes, mut freed_bytes) = (0, 0);
+    let (mut nodes, mut freed_bytes, mut is_partial) = (0, 0, false);
     for (node, ending) in ending {
         match ending.join() {
             Ok(Ok((ended, freed, untold))) => {
                 nodes += usize::from(ended);
                 freed_bytes += freed;
+                is_partial |= !untold.is_empty();
                 untold.iter().for_each(complain);
             }
             Ok(Err(error)) => complain(format_args!("node {node}: {error}")),
@@ -117,7 +122,7 @@ pub(super) fn end_servers(location: &Location) -> Result<Ended, Failure> {
         }
         thread::sleep(Duration::from_millis(5));
     }
-    Ok(Ended { nodes, freed_bytes })
+    Ok(Ended { nodes, freed_bytes, is_partial })
 }
 
 fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {

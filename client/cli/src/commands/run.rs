@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::signals::Interruptions;
-use super::{down, exec, stage_in};
+use super::{down, exec, harden, stage_in};
 use crate::args::{Run, SessionOptions};
 use crate::failure::{Failure, NOT_STARTED, complain};
 use crate::launch::{self, Started};
@@ -24,6 +24,7 @@ use crate::size;
 const GRACE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
+    harden();
     let itself = |failure: Failure| failure.with_status(NOT_STARTED);
     let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
     if arguments.options.report.is_some() && stage_ins.len() > 1 {

@@ -1,9 +1,10 @@
 //! `dayfly serve`: a node's server. It is invited by who keeps the session, tells that one whether it can, is told its place and who
 //! the others are, and serves until the session ends or its keeper is lost.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::ExitCode;
@@ -14,23 +15,29 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{LEASE_INTERVAL, LEASE_TIMEOUT};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
 use dayfly_server::{Choice, Config, Key, Options, Server};
-use nix::fcntl::Flock;
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{dup2_stderr, dup2_stdout, gethostname};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{Duration, MissedTickBehavior, interval, sleep};
+use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep, timeout};
 use tracing_subscriber::EnvFilter;
 use zeroize::Zeroizing;
 
 use super::harden;
 use crate::args::Serve;
 use crate::failure::Failure;
-use crate::launch::{self, FromKeeper, FromServer, Invitation, Place};
+use crate::launch::{self, FromKeeper, FromServer, Invitation, Place, Processes};
 
 /// Threads that move messages; the rest is done on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
+/// Longest invitation: most of it is the list of those to start.
+const INVITATION_LEN_MAX: usize = 1 << 20;
+/// A keeper that is pressed is asked again after this,
+const RETRY_INTERVAL: Duration = Duration::from_millis(300);
+/// for so long.
+const FIND_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
     harden();
@@ -54,14 +61,20 @@ pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
 }
 
 fn read_invitation(path: &Path) -> Result<Invitation, Failure> {
-    let mut line = Zeroizing::new(String::new());
-    if path == Path::new("-") {
-        io::stdin().lock().read_line(&mut line)?;
+    // In one piece, for what a buffer has grown out of is not overwritten.
+    let mut line = Zeroizing::new(Vec::with_capacity(INVITATION_LEN_MAX));
+    let cannot = |error: io::Error| Failure::new(format!("cannot read the key file '{}': {error}", path.display()));
+    let mut file = if path == Path::new("-") {
+        // Past the buffer of standard input.
+        File::from(io::stdin().as_fd().try_clone_to_owned()?)
     } else {
-        let read = fs::read_to_string(path);
-        *line = read.map_err(|error| Failure::new(format!("cannot read the key file '{}': {error}", path.display())))?;
+        File::open(path).map_err(cannot)?
+    };
+    let mut byte = Zeroizing::new([0; 1]);
+    while line.len() < INVITATION_LEN_MAX && file.read(&mut *byte).map_err(cannot)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
     }
-    serde_json::from_str(&line).map_err(|_| {
+    serde_json::from_slice(&line).map_err(|_| {
         Failure::usage(
             "'dayfly serve' is told what to serve by 'dayfly up', on standard input or in a --key-file: see its --help",
         )
@@ -78,13 +91,22 @@ fn names(invitation: &Invitation) -> Vec<String> {
 }
 
 async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure> {
+    let mut terminate = signal(SignalKind::terminate())?;
     let key = Arc::new(Key::new(*invitation.key));
-    let below = launch::start_below(&invitation)?;
+    let mut below = launch::start_below(&invitation)?;
     let names = names(&invitation);
-    let me = names.first().cloned().unwrap_or_default();
-    let Channel { mut sender, mut receiver, local, .. } = channel::dial(session, &key, &invitation.keeper)
-        .await
-        .map_err(|error| Failure::new(format!("the server on {me} cannot reach who started it ({error})")))?;
+    let Channel { mut sender, receiver, local, .. } = tokio::select! {
+        channel = find_keeper(session, &key, &invitation, &names) => channel?,
+        _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
+    };
+    let place = match Place::find(session, &invitation) {
+        Ok(place) => place,
+        Err(failure) => {
+            tell_failure(&mut sender, names, &failure).await;
+            wait_for_below(below.as_mut(), &invitation).await;
+            return Ok(());
+        }
+    };
     if let Some(mut below) = below {
         tokio::spawn(async move {
             loop {
@@ -93,27 +115,78 @@ async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure>
             }
         });
     }
-    let place = match Place::find(session, &invitation) {
-        Ok(place) => place,
-        Err(failure) => return fail(&mut sender, names, failure).await,
-    };
-    let addresses = launch::own_addresses(None).unwrap_or_default();
-    say(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings: place.warnings.clone() }).await?;
-    let (node, listen) = match hear(&mut receiver).await? {
-        FromKeeper::Orders { node, listen } => (NodeId(node), listen.unwrap_or(local)),
-        // There is one here already, which has the folder.
-        _ => return Ok(()),
-    };
-    match start(session, key, &invitation, place, node, listen).await {
-        Ok(serving) => serving.go_on(sender, receiver, &invitation).await,
-        Err(failure) => fail(&mut sender, names, failure).await,
+    let location = place.location.clone();
+    let served = serve(session, key, &invitation, place, names, terminate, Far { sender, receiver, local }).await;
+    // By whoever goes last.
+    launch::remove(&location)?;
+    served
+}
+
+/// Those that this one has started come to the keeper by themselves, even if this one cannot serve; but they end with it before.
+async fn wait_for_below(below: Option<&mut Processes>, invitation: &Invitation) {
+    if let Some(below) = below {
+        let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_ended()).await;
     }
 }
 
-/// Tells who can do something about it.
-async fn fail<T>(sender: &mut Sender, names: Vec<String>, failure: Failure) -> Result<T, Failure> {
-    say(sender, &FromServer::Failed { names, reason: failure.to_string() }).await?;
-    Err(failure)
+/// Comes to the keeper; again and again if it is pressed, as long as nodes may take to come.
+async fn find_keeper(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, Failure> {
+    let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(FIND_TIMEOUT);
+    loop {
+        let error = match channel::dial(session, key, &invitation.keeper).await {
+            Ok(channel) => return Ok(channel),
+            Err(error) => error,
+        };
+        if error.kind() != io::ErrorKind::ConnectionReset || Instant::now() > deadline {
+            let me = names.first().map_or("this node", String::as_str);
+            return Err(Failure::new(format!("the server on {me} cannot reach who started it ({error})")));
+        }
+        sleep(RETRY_INTERVAL).await;
+    }
+}
+
+/// The way to the keeper.
+struct Far {
+    sender: Sender,
+    receiver: Receiver,
+    local: IpAddr,
+}
+
+async fn serve(
+    session: SessionId,
+    key: Arc<Key>,
+    invitation: &Invitation,
+    place: Place,
+    names: Vec<String>,
+    mut terminate: Signal,
+    Far { mut sender, mut receiver, local }: Far,
+) -> Result<(), Failure> {
+    let addresses = launch::own_addresses(None).unwrap_or_default();
+    say(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings: place.warnings.clone() }).await?;
+    // Its deadline is the keeper's, who waits for others; this is for one that is gone without a word.
+    let patience = Duration::from_millis(invitation.start_timeout_ms) + LEASE_TIMEOUT;
+    let orders = tokio::select! {
+        orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("nothing was heard of who started this server"))??,
+        _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
+    };
+    let FromKeeper::Orders { node, listen } = orders else {
+        // There is one here already.
+        return Ok(());
+    };
+    match start(session, key, invitation, place, NodeId(node), listen.unwrap_or(local)).await {
+        Ok(serving) => serving.go_on(sender, receiver, terminate, invitation).await,
+        Err(failure) => {
+            tell_failure(&mut sender, names, &failure).await;
+            Ok(())
+        }
+    }
+}
+
+/// Tells who can do something about it. That is all: a status other than 0 makes some launchers end all other servers.
+async fn tell_failure(sender: &mut Sender, names: Vec<String>, failure: &Failure) {
+    tracing::error!("{failure}");
+    // One that is gone need not know.
+    let _ = say(sender, &FromServer::Failed { names, reason: failure.to_string() }).await;
 }
 
 /// A server that listens, and what it holds.
@@ -127,7 +200,7 @@ async fn start(
     session: SessionId,
     key: Arc<Key>,
     invitation: &Invitation,
-    mut place: Place,
+    place: Place,
     node: NodeId,
     listen: IpAddr,
 ) -> Result<Serving, Failure> {
@@ -138,11 +211,13 @@ async fn start(
     };
     let location = place.location.clone();
     let mut locks = vec![launch::lock_node(&location, node)?];
-    drop(place.lock.take());
+    // Who ages files in /tmp passes over a folder that is locked.
+    locks.extend(Flock::lock(File::open(&location.folder)?, FlockArg::LockSharedNonblock));
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(location.folder.join(format!("node-{node}.log")))?;
     dup2_stdout(&log).and_then(|()| dup2_stderr(&log)).map_err(io::Error::from)?;
     let (data_dirs, held) = place.take_data_dirs(node)?;
     locks.extend(held);
+    locks.push(place.lock);
     let config = Config {
         session,
         key,
@@ -174,8 +249,14 @@ async fn start(
 
 impl Serving {
     /// Serves until the session ends here, and leaves nothing.
-    async fn go_on(self, mut sender: Sender, receiver: Receiver, invitation: &Invitation) -> Result<(), Failure> {
-        let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    async fn go_on(
+        self,
+        mut sender: Sender,
+        receiver: Receiver,
+        mut terminate: Signal,
+        invitation: &Invitation,
+    ) -> Result<(), Failure> {
+        let mut interrupt = signal(SignalKind::interrupt())?;
         // What a job's steps are told by these is for the job, and a terminal's end is none of the session's.
         let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
         let server = &self.server;
@@ -185,8 +266,10 @@ impl Serving {
             () = terminated(&mut terminate, invitation.is_step) => "by SIGTERM",
             _ = interrupt.recv() => "by SIGINT",
             why = async {
-                let why = obey(server, &mut sender, receiver, invitation.start_timeout_ms).await;
-                self.stay(Duration::from_millis(invitation.keep_ms), why).await
+                match obey(server, &mut sender, receiver, invitation.start_timeout_ms).await {
+                    Parting::Meant(why) => why,
+                    Parting::Lost(why) => self.stay(Duration::from_millis(invitation.keep_ms), why).await,
+                }
             } => why,
         };
         // Its bytes first: whoever ended us may not give us long.
@@ -196,7 +279,6 @@ impl Serving {
         server.close();
         tracing::info!("the session has ended here, {why}");
         drop(self.locks);
-        launch::remove(&self.location)?;
         Ok(())
     }
 }
@@ -227,8 +309,16 @@ async fn terminated(terminate: &mut Signal, is_step: bool) {
     }
 }
 
+/// How a keeper leaves, and why that ends what it kept.
+enum Parting {
+    /// It said so, or the session never began.
+    Meant(&'static str),
+    /// It is lost to a session that had begun.
+    Lost(&'static str),
+}
+
 /// Does what the keeper says, and tells it that we live; ends with it.
-async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, start_timeout_ms: u64) -> &'static str {
+async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, start_timeout_ms: u64) -> Parting {
     let (said, mut orders) = mpsc::channel(4);
     // On a task of its own, for what was read of a message would be lost where another of these comes first; it ends with this.
     let mut listening = JoinSet::new();
@@ -244,12 +334,15 @@ async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver,
     // Counted in ticks, which do not come while this process is stopped, as a suspended job's is.
     let lease = (LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()) as u64;
     let mut left = (start_timeout_ms / LEASE_INTERVAL.as_millis() as u64).max(lease);
+    let mut has_begun = false;
+    let parting = |has_begun: bool, why: &'static str| if has_begun { Parting::Lost(why) } else { Parting::Meant(why) };
     loop {
         let answer = tokio::select! {
             order = orders.recv() => match order {
-                None => return "for its keeper is gone",
+                None => return parting(has_begun, "for its keeper is gone"),
+                Some(FromKeeper::End) => return Parting::Meant("as its keeper was told to"),
                 Some(FromKeeper::Renew) => {
-                    left = lease;
+                    (left, has_begun) = (lease, true);
                     continue;
                 }
                 Some(FromKeeper::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
@@ -264,14 +357,14 @@ async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver,
             },
             _ = ticks.tick() => {
                 if left == 0 {
-                    return "for nothing was heard of its keeper";
+                    return parting(has_begun, "for nothing was heard of its keeper");
                 }
                 left -= 1;
                 FromServer::Alive
             }
         };
         if say(sender, &answer).await.is_err() {
-            return "for its keeper takes no word";
+            return parting(has_begun, "for its keeper takes no word");
         }
     }
 }

@@ -37,6 +37,8 @@ fn start_keeper() -> Result<ExitCode, Failure> {
         BufReader::new(output).read_line(&mut id)?;
     }
     if !id.is_empty() {
+        // What it has to say it has said by now, or says in its log.
+        let _ = errors.map(thread::JoinHandle::join);
         write!(io::stdout(), "{id}")?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -53,7 +55,6 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         setsid().map_err(io::Error::from)?;
         // Who waits for this may be interrupted.
         set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
-        env::set_current_dir("/")?;
     }
     harden();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -66,6 +67,8 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         if arguments.background {
             // It ends when it has heard; if it is gone before, it hears nothing.
             set_pdeathsig(None).map_err(io::Error::from)?;
+            // No job's folder stays busy; what was given relative to it has been looked up.
+            env::set_current_dir("/")?;
         }
         let told = writeln!(io::stdout(), "{}", started.location.session).and_then(|()| io::stdout().flush());
         if told.is_err() {

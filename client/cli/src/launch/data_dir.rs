@@ -5,11 +5,11 @@ use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::id::SessionId;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::sys::statfs::statfs;
 use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
@@ -125,11 +125,16 @@ pub(super) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, F
 /// Whether the user's folder, two above a node's, is the user's alone: in a common data dir anyone may have made it before.
 fn check_private(folder: &Path) -> io::Result<()> {
     let user = folder.ancestors().nth(2).unwrap_or(folder);
-    let metadata = fs::symlink_metadata(user)?;
-    if metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0 {
+    if is_private(user) {
         return Ok(());
     }
     Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("'{}' is not a private folder of yours", user.display())))
+}
+
+fn is_private(folder: &Path) -> bool {
+    let is_ours =
+        |metadata: fs::Metadata| metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0;
+    fs::symlink_metadata(folder).is_ok_and(is_ours)
 }
 
 /// A session's folders in its data dirs, to be written down.
@@ -144,12 +149,18 @@ pub(super) fn listed(bytes: &[u8]) -> Vec<PathBuf> {
     paths.map(|path| PathBuf::from(std::ffi::OsStr::from_bytes(path))).collect()
 }
 
+/// Opens a folder, and nothing else: what another user has put in its place might never open.
+fn open_folder(path: &Path) -> io::Result<File> {
+    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+    File::options().read(true).custom_flags(flags.bits()).open(path)
+}
+
 /// Removes a session's folders in its data dirs. They hold no files with names, so only empty ones can be there.
 pub(super) fn remove(folders: &[PathBuf]) {
     for folder in folders {
         for node in fs::read_dir(folder).into_iter().flatten().flatten() {
             // A server that lives holds its folder; it may be of a session whose runtime folder is not to be seen from here.
-            let lock = File::open(node.path()).map(|folder| Flock::lock(folder, FlockArg::LockExclusiveNonblock));
+            let lock = open_folder(&node.path()).map(|folder| Flock::lock(folder, FlockArg::LockExclusiveNonblock));
             if matches!(lock, Ok(Ok(_))) {
                 let _ = fs::remove_dir(node.path());
             }
@@ -165,7 +176,7 @@ pub(super) fn remove(folders: &[PathBuf]) {
 /// Removes folders of sessions that are no more, even if their runtime folder is gone too; says of how many.
 pub(super) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) -> usize {
     let mut removed = 0;
-    for data_dir in data_dirs {
+    for data_dir in data_dirs.iter().filter(|data_dir| is_private(&user_folder(data_dir))) {
         for entry in fs::read_dir(user_folder(data_dir)).into_iter().flatten().flatten() {
             let session = entry.file_name().to_str().and_then(|name| name.parse::<SessionId>().ok());
             if session.is_some_and(|session| !running.contains(&session)) {

@@ -8,6 +8,11 @@ use dayfly_server::{Ability, Agreement, Preference};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
+use crate::failure::Failure;
+
+/// Room for all that is said but for names of hosts.
+const LINE_LEN: usize = 64 << 10;
+
 /// Told first: what all servers of a session are told alike, and, where each is started by itself, which it is.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Invitation {
@@ -36,6 +41,17 @@ pub(crate) struct Invitation {
     pub(crate) launcher_args: Vec<String>,
     /// What servers log.
     pub(crate) log: Option<String>,
+}
+
+impl Invitation {
+    /// As it is told, in one piece, for what a buffer has grown out of is not overwritten.
+    pub(super) fn to_line(&self) -> Result<Zeroizing<Vec<u8>>, Failure> {
+        let names: usize = self.below.iter().map(|name| name.len() + 3).sum();
+        let mut line = Zeroizing::new(Vec::with_capacity(LINE_LEN + names));
+        serde_json::to_writer(&mut *line, self).map_err(Failure::new)?;
+        line.push(b'\n');
+        Ok(line)
+    }
 }
 
 /// What the user has said of each server.
@@ -97,4 +113,6 @@ pub(crate) enum FromKeeper {
     Agree(Agreement),
     /// The session goes on.
     Renew,
+    /// It does not.
+    End,
 }

@@ -2,7 +2,6 @@
 //! it ends, however it does, they end: at once where the kernel closes its connections, else when its word has not come for a while.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,22 +14,20 @@ use dayfly_meta::limits::{HANDSHAKE_TIMEOUT, LAUNCHER_END_TIMEOUT, LEASE_INTERVA
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
 use dayfly_server::{Ability, Key, Preference, agree};
 use futures_util::future::{join_all, try_join_all};
-use nix::ifaddrs::getifaddrs;
-use nix::net::if_::InterfaceFlags;
 use nix::unistd::gethostname;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 
 use super::invitation::{FromKeeper, FromServer, Invitation};
+use super::key_file::Written;
 use super::launchers::{Chosen, Input, Start};
-use super::processes::{self, Event, Processes};
+use super::names::{few, own_addresses, place, same_name};
+use super::processes::{Event, Processes};
 use crate::failure::{Failure, complain};
 
 /// After so long, and then ever again, the user is told who is waited for.
 const PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
-/// Nodes that are named when there are many.
-const NAMED_MAX: usize = 8;
 
 /// What is to be done.
 pub(super) struct Plan {
@@ -122,7 +119,8 @@ struct Guest {
     is_here: bool,
     sender: Sender,
     receiver: Receiver,
-    /// Of its channel.
+    /// Of its channel: ours, and its own.
+    local: IpAddr,
     far: IpAddr,
 }
 
@@ -193,14 +191,24 @@ impl Starting {
     /// Has all servers started and made one session.
     async fn all(&mut self) -> Result<Vec<Member>, Failure> {
         let is_local = matches!(self.plan.chosen.launcher.start, Start::Each([]));
-        let any = if is_local { [127, 0, 0, 1] } else { [0, 0, 0, 0] };
-        let (mut listener, port) = Listener::bind(self.plan.session, self.plan.key.clone(), IpAddr::from(any)).await?;
+        let (session, loopback) = (self.plan.session, IpAddr::from([127, 0, 0, 1]));
+        let any = if is_local { loopback } else { IpAddr::from([0_u16; 8]) };
+        let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), any).await {
+            // A kernel without version 6.
+            Err(_) if !is_local => Listener::bind(session, self.plan.key.clone(), IpAddr::from([0, 0, 0, 0])).await?,
+            bound => bound?,
+        };
         let addresses =
-            if is_local { vec![IpAddr::from(any)] } else { own_addresses(self.plan.invitation.settings.interface.as_deref())? };
+            if is_local { vec![loopback] } else { own_addresses(self.plan.invitation.settings.interface.as_deref())? };
         self.plan.invitation.keeper = addresses.into_iter().map(|address| (address, port).into()).collect();
         let written = self.start_processes()?;
         self.gather(&mut listener).await?;
         drop(written);
+        let (hosts, failed) = (&self.plan.chosen.hosts, &self.failed);
+        self.processes
+            .give_up(|host| hosts.iter().position(|listed| listed == host).is_some_and(|place| failed[place].is_some()));
+        // Who waited for those that never came has time all the same.
+        self.deadline = Instant::now() + self.plan.start_timeout;
         let preference = self.plan.invitation.settings.transport;
         let (mut members, starts) = self.give_places(is_local).await?;
         self.meet(&mut members, starts, preference).await?;
@@ -221,7 +229,7 @@ impl Starting {
                 path.display()
             ));
         }
-        self.processes = processes::start(launcher, hosts, &self.plan.invitation, path.map(PathBuf::as_path))?;
+        self.processes.start(launcher, hosts, &self.plan.invitation, path.map(PathBuf::as_path))?;
         Ok(written)
     }
 
@@ -252,7 +260,7 @@ impl Starting {
                             }
                         }
                         let is_here = far.is_loopback() || far == local;
-                        self.seat(&names, &addresses, Guest { host: String::new(), is_here, sender, receiver, far }).await?;
+                        self.seat(&names, &addresses, Guest { host: String::new(), is_here, sender, receiver, local, far }).await?;
                     }
                     Ok(FromServer::Failed { names, reason }) => match self.place(&names, &[]) {
                         Some(place) => self.fail(place, reason)?,
@@ -353,7 +361,16 @@ impl Starting {
 
     /// What was to start servers has ended.
     fn missed(&mut self, hosts: &[String], how: &str) -> Result<(), Failure> {
-        let places: Vec<_> = self.waited_for().filter(|&place| hosts.contains(&self.plan.chosen.hosts[place])).collect();
+        let launcher = self.plan.chosen.launcher;
+        let mut places: Vec<_> = self.waited_for().filter(|&place| hosts.contains(&self.plan.chosen.hosts[place])).collect();
+        if !matches!(launcher.start, Start::Once(_)) && hosts.len() > 1 {
+            // The first of them was to start the others.
+            let below: Vec<_> = places.extract_if(.., |place| self.plan.chosen.hosts[*place] != hosts[0]).collect();
+            let below: Vec<_> = below.into_iter().map(|place| self.plan.chosen.hosts[place].clone()).collect();
+            if !below.is_empty() {
+                self.processes.start(launcher, &below, &self.plan.invitation, None)?;
+            }
+        }
         for place in places {
             self.fail(place, format!("its server did not start: {how}"))?;
         }
@@ -372,11 +389,14 @@ impl Starting {
             guests[1..].sort_by(|one, other| one.host.cmp(&other.host).then(one.far.cmp(&other.far)));
         }
         let deadline = self.deadline;
+        // A server on this machine finds us at any of our addresses; it listens at the one by which others came.
+        let by_others = guests.iter().find(|guest| !guest.is_here).map(|guest| guest.local);
         let placing = guests.into_iter().enumerate().map(|(node, guest)| async move {
             let name = if is_local { format!("node {node}") } else { format!("node {node} ({})", guest.host) };
             let mut member = Member { name, sender: guest.sender, receiver: guest.receiver };
             // Nodes of one machine differ by their loopback address, as nodes of a cluster differ by theirs.
-            let listen = is_local.then(|| IpAddr::from([127, 0, 0, (node + 1) as u8]));
+            let listen =
+                if is_local { Some(IpAddr::from([127, 0, 0, (node + 1) as u8])) } else { by_others.filter(|_| guest.is_here) };
             let starting = async {
                 say(&mut member.sender, &FromKeeper::Orders { node: node as u16, listen }).await?;
                 match hear_answer(&mut member.receiver).await? {
@@ -453,7 +473,11 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: onesh
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while kept.iter().any(Option::is_some) {
         tokio::select! {
-            _ = &mut ending => return,
+            _ = &mut ending => {
+                let telling = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::End)));
+                drop(join_all(telling).await);
+                return;
+            }
             Some(Ok((place, reason))) = listening.join_next() => {
                 if let (Some(kept), Some(reason)) = (kept[place].take(), reason) {
                     complain(format_args!("{} is lost: {reason}", kept.name));
@@ -487,118 +511,5 @@ impl Kept {
     fn is_silent(&mut self) -> bool {
         self.silent = if self.is_heard.swap(false, Ordering::Relaxed) { 0 } else { self.silent + 1 };
         self.silent >= LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()
-    }
-}
-
-/// The invitation in a file that only its owner reads, for as long as servers start.
-struct Written(PathBuf);
-
-impl Written {
-    fn new(path: &std::path::Path, invitation: &Invitation) -> Result<Self, Failure> {
-        use std::io::Write;
-        use std::os::unix::fs::OpenOptionsExt;
-        let cannot = |error: std::io::Error| {
-            Failure::new(format!(
-                "cannot write '{}', which all nodes must see (--key-file names another): {error}",
-                path.display()
-            ))
-        };
-        let mut file = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(path).map_err(cannot)?;
-        let written = Self(path.to_owned());
-        let line = zeroize::Zeroizing::new(serde_json::to_string(invitation).map_err(Failure::new)?);
-        file.write_all(line.as_bytes()).and_then(|()| file.sync_all()).map_err(cannot)?;
-        Ok(written)
-    }
-}
-
-impl Drop for Written {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_file(&self.0) {
-            complain(format_args!("cannot remove '{}', which has the session's key: {error}", self.0.display()));
-        }
-    }
-}
-
-/// Addresses at which other machines may find this one; those of one interface, if it is named.
-pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, Failure> {
-    let mut addresses = Vec::new();
-    for found in getifaddrs().map_err(std::io::Error::from)? {
-        let is_meant = match interface {
-            Some(name) => found.interface_name == name,
-            None => !found.flags.contains(InterfaceFlags::IFF_LOOPBACK),
-        };
-        let Some(address) = found.address.filter(|_| is_meant && found.flags.contains(InterfaceFlags::IFF_UP)) else { continue };
-        let version_4 = address.as_sockaddr_in().map(|address| IpAddr::from(address.ip()));
-        let version_6 = address.as_sockaddr_in6().map(|address| address.ip()).filter(|address| !address.is_unicast_link_local());
-        addresses.extend(version_4.or(version_6.map(IpAddr::from)));
-    }
-    // Version 4 first: it is what is most surely routed.
-    addresses.sort_by_key(IpAddr::is_ipv6);
-    match (addresses.is_empty(), interface) {
-        (false, _) => Ok(addresses),
-        (true, Some(name)) => {
-            Err(Failure::new(format!("the network interface '{name}' is not there, or down, or has no address")))
-        }
-        (true, None) => Ok(vec![IpAddr::from([127, 0, 0, 1])]),
-    }
-}
-
-/// Whose place in the list it is: by name whole, by the name's first part, by address; else the first free one that has no name.
-fn place(hosts: &[String], names: &[String], addresses: &[IpAddr], is_free: &dyn Fn(usize) -> bool) -> Option<usize> {
-    let host = |host: &str| host.rsplit('@').next().unwrap_or_default().to_owned();
-    let by = |test: &dyn Fn(&str) -> bool| hosts.iter().position(|listed| !listed.is_empty() && test(&host(listed)));
-    by(&|listed| names.iter().any(|name| name == listed))
-        .or_else(|| by(&|listed| names.iter().any(|name| same_name(name, listed))))
-        .or_else(|| by(&|listed| listed.parse().is_ok_and(|address: IpAddr| addresses.contains(&address))))
-        .or_else(|| by(&|listed| resolve(listed).iter().any(|address| addresses.contains(address))))
-        .or_else(|| hosts.iter().enumerate().position(|(place, listed)| listed.is_empty() && is_free(place)))
-}
-
-fn resolve(host: &str) -> Vec<IpAddr> {
-    use std::net::ToSocketAddrs;
-    (host, 0)
-        .to_socket_addrs()
-        .into_iter()
-        .flatten()
-        .map(|address| address.ip())
-        .filter(|address| !address.is_loopback())
-        .collect()
-}
-
-/// Whether two names, one perhaps with its domain, are of one host.
-fn same_name(one: &str, other: &str) -> bool {
-    let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
-    !one.is_empty()
-        && one.parse::<IpAddr>().is_err()
-        && short(one) == short(other)
-        && (one == other || !one.contains('.') || !other.contains('.'))
-}
-
-/// Names, some of them if they are many.
-fn few(names: &[String]) -> String {
-    let shown = names[..names.len().min(NAMED_MAX)].join(", ");
-    if names.len() > NAMED_MAX { format!("{shown} and {} more", names.len() - NAMED_MAX) } else { shown }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guest_is_seated_by_name_or_address() {
-        let hosts = ["n1.site", "n2", "user@n3", "10.0.0.4", "a.x", "a.y", ""].map(str::to_owned);
-        let check = |names: &[&str], addresses: &[&str], expect| {
-            let names: Vec<_> = names.iter().map(|name| (*name).to_owned()).collect();
-            let addresses: Vec<_> = addresses.iter().map(|address| address.parse().unwrap()).collect();
-            assert_eq!(place(&hosts[..6], &names, &addresses, &|_| true), expect, "{names:?}");
-        };
-        check(&["n1"], &[], Some(0));
-        check(&["n2.site"], &[], Some(1));
-        check(&["n3"], &[], Some(2));
-        check(&["vm"], &["192.168.0.1", "10.0.0.4"], Some(3));
-        check(&["a.y"], &[], Some(5));
-        check(&["n4"], &["10.0.0.5"], None);
-        assert_eq!(place(&hosts, &["n4".to_owned()], &[], &|place| place == 6), Some(6), "whoever");
-        assert_eq!(few(&hosts[..2]), "n1.site, n2");
     }
 }

@@ -4,12 +4,17 @@ use std::collections::HashMap;
 use std::env;
 use std::fs;
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use dayfly_meta::limits::NODES_MAX;
 
 use super::hosts;
 use crate::args::LaunchOptions;
 use crate::failure::Failure;
+
+/// A manager's command that is asked something answers within this.
+const QUESTION_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One way to start servers.
 #[derive(Debug)]
@@ -18,8 +23,8 @@ pub(crate) struct Launcher {
     pub(crate) name: &'static str,
     /// A variable that is set within its jobs, unless it is for who asks for it.
     detected_by: Option<&'static str>,
-    /// The variable that names the job.
-    job: Option<&'static str>,
+    /// The variables that name the job: its number, and its place in an array where that has no number of its own.
+    job: &'static [&'static str],
     nodes: Nodes,
     pub(super) start: Start,
     /// How a process gets what it is told first.
@@ -91,13 +96,29 @@ const SLURM_NARROWING: &[&str] = &[
     "SLURM_EXACT",
     "SLURM_LABELIO",
     "SLURM_MPI_TYPE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPU_BIND",
+    "SLURM_TRES_BIND",
+    "SLURM_MEM_BIND",
+    "SLURM_CORE_SPEC",
+    "SLURM_THREAD_SPEC",
+    "SLURM_TIMELIMIT",
+    "SLURM_STDINMODE",
+    "SLURM_STDOUTMODE",
+    "SLURM_STDERRMODE",
+    "SRUN_INPUT",
+    "SRUN_OUTPUT",
+    "SRUN_ERROR",
 ];
 
 static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "slurm",
         detected_by: Some("SLURM_JOB_ID"),
-        job: Some("SLURM_JOB_ID"),
+        job: &["SLURM_JOB_ID"],
         nodes: Nodes::Variable("SLURM_JOB_NODELIST"),
         // All of each node's processors, unbound; no memory limit of its own, no GPU; beside the job's own steps; alive when a node fails.
         start: Start::Once(&[
@@ -125,7 +146,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "flux",
         detected_by: Some("FLUX_URI"),
-        job: Some("FLUX_ENCLOSING_ID"),
+        job: &["FLUX_ENCLOSING_ID"],
         nodes: Nodes::Output(&["flux", "getattr", "hostlist"]),
         start: Start::Once(&["flux", "exec", "{args}"]),
         input: Input::Standard,
@@ -136,7 +157,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "pbs",
         detected_by: Some("PBS_JOBID"),
-        job: Some("PBS_JOBID"),
+        job: &["PBS_JOBID"],
         nodes: Nodes::File("PBS_NODEFILE"),
         // It may start one for each slot of a node; all but the first are sent away.
         start: Start::Once(&["pbsdsh", "{args}", "--"]),
@@ -148,7 +169,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "lsf",
         detected_by: Some("LSB_JOBID"),
-        job: Some("LSB_JOBID"),
+        job: &["LSB_JOBID", "LSB_JOBINDEX"],
         nodes: Nodes::File("LSB_DJOB_HOSTFILE"),
         start: Start::Once(&["blaunch", "{args}", "-z", "{hosts by spaces}"]),
         input: Input::File,
@@ -159,7 +180,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "mpich",
         detected_by: None,
-        job: None,
+        job: &[],
         nodes: Nodes::Given,
         start: Start::Once(&["mpiexec", "-ppn", "1", "-n", "{count}", "-hosts", "{hosts}", "-bind-to", "none", "{args}"]),
         input: Input::File,
@@ -170,7 +191,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "openmpi",
         detected_by: None,
-        job: None,
+        job: &[],
         nodes: Nodes::Given,
         start: Start::Once(&[
             "mpiexec",
@@ -182,6 +203,9 @@ static LAUNCHERS: [Launcher; 9] = [
             "{hosts}",
             "--bind-to",
             "none",
+            "--mca",
+            "orte_abort_on_non_zero_status",
+            "0",
             "{args}",
         ]),
         input: Input::File,
@@ -192,7 +216,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "ssh",
         detected_by: None,
-        job: None,
+        job: &[],
         nodes: Nodes::Given,
         start: Start::EachByShell(&["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "{args}", "{host}"]),
         input: Input::Standard,
@@ -203,7 +227,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "local",
         detected_by: None,
-        job: None,
+        job: &[],
         nodes: Nodes::Given,
         start: Start::Each(&[]),
         input: Input::Standard,
@@ -214,7 +238,7 @@ static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "manual",
         detected_by: None,
-        job: None,
+        job: &[],
         nodes: Nodes::Given,
         start: Start::ByHand,
         input: Input::File,
@@ -242,6 +266,8 @@ pub(super) struct Chosen {
     pub(super) hosts: Vec<String>,
     /// The manager's name of the job that this is part of.
     pub(super) job: Option<String>,
+    /// Nothing was said, and this is no job.
+    pub(super) is_fallback: bool,
 }
 
 impl Launcher {
@@ -260,7 +286,8 @@ pub(crate) fn job() -> Option<String> {
 
 fn job_of(environment: Environment) -> Option<String> {
     let manager = detected(environment)?;
-    Some(format!("{}:{}", manager.name, environment(manager.job?)?))
+    let numbers: Vec<String> = manager.job.iter().filter_map(|name| environment(name)).collect();
+    (!numbers.is_empty()).then(|| format!("{}:{}", manager.name, numbers.join(".")))
 }
 
 fn detected(environment: Environment) -> Option<&'static Launcher> {
@@ -301,10 +328,14 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Chosen
             None => listed(launcher, manager, environment)?,
         }
     };
+    if options.min_nodes.is_some_and(|nodes| usize::from(nodes) > hosts.len()) {
+        return Err(Failure::usage(format!("--min-nodes asks for more than the {} nodes that there are", hosts.len())));
+    }
     if hosts.is_empty() || hosts.len() > NODES_MAX {
         return Err(Failure::usage(format!("a session has 1 to {NODES_MAX} nodes, and {} are listed", hosts.len())));
     }
-    Ok(Chosen { launcher, hosts, job: job_of(environment) })
+    let is_fallback = launcher.is_local() && options.local.is_none() && options.launcher.is_none();
+    Ok(Chosen { launcher, hosts, job: job_of(environment), is_fallback })
 }
 
 fn by_name_of_ours(name: &str) -> &'static Launcher {
@@ -359,10 +390,24 @@ fn listed(launcher: &Launcher, manager: Option<&'static Launcher>, environment: 
     .map_err(Failure::new)
 }
 
+/// What a command prints, if it does so in time.
 fn output(command: &[&str]) -> Result<String, Failure> {
     let words = command.join(" ");
-    let run = Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).output();
-    let output = run.map_err(|error| Failure::new(format!("cannot run '{words}': {error}")))?;
+    let started =
+        Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = started.map_err(|error| Failure::new(format!("cannot run '{words}': {error}")))?;
+    let deadline = Instant::now() + QUESTION_TIMEOUT;
+    // What it prints is a line or a few: it fits the pipe.
+    while child.try_wait()?.is_none() {
+        if Instant::now() > deadline {
+            // It may have ended just now.
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(Failure::new(format!("'{words}' does not answer within {} s", QUESTION_TIMEOUT.as_secs())));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output()?;
     if !output.status.success() {
         return Err(Failure::new(format!("'{words}' failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
     }

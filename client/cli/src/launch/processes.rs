@@ -9,9 +9,8 @@ use dayfly_meta::limits::TREE_WIDTH;
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::Command;
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
-use zeroize::Zeroizing;
 
 use super::invitation::Invitation;
 use super::launchers::{Input, Launcher, Start, fill};
@@ -28,6 +27,9 @@ const LAST_LINES: usize = 5;
 pub(crate) struct Processes {
     running: JoinSet<Ended>,
     lines: mpsc::Receiver<String>,
+    sender: mpsc::Sender<String>,
+    /// Whom each was to start.
+    started: Vec<(Vec<String>, AbortHandle)>,
 }
 
 /// What one of them does.
@@ -46,55 +48,55 @@ pub(super) struct Ended {
     pub(super) how: String,
 }
 
-/// Starts what starts servers on `hosts`. `key_file` has the invitation where standard input does not reach all.
-pub(crate) fn start(
-    launcher: &Launcher,
-    hosts: &[String],
-    invitation: &Invitation,
-    key_file: Option<&Path>,
-) -> Result<Processes, Failure> {
-    let (sender, lines) = mpsc::channel(LINES_WAITING_MAX);
-    let mut processes = Processes { running: JoinSet::new(), lines };
-    let program = env::current_exe()?.into_os_string().into_string();
-    let program = program.map_err(|path| Failure::new(format!("the path '{}' of this program is not UTF-8", path.display())))?;
-    let mut serve = vec![program, "serve".to_owned()];
-    if let Some(path) = key_file {
-        serve.extend(["--key-file".to_owned(), path.to_string_lossy().into_owned()]);
-    }
-    match launcher.start {
-        Start::Once(words) => {
-            let words = [fill(words, hosts, &invitation.launcher_args), serve].concat();
-            processes.spawn(launcher, words, hosts.to_vec(), invitation.clone(), &sender)?;
-        }
-        Start::Each(words) | Start::EachByShell(words) => {
-            let is_by_shell = matches!(launcher.start, Start::EachByShell(_));
-            let serve: Vec<String> = serve.iter().map(|word| if is_by_shell { quote(word) } else { word.clone() }).collect();
-            // On this machine a tree gains nothing.
-            let width = if words.is_empty() { hosts.len() } else { TREE_WIDTH };
-            for group in hosts.chunks(hosts.len().div_ceil(width).max(1)) {
-                let words = [fill(words, &group[..1], &invitation.launcher_args), serve.clone()].concat();
-                let invitation = Invitation { host: Some(group[0].clone()), below: group[1..].to_vec(), ..invitation.clone() };
-                processes.spawn(launcher, words, group.to_vec(), invitation, &sender)?;
-            }
-        }
-        Start::ByHand => {}
-    }
-    Ok(processes)
-}
-
 /// As shells take it for one word.
 fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
 impl Processes {
+    /// Starts what starts servers on `hosts`. `key_file` has the invitation where standard input does not reach all.
+    pub(crate) fn start(
+        &mut self,
+        launcher: &Launcher,
+        hosts: &[String],
+        invitation: &Invitation,
+        key_file: Option<&Path>,
+    ) -> Result<(), Failure> {
+        let program = env::current_exe()?.into_os_string().into_string();
+        let program =
+            program.map_err(|path| Failure::new(format!("the path '{}' of this program is not UTF-8", path.display())))?;
+        let mut serve = vec![program, "serve".to_owned()];
+        if let Some(path) = key_file {
+            serve.extend(["--key-file".to_owned(), path.to_string_lossy().into_owned()]);
+        }
+        match launcher.start {
+            Start::Once(words) => {
+                let words = [fill(words, hosts, &invitation.launcher_args), serve].concat();
+                self.spawn(launcher, words, hosts.to_vec(), invitation.clone())?;
+            }
+            Start::Each(words) | Start::EachByShell(words) => {
+                let is_by_shell = matches!(launcher.start, Start::EachByShell(_));
+                let serve: Vec<String> = serve.iter().map(|word| if is_by_shell { quote(word) } else { word.clone() }).collect();
+                // On this machine a tree gains nothing.
+                let width = if words.is_empty() { hosts.len() } else { TREE_WIDTH };
+                for group in hosts.chunks(hosts.len().div_ceil(width).max(1)) {
+                    let words = [fill(words, &group[..1], &invitation.launcher_args), serve.clone()].concat();
+                    let invitation =
+                        Invitation { host: Some(group[0].clone()), below: group[1..].to_vec(), ..invitation.clone() };
+                    self.spawn(launcher, words, group.to_vec(), invitation)?;
+                }
+            }
+            Start::ByHand => {}
+        }
+        Ok(())
+    }
+
     fn spawn(
         &mut self,
         launcher: &Launcher,
         words: Vec<String>,
         hosts: Vec<String>,
         invitation: Invitation,
-        lines: &mpsc::Sender<String>,
     ) -> Result<(), Failure> {
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]);
@@ -113,18 +115,14 @@ impl Processes {
         let cannot = |error| Failure::new(format!("cannot run '{}': {error}", words[0]));
         let mut child = command.spawn().map_err(cannot)?;
         let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let line = if launcher.input == Input::Standard {
-            Some(Zeroizing::new(serde_json::to_string(&invitation).map_err(Failure::new)?))
-        } else {
-            None
-        };
-        let (program, lines) = (words[0].rsplit('/').next().unwrap_or_default().to_owned(), lines.clone());
-        self.running.spawn(async move {
+        let line = if launcher.input == Input::Standard { Some(invitation.to_line()?) } else { None };
+        let (program, lines) = (words[0].rsplit('/').next().unwrap_or_default().to_owned(), self.sender.clone());
+        let for_whom = hosts.clone();
+        let started = self.running.spawn(async move {
             let telling = async move {
                 if let (Some(mut input), Some(line)) = (input, line) {
                     // One that ends at once says why by itself. It hears nothing more: the end of its input ends nothing.
-                    let _ = input.write_all(line.as_bytes()).await;
-                    let _ = input.write_all(b"\n").await;
+                    let _ = input.write_all(&line).await;
                 }
             };
             let outputs = [
@@ -145,12 +143,14 @@ impl Processes {
             let how = if last.is_empty() { format!("{program}: {status}") } else { last.join("; ") };
             Ended { hosts, how }
         });
+        self.started.push((for_whom, started));
         Ok(())
     }
 
     /// None.
-    pub(super) fn none() -> Self {
-        Self { running: JoinSet::new(), lines: mpsc::channel(1).1 }
+    pub(crate) fn none() -> Self {
+        let (sender, lines) = mpsc::channel(LINES_WAITING_MAX);
+        Self { running: JoinSet::new(), lines, sender, started: Vec::new() }
     }
 
     /// What happens next; waits for ever if nothing will.
@@ -168,8 +168,13 @@ impl Processes {
         }
     }
 
+    /// Kills those that started none but such hosts.
+    pub(super) fn give_up(&mut self, is_given_up: impl Fn(&String) -> bool) {
+        self.started.iter().filter(|(hosts, _)| hosts.iter().all(&is_given_up)).for_each(|(_, process)| process.abort());
+    }
+
     /// Waits until all have ended.
-    pub(super) async fn all_ended(&mut self) {
+    pub(crate) async fn all_ended(&mut self) {
         while self.running.join_next().await.is_some() {}
     }
 

@@ -18,11 +18,11 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::Identity;
 use super::handshake;
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf, split};
 use super::stream::{Outgoing, Sender, join_body, split_body, writer};
+use super::{Identity, is_pushed_out};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
 
 /// Dials a peer: one link for small messages, a few for bulk.
@@ -37,7 +37,7 @@ pub(super) async fn connect(
     for _ in 0..=BULK_LINKS {
         // Very many strangers may have pushed us out before we spoke; so once more.
         let dialled = match dial(identity, peer, address).await {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => dial(identity, peer, address).await,
+            Err(error) if is_pushed_out(&error) => dial(identity, peer, address).await,
             dialled => dialled,
         };
         let halves = dialled.map_err(|error| life.lost_by(&error.to_string()))?;

@@ -51,10 +51,13 @@ impl<T: Send + 'static> Door<T> {
     where
         F: Future<Output = io::Result<T>> + Send + 'static,
     {
-        while self.order.front().is_some_and(|oldest| oldest.is_finished() || self.order.len() >= HANDSHAKES_MAX) {
-            if let Some(oldest) = self.order.pop_front() {
-                oldest.abort();
-            }
+        if self.order.len() >= HANDSHAKES_MAX {
+            self.order.retain(|handshake| !handshake.is_finished());
+        }
+        if self.order.len() >= HANDSHAKES_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            oldest.abort();
         }
         self.order.push_back(self.knocking.spawn(async move {
             match timeout(HANDSHAKE_TIMEOUT, shaking).await {
