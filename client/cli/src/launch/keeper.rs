@@ -107,7 +107,7 @@ impl Processes {
     /// Lets all end, as they do when their servers have; kills those that do not.
     async fn wind_down(&mut self) {
         if timeout(LAUNCHER_END_TIMEOUT, self.all_ended()).await.is_err() {
-            tracing::warn!("what started servers does not end; it is killed");
+            complain("what started the servers does not end; it is killed");
         }
     }
 }
@@ -190,7 +190,7 @@ impl Starting {
 
     /// Has all servers started and made one session.
     async fn all(&mut self) -> Result<Vec<Member>, Failure> {
-        let is_local = matches!(self.plan.chosen.launcher.start, Start::Each([]));
+        let is_local = self.plan.chosen.launcher.is_local();
         let (session, loopback) = (self.plan.session, IpAddr::from([127, 0, 0, 1]));
         let any = if is_local { loopback } else { IpAddr::from([0_u16; 8]) };
         let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), any).await {
@@ -310,7 +310,7 @@ impl Starting {
     fn name(&self, place: usize) -> String {
         match &self.plan.chosen.hosts[place] {
             host if host.is_empty() => format!("node {place}"),
-            host if matches!(self.plan.chosen.launcher.start, Start::Each([])) => format!("node {host}"),
+            host if self.plan.chosen.launcher.is_local() => format!("node {host}"),
             host => host.clone(),
         }
     }
@@ -493,7 +493,7 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: onesh
                 let renewing = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::Renew)));
                 drop(join_all(renewing).await);
             }
-            line = processes.line() => tracing::info!(line, "from a launcher"),
+            line = processes.line() => complain(line),
         }
     }
 }

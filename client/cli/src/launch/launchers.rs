@@ -271,7 +271,8 @@ pub(super) struct Chosen {
 }
 
 impl Launcher {
-    fn is_local(&self) -> bool {
+    /// Whether its servers are all on this machine.
+    pub(super) fn is_local(&self) -> bool {
         matches!(self.start, Start::Each([]))
     }
 }
