@@ -239,7 +239,7 @@ async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_half_open_connections_delay_no_member() {
     let strangers: usize = match nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap() {
-        (_, hard) if hard >= 25_000 => {
+        (_, hard) if hard >= 12_000 => {
             nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard).unwrap();
             10_000
         }
