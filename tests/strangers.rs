@@ -68,6 +68,13 @@ impl Commons {
     }
 }
 
+impl Drop for Commons {
+    fn drop(&mut self) {
+        // Where a test has failed before it did so.
+        drop(self.dayfly(OWNER, &["down"]));
+    }
+}
+
 #[test]
 fn another_user_sees_and_reaches_nothing() {
     let Some(commons) = Commons::new() else { return };
