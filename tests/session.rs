@@ -301,6 +301,24 @@ fn run_ends_the_session_whatever_its_command_does() {
 }
 
 #[test]
+fn down_and_clean_wait_for_what_is_on_its_way_out() {
+    let ground = Ground::new();
+    for command in ["down", "clean"] {
+        let all = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
+        let (location, lock) = dayfly_client::locate::create(&all, dayfly_meta::id::SessionId([7; 8]), None).unwrap();
+        let going = std::thread::spawn(move || {
+            // As long as another one has the lock, it is for that one to remove the folder.
+            std::thread::sleep(Duration::from_millis(200));
+            fs::remove_dir_all(&location.folder).unwrap();
+            drop(lock);
+        });
+        ground.ok(&[command]);
+        ground.assert_clean();
+        going.join().unwrap();
+    }
+}
+
+#[test]
 fn a_cancelled_stage_in_leaves_nothing() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();

@@ -37,6 +37,8 @@ use keeper::{Keeper, Plan};
 
 /// A server that has ended is gone within this.
 const GOING_TIMEOUT: Duration = Duration::from_secs(2);
+/// Tries at removing a folder in which others make something.
+const REMOVE_ATTEMPTS_MAX: u32 = 10;
 /// The file in a session's folder that names its key file, where there is one.
 const KEY_FILE: &str = "key-file";
 
@@ -121,10 +123,11 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         let folder = locate::runtime_dir();
         Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
     })?;
-    if chosen.launcher.input == launchers::Input::File {
+    let noted = match chosen.launcher.input {
         // Should this be killed while it is there, the next that comes by removes it.
-        fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes())?;
-    }
+        launchers::Input::File => fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes()),
+        _ => Ok(()),
+    };
     let invitation = Invitation {
         session: session.to_string(),
         key: key.clone(),
@@ -166,7 +169,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         start_timeout: Duration::from_secs(launch.start_timeout),
         chosen,
     };
-    match Keeper::start(plan, cancelled) {
+    match noted.map_err(Failure::from).and_then(|()| Keeper::start(plan, cancelled)) {
         Ok(keeper) => Ok(Started { location, keeper, lock: Some(lock) }),
         Err(failure) => {
             drop(lock);
@@ -290,6 +293,17 @@ pub(crate) fn sweep(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, 
     Ok(removed)
 }
 
+/// The same by who was asked to, and so waits a moment for what is on its way out.
+pub(crate) fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, Failure> {
+    let removed = sweep(runtime_dir, data_dirs)?;
+    for location in locate::all(runtime_dir)? {
+        if location.live_nodes().is_empty() {
+            remove_soon(&location)?;
+        }
+    }
+    Ok(removed)
+}
+
 /// Removes a session's folders, after its end.
 pub(crate) fn remove(location: &Location) -> io::Result<bool> {
     location.remove_if_dead(|| remove_all(location))
@@ -301,6 +315,8 @@ pub(crate) fn remove_soon(location: &Location) -> io::Result<()> {
     while location.folder.exists() && !remove(location)? && start.elapsed() < GOING_TIMEOUT {
         thread::sleep(Duration::from_millis(2));
     }
+    // Another that has removed the session's may not have come to this yet.
+    location.folder.parent().into_iter().for_each(remove_if_empty);
     Ok(())
 }
 
@@ -311,10 +327,15 @@ fn remove_all(location: &Location) -> io::Result<()> {
         // It is there only if who wrote it was killed.
         let _ = fs::remove_file(OsStr::from_bytes(&key_file));
     }
-    let removed = fs::remove_dir_all(&location.folder).or_else(|error| match error.kind() {
-        io::ErrorKind::NotFound => Ok(()),
-        _ => Err(error),
-    });
+    let mut attempts_left = REMOVE_ATTEMPTS_MAX;
+    let removed = loop {
+        match fs::remove_dir_all(&location.folder) {
+            // Another that is about to remove it has made the lock anew.
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && attempts_left > 0 => attempts_left -= 1,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => break Ok(()),
+            removed => break removed,
+        }
+    };
     location.folder.parent().into_iter().for_each(remove_if_empty);
     removed
 }

@@ -25,7 +25,7 @@ const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn run() -> Result<ExitCode, Failure> {
-    let clean = || launch::sweep(&locate::runtime_dir(), &[]);
+    let clean = || launch::sweep_patiently(&locate::runtime_dir(), &[]);
     let location = match locate::find(launch::job().as_deref()) {
         Ok(location) => location,
         Err(ClientError::NoSession) => {

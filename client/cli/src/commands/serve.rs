@@ -281,9 +281,7 @@ impl Serving {
         drop(self.locks);
         Ok(())
     }
-}
 
-impl Serving {
     /// Goes on without a keeper, for who comes next.
     async fn stay(&self, keep: Duration, why: &'static str) -> &'static str {
         if keep.is_zero() {
