@@ -328,6 +328,13 @@ fn servers_may_be_started_by_hand() {
         .unwrap()
         .to_owned();
     let mut first = ground.dayfly().args(["serve", "--key-file"]).arg(&key).spawn().unwrap();
+    let user = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
+    let of_first = format!("starting-{}.lock", first.id());
+    wait_until("it has come", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
+    for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
+        // Of the job, and not for a server that waits for others.
+        signal(first.id() as i32, number);
+    }
     let mut second = ground
         .dayfly()
         .args(["serve", "--rendezvous", &format!("localhost:{port}")])

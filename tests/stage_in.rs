@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::Samples;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
-use harness::{Cluster, Ground, assert_same_tree, pack, read_tree, text, tool, wait_for, wait_until};
+use harness::{Cluster, Ground, assert_same_tree, output_of, pack, read_tree, text, tool, wait_for, wait_until};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -316,12 +316,12 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     let expected = read_tree(&ground.at("tree"));
     let cluster = ground.up(2);
     // More than may run at once; slow enough to meet.
-    let start = |target: &str| {
+    let start = |number: u32, target: &str| {
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]);
+        command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]).env("DAYFLY_NODE", (number % 2).to_string());
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
-    let mut children: Vec<_> = (0..6).map(|number| start(&format!("/dayfly/d{number}"))).collect();
+    let mut children: Vec<_> = (0..6).map(|number| start(number, &format!("/dayfly/d{number}"))).collect();
     wait_until("one of them is refused", || {
         let output = cluster.output(&["stage-in", "a.tar", "/dayfly/d0/below"]);
         let message = text(&output.stderr);
@@ -334,6 +334,30 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     for number in 0..6 {
         assert_same_tree(&expected, &copied(&cluster, &format!("/dayfly/d{number}"), &format!("out{number}")), "of several");
     }
+    cluster.down();
+}
+
+#[test]
+fn a_stage_in_may_be_asked_for_on_any_node() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"), 200);
+    let expected = read_tree(&ground.at("tree"));
+    let cluster = ground.up(3);
+    let stage_in = |arguments: &[&str]| {
+        let mut command = cluster.dayfly();
+        output_of(command.arg("stage-in").args(arguments).env("DAYFLY_NODE", "2"))
+    };
+    let output = stage_in(&["--json", "tree", "/dayfly/d"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let events: Vec<serde_json::Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(
+        events.iter().any(|event| event["event"] == "planned") && events.last().unwrap()["event"] == "staged-in",
+        "{events:?}"
+    );
+    assert_same_tree(&expected, &copied(&cluster, "/dayfly/d", "out"), "from node 2");
+    let output = stage_in(&["no-such.tar", "/dayfly/e"]);
+    let message = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && message.contains("no-such.tar") && message.contains("node 0"), "{message}");
     cluster.down();
 }
 

@@ -66,6 +66,8 @@ pub const BATCH_BLOCKS_MAX: usize = 1024;
 pub const BATCH_LEN_MAX: usize = 1 << 20;
 /// Stage-ins that run at once in a session; more wait.
 pub const STAGE_INS_MAX: usize = 4;
+/// Stage-ins that other nodes than the lead have asked for, those that wait among them.
+pub const FOLLOWED_MAX: usize = 64;
 /// Memory of a server for all its stage-ins, when `--stage-in-memory` is not given.
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
@@ -257,6 +259,7 @@ const _: () = {
     assert!(ROOM_STEP.is_multiple_of(PAGE_SIZE));
     assert!(SMALL_UNIT_BYTES_MAX < RANGE_LEN_MIN, "a range is not small");
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
+    assert!(FOLLOWED_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
     assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());

@@ -35,7 +35,7 @@ use read_ahead::ReadAhead;
 use socket::Socket;
 
 /// Events on their way to a client; a slow one misses progress, not the end.
-const EVENTS_QUEUE_LEN: usize = 4;
+pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
 
 /// The socket, and all that is done for those who came through it; dropping it ends all of that.
 pub(crate) struct Clients {

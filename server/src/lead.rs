@@ -1,5 +1,6 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
+mod following;
 mod merge;
 mod rates;
 mod spread;
@@ -23,11 +24,14 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
 use crate::store::nameless_file;
+use following::Following;
 use merge::Merged;
 use spread::Spread;
 pub(crate) use stage::LeadStage;
 use stage::NODE_SILENT_TIMEOUT;
 
+/// The node that leads stage-ins.
+const LEAD: NodeId = NodeId(0);
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 /// Nodes to which one gives the catalog at a time.
@@ -42,6 +46,7 @@ pub(crate) struct Lead {
     /// Those that have become datasets: a node that did not hear of it asks.
     published: Mutex<HashSet<u64>>,
     last: AtomicU64,
+    following: Following,
 }
 
 impl Default for Lead {
@@ -53,6 +58,7 @@ impl Default for Lead {
             targets: Mutex::default(),
             published: Mutex::default(),
             last: AtomicU64::new(0),
+            following: Following::default(),
         }
     }
 }
@@ -70,6 +76,11 @@ impl Lead {
             None if self.published().contains(&number) => Reply::Stop,
             None => Reply::Undone,
         }
+    }
+
+    /// Those that other nodes asked for.
+    pub(crate) fn following(&self) -> &Following {
+        &self.following
     }
 
     fn published(&self) -> MutexGuard<'_, HashSet<u64>> {
@@ -123,9 +134,17 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Runs a stage-in from its request to its end; the requester going away cancels it. Tells `events` how it goes.
+/// Sees a stage-in from its request to its end; the requester going away cancels it. Tells `events` how it goes.
 pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    let result = Box::pin(run(&server, request, &events)).await;
+    if server.config().node == LEAD {
+        return lead_one(&server, request, events).await;
+    }
+    following::follow(&server, request, events).await;
+}
+
+/// The same on the lead.
+async fn lead_one(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
+    let result = Box::pin(run(server, request, &events)).await;
     let event = match result {
         Ok(summary) => Event::StagedIn(Box::new(summary)),
         Err(reason) => Event::Failed { reason },
@@ -136,9 +155,6 @@ pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc
 
 async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event>) -> Result<Summary, String> {
     let start = Instant::now();
-    if server.config().node != NodeId(0) {
-        return Err("a stage-in is led by node 0; give the command there".to_owned());
-    }
     if !is_normal(&request.target) {
         return Err("the target is no path of the namespace".to_owned());
     }
@@ -224,7 +240,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan
         let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
         plan::plan(&wanted, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
     });
-    planned.await.map_err(|error| error.to_string())?
+    planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(LEAD, reason))
 }
 
 /// Free room on each node.

@@ -260,6 +260,18 @@ impl Server {
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 Stage::begin(self, beginning).map(|()| done)
             }
+            Request::StageIn(request) => {
+                let number = self.lead.following().begin(self, request)?;
+                Ok((Reply::Followed { number }, Vec::new()))
+            }
+            Request::Follow { number, heard } => {
+                let event = self.lead.following().next(number, heard).await?;
+                Ok((Reply::Told(event.map(Box::new)), Vec::new()))
+            }
+            Request::Leave { number } => {
+                self.lead.following().leave(number);
+                Ok(done)
+            }
             Request::NextUnit { stage, finished } => {
                 let reply = match self.lead.stage(stage) {
                     Some(stage) => stage.next_unit(finished).await,
@@ -270,7 +282,7 @@ impl Server {
             Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
-                    stage.fail(reason);
+                    stage.fail(self.naming(from, reason));
                 }
                 Ok(done)
             }
@@ -329,6 +341,11 @@ impl Server {
                 Ok((Reply::Ended { freed_bytes }, Vec::new()))
             }
         }
+    }
+
+    /// What a node says, with its name where there are several.
+    pub(crate) fn naming(&self, node: NodeId, reason: String) -> String {
+        if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
     }
 
     /// Does what a drive may take its time for, off the threads that move messages.

@@ -295,10 +295,11 @@ pub(crate) fn sweep(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, 
 
 /// The same by who was asked to, and so waits a moment for what is on its way out.
 pub(crate) fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, Failure> {
-    let removed = sweep(runtime_dir, data_dirs)?;
+    let mut removed = sweep(runtime_dir, data_dirs)?;
+    let deadline = Instant::now() + GOING_TIMEOUT;
     for location in locate::all(runtime_dir)? {
         if location.live_nodes().is_empty() {
-            remove_soon(&location)?;
+            removed += usize::from(remove_until(&location, deadline)?);
         }
     }
     Ok(removed)
@@ -311,13 +312,17 @@ pub(crate) fn remove(location: &Location) -> io::Result<bool> {
 
 /// The same, by this one or another, within a moment: servers that have ended may still be on their way out.
 pub(crate) fn remove_soon(location: &Location) -> io::Result<()> {
-    let start = Instant::now();
-    while location.folder.exists() && !remove(location)? && start.elapsed() < GOING_TIMEOUT {
+    remove_until(location, Instant::now() + GOING_TIMEOUT).map(drop)
+}
+
+/// Says whether it is removed.
+fn remove_until(location: &Location, deadline: Instant) -> io::Result<bool> {
+    while location.folder.exists() && !remove(location)? && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(2));
     }
     // Another that has removed the session's may not have come to this yet.
     location.folder.parent().into_iter().for_each(remove_if_empty);
-    Ok(())
+    Ok(!location.folder.exists())
 }
 
 fn remove_all(location: &Location) -> io::Result<()> {

@@ -89,7 +89,7 @@ pub enum Event {
         /// Those that could not be told, and why.
         untold: Vec<String>,
     },
-    /// The command failed and left nothing behind.
+    /// The command failed, and left nothing behind but what the reason says.
     Failed {
         /// For the user.
         reason: String,

@@ -2,7 +2,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::control::{Counted, Counts, Selection};
+use super::control::{Counted, Counts, Event, Selection, StageIn};
 use super::status::{NodeStatus, Policy};
 use crate::catalog::Compression;
 use crate::chunk::Chunk;
@@ -40,6 +40,20 @@ pub enum Request {
         arrival: u32,
         /// Where in the block the piece goes.
         offset: u64,
+    },
+    /// To the lead: begin a stage-in, asked for on this node. Reply: `Followed`.
+    StageIn(StageIn),
+    /// To the lead: how does it go? Reply: `Told`.
+    Follow {
+        /// Its number among those.
+        number: u64,
+        /// How many events were heard so far; what comes after them is told, again if need be.
+        heard: u64,
+    },
+    /// To the lead: nobody asks for it any more; if it runs, cancel it. Reply: `Done`.
+    Leave {
+        /// Its number among those.
+        number: u64,
     },
     /// From the lead: a stage-in begins; take units. Reply: `Done`.
     Begin {
@@ -153,6 +167,13 @@ pub enum Reply {
         /// Those that are not reached in the way that was tried, in words.
         fallen_back: Vec<String>,
     },
+    /// The stage-in is on its way; ask how it goes, or it is cancelled.
+    Followed {
+        /// Its number among those that other nodes asked for.
+        number: u64,
+    },
+    /// What happened next, if anything did.
+    Told(Option<Box<Event>>),
     /// The node serves no longer.
     Ended {
         /// Bytes given up on its data dirs.

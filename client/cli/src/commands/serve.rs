@@ -91,6 +91,8 @@ fn names(invitation: &Invitation) -> Vec<String> {
 }
 
 async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure> {
+    // What a job's steps are told by these is for the job, and a terminal's end is none of the session's.
+    let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
     let mut terminate = signal(SignalKind::terminate())?;
     let key = Arc::new(Key::new(*invitation.key));
     let mut below = launch::start_below(&invitation)?;
@@ -257,8 +259,6 @@ impl Serving {
         invitation: &Invitation,
     ) -> Result<(), Failure> {
         let mut interrupt = signal(SignalKind::interrupt())?;
-        // What a job's steps are told by these is for the job, and a terminal's end is none of the session's.
-        let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
         let server = &self.server;
         say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let why = tokio::select! {

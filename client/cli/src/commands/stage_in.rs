@@ -11,7 +11,6 @@ use std::process::ExitCode;
 
 use dayfly_client::Session;
 use dayfly_client::locate::Location;
-use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageIn as Request};
 
 use crate::args::{Group, StageIn, StageInOptions};
@@ -25,23 +24,6 @@ pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where to go instead.
-fn elsewhere(session: &Session) -> String {
-    let mut address = None;
-    let told = session.control(Command::Status, &mut |event| {
-        if let Event::Status(status) = event {
-            address = status.nodes.first().map(|node| node.address.clone());
-        }
-    });
-    match (told, address) {
-        (Ok(()), Some(address)) if !address.is_empty() => {
-            let host = address.rsplit_once(':').map_or(&*address, |(host, _)| host);
-            format!("stage in on node 0, which is at {host}: by ssh, or 'srun --overlap -w NODE dayfly stage-in ...'")
-        }
-        _ => "stage in on node 0; it does not run on this machine, and does not answer".to_owned(),
-    }
-}
-
 /// Stages in, telling the user how it goes.
 pub(super) fn stage(
     location: &Location,
@@ -50,11 +32,7 @@ pub(super) fn stage(
     options: &StageInOptions,
     json: bool,
 ) -> Result<(), Failure> {
-    // The lead does it.
-    if !location.live_nodes().contains(&NodeId(0)) {
-        return Err(Failure::new(elsewhere(&Session::attach(location)?)));
-    }
-    let session = Session::attach_to(location, NodeId(0))?;
+    let session = Session::attach(location)?;
     let request = Request {
         sources: sources.iter().map(|source| absolute(source)).collect::<Result<_, _>>()?,
         target: namespace::target(&session, target)?,

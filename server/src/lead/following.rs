@@ -1,0 +1,229 @@
+//! Stage-ins that were asked for on other nodes than the lead: such a node has the lead begin one, and asks how it goes until it ends.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use dayfly_meta::limits::{FOLLOWED_MAX, PING_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::wire::control::{Event, StageIn};
+use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_transport::TransportError;
+use tokio::sync::mpsc;
+use tokio::time::{sleep, timeout};
+
+use super::stage::NODE_SILENT_TIMEOUT;
+use super::{LEAD, lead_one};
+use crate::clients::EVENTS_QUEUE_LEN;
+use crate::peers::PeerError;
+use crate::server::Server;
+
+/// An answer waits so long for something to tell; well within the asker's patience.
+const NEXT_WAIT: Duration = PING_INTERVAL;
+const _: () = assert!(NEXT_WAIT.as_millis() * 2 <= REQUEST_TIMEOUT.as_millis());
+
+/// What the lead has to tell other nodes, by the number that each was given.
+#[derive(Default)]
+pub(crate) struct Following(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    last: u64,
+    followed: HashMap<u64, Arc<Followed>>,
+}
+
+struct Followed {
+    telling: tokio::sync::Mutex<Telling>,
+    asked_at: Mutex<Instant>,
+}
+
+struct Telling {
+    events: mpsc::Receiver<Event>,
+    /// How many were told,
+    told: u64,
+    /// and the last of them, which may not have been heard.
+    last: Option<Event>,
+}
+
+impl Followed {
+    fn asked_at(&self) -> MutexGuard<'_, Instant> {
+        self.asked_at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Following {
+    /// Begins a stage-in on this node, the lead; its number here.
+    pub(crate) fn begin(&self, server: &Arc<Server>, request: StageIn) -> Result<u64, String> {
+        if server.config().node != LEAD {
+            return Err(format!("stage-ins are led by node {LEAD}"));
+        }
+        let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
+        let number = self.enter(events)?;
+        let server = server.clone();
+        // On a task of its own: if nobody asks any more, the stage-in must still undo what it did.
+        tokio::spawn(async move {
+            let watching = server.lead().following().watch(number);
+            tokio::join!(lead_one(&server, request, sender), watching);
+        });
+        Ok(number)
+    }
+
+    fn enter(&self, events: mpsc::Receiver<Event>) -> Result<u64, String> {
+        let telling = tokio::sync::Mutex::new(Telling { events, told: 0, last: None });
+        let mut state = self.state();
+        if state.followed.len() >= FOLLOWED_MAX {
+            return Err("too many stage-ins wait for their turn; ask again when some of them have ended".to_owned());
+        }
+        state.last += 1;
+        let number = state.last;
+        state.followed.insert(number, Arc::new(Followed { telling, asked_at: Mutex::new(Instant::now()) }));
+        Ok(number)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Until it was left, or nobody has asked for too long: then it is, and so the stage-in is cancelled.
+    async fn watch(&self, number: u64) {
+        loop {
+            sleep(PING_INTERVAL).await;
+            let mut state = self.state();
+            match state.followed.get(&number) {
+                Some(followed) if followed.asked_at().elapsed() > NODE_SILENT_TIMEOUT => drop(state.followed.remove(&number)),
+                Some(_) => continue,
+                None => {}
+            }
+            return;
+        }
+    }
+
+    /// What there is to tell after the first `heard` events, if that comes soon.
+    pub(crate) async fn next(&self, number: u64, heard: u64) -> Result<Option<Event>, String> {
+        let followed = self.state().followed.get(&number).cloned();
+        let followed = followed.ok_or("cancelled, for it was not asked about for too long")?;
+        *followed.asked_at() = Instant::now();
+        let next = timeout(NEXT_WAIT, async {
+            let mut telling = followed.telling.lock().await;
+            if telling.told <= heard {
+                telling.last = telling.events.recv().await;
+                telling.told += 1;
+            }
+            telling.last.clone()
+        });
+        let next = next.await;
+        *followed.asked_at() = Instant::now();
+        match next {
+            Ok(None) => Err("how it ended has been told already".to_owned()),
+            Ok(event) => Ok(event),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Nobody will ask any more; if it runs, it is cancelled.
+    pub(crate) fn leave(&self, number: u64) {
+        self.state().followed.remove(&number);
+    }
+}
+
+/// Has the lead stage in, from another node. Tells `events` how it goes; their receiver's going away cancels it.
+pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
+    let number = match server.ask(LEAD, Request::StageIn(request), REQUEST_TIMEOUT).await {
+        Ok(Reply::Followed { number }) => number,
+        other => {
+            // Whoever asked may be gone; so also below.
+            let _ = events.send(lost(other)).await;
+            return;
+        }
+    };
+    let end = tokio::select! {
+        end = tell(server, number, &events) => end,
+        () = events.closed() => None,
+    };
+    if let Some(end) = end {
+        let _ = events.send(end).await;
+    }
+    // If it does not hear this, it notices that nobody asks.
+    let _ = server.ask(LEAD, Request::Leave { number }, REQUEST_TIMEOUT).await;
+}
+
+/// How it ends.
+async fn tell(server: &Arc<Server>, number: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
+    let mut heard = 0;
+    loop {
+        let request = Request::Follow { number, heard };
+        let mut told = server.ask(LEAD, request.clone(), REQUEST_TIMEOUT).await;
+        if matches!(told, Err(PeerError::Transport(_))) {
+            told = server.ask(LEAD, request, REQUEST_TIMEOUT).await;
+        }
+        match told {
+            Ok(Reply::Told(None)) => {}
+            Ok(Reply::Told(Some(event))) if matches!(*event, Event::Planned(_) | Event::Progress(_)) => {
+                heard += 1;
+                events.send(*event).await.ok()?;
+            }
+            Ok(Reply::Told(Some(event))) => return Some(*event),
+            other => return Some(lost(other)),
+        }
+    }
+}
+
+/// The lead says no, or nothing that helps.
+fn lost(answered: Result<Reply, PeerError>) -> Event {
+    let reason = match answered {
+        Err(PeerError::Failed { reason, .. }) => reason,
+        Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
+            format!("{error}: too many sources for one message; name them in a file, @LIST")
+        }
+        Err(error) => format!("{error}; 'dayfly ls' tells whether it came about all the same"),
+        Ok(_) => PeerError::Invalid(LEAD).to_string(),
+    };
+    Event::Failed { reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(reason: &str) -> Event {
+        Event::Failed { reason: reason.to_owned() }
+    }
+
+    #[tokio::test]
+    async fn what_was_not_heard_is_told_again() {
+        let following = Following::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = following.enter(events).unwrap();
+        sender.send(failed("one")).await.unwrap();
+        sender.send(failed("two")).await.unwrap();
+        for (heard, expect) in [(0, "one"), (0, "one"), (1, "two"), (1, "two")] {
+            assert_eq!(following.next(number, heard).await, Ok(Some(failed(expect))));
+        }
+        assert_eq!(following.next(number, 2).await, Ok(None), "it goes on");
+        drop(sender);
+        assert!(following.next(number, 2).await.unwrap_err().contains("told already"));
+        following.leave(number);
+        assert!(following.next(number, 2).await.unwrap_err().contains("cancelled"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_nobody_follows_is_cancelled() {
+        let following = Following::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = following.enter(events).unwrap();
+        assert!(timeout(Duration::from_secs(60), following.watch(number)).await.is_err(), "it is asked about often enough");
+        assert!(!sender.is_closed());
+        let long_ago = Instant::now().checked_sub(NODE_SILENT_TIMEOUT + Duration::from_secs(1)).unwrap();
+        *following.state().followed[&number].asked_at() = long_ago;
+        following.watch(number).await;
+        assert!(sender.is_closed());
+    }
+
+    #[test]
+    fn those_that_wait_are_bounded() {
+        let following = Following::default();
+        for _ in 0..FOLLOWED_MAX {
+            following.enter(mpsc::channel(1).1).unwrap();
+        }
+        assert!(following.enter(mpsc::channel(1).1).unwrap_err().contains("too many"));
+    }
+}
