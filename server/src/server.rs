@@ -258,7 +258,10 @@ impl Server {
                 // Those who stage in come before what is only kept.
                 self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
-                Stage::begin(self, beginning).map(|()| done)
+                let server = self.clone();
+                // It makes files and a ring of thousands: not on a thread that moves messages.
+                let begun = tokio::task::spawn_blocking(move || Stage::begin(&server, beginning)).await;
+                begun.map_err(|error| error.to_string())?.map(|()| done)
             }
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
 
 use super::*;
 use crate::Key;
@@ -174,6 +174,23 @@ async fn tcp_conforms() {
 async fn sealed_tcp_conforms() {
     let ((ours, _), (theirs, address)) = (tcp_for(0, Purpose::SealedPeer).await, tcp_for(1, Purpose::SealedPeer).await);
     conforms(&ours, &theirs, address).await;
+}
+
+/// As a suspended job does, or one whose node is starved: all its threads at once.
+#[tokio::test]
+async fn who_stood_still_loses_no_peer() {
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    let asked = tokio::spawn({
+        let connection = connection.clone();
+        async move { connection.pull(b"slow".to_vec(), vec![], TIMEOUT).await.map(|pulled| pulled.message) }
+    });
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    std::thread::sleep(PEER_LOST_TIMEOUT.max(TIMEOUT) + Duration::from_secs(1));
+    assert_eq!(asked.await.unwrap().unwrap(), b"slow\0\0");
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert!(!connection.is_lost());
 }
 
 /// Passes connections on to `to`, one byte of the stream changed on request; tells all that went by, both ways.

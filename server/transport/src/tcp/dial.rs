@@ -25,6 +25,12 @@ use super::stream::{Outgoing, Sender, join_body, split_body, writer};
 use super::{Identity, is_pushed_out};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
 
+/// A peer is lost only after so many looks without a byte from it: who was stopped or starved finds that time has passed, and what
+/// came meanwhile unread.
+const LOOKS_MIN: u32 = 4;
+/// Between two looks at one that is overdue.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
 /// Dials a peer: one link for small messages, a few for bulk.
 pub(super) async fn connect(
     identity: &Identity,
@@ -77,8 +83,13 @@ impl Life {
         self.heard_ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
+    /// When, from the start.
+    fn heard(&self) -> Duration {
+        Duration::from_millis(self.heard_ms.load(Ordering::Relaxed))
+    }
+
     fn silence(&self) -> Duration {
-        self.start.elapsed().saturating_sub(Duration::from_millis(self.heard_ms.load(Ordering::Relaxed)))
+        self.start.elapsed().saturating_sub(self.heard())
     }
 
     fn lose(&self, reason: &str) {
@@ -95,13 +106,16 @@ impl Life {
 
 /// Pings, and gives the peer up when it has been silent for too long or a link has died.
 async fn watch(life: Arc<Life>, control: Sender, links: Vec<Arc<Pending>>) {
+    let (mut heard, mut looks) = (Duration::ZERO, 0);
     while life.lost.get().is_none() {
         let ping = Outgoing::Frame { kind: Kind::Ping, request: 0, argument: 0, body: Vec::new() };
         // A full queue is being written, which tells as much as a ping.
         let _ = control.try_send(ping);
         // Not past the moment at which it is lost.
-        sleep(PING_INTERVAL.min(PEER_LOST_TIMEOUT.saturating_sub(life.silence()))).await;
-        if life.silence() >= PEER_LOST_TIMEOUT {
+        sleep(PEER_LOST_TIMEOUT.saturating_sub(life.silence()).clamp(LOOK_INTERVAL, PING_INTERVAL)).await;
+        looks = if life.heard() == heard { looks + 1 } else { 0 };
+        heard = life.heard();
+        if life.silence() >= PEER_LOST_TIMEOUT && looks >= LOOKS_MIN {
             life.lose(&format!("no byte came from it for {} s", PEER_LOST_TIMEOUT.as_secs()));
         }
     }
@@ -300,8 +314,12 @@ impl TcpConnection {
             match timeout(left, &mut answer).await {
                 Ok(Ok(answer)) => return Ok(answer),
                 Ok(Err(_)) => return Err(self.life.lost_by("the connection ended")),
-                Err(_) if progress.age() >= limit => return Err(self.timeout(limit)),
-                Err(_) => {}
+                Err(_) if progress.age() < limit => {}
+                // It may have come while this process stood still.
+                Err(_) => match timeout(LOOK_INTERVAL, &mut answer).await {
+                    Ok(Ok(answer)) => return Ok(answer),
+                    _ => return Err(self.timeout(limit)),
+                },
             }
         }
     }
