@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PEER_LOST_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
@@ -22,6 +22,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::ingest::{Ingest, Stored};
+use crate::peers::PeerError;
 use crate::server::Server;
 use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
 use memory::Memory;
@@ -375,10 +376,17 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     loop {
         tokio::time::sleep(PROGRESS_INTERVAL).await;
         let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
-        let mut reply = server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await;
-        if reply.is_err() {
-            reply = server.ask(stage.lead, request, REQUEST_TIMEOUT).await;
-        }
+        let (asked_at, mut asked) = (Instant::now(), 0);
+        let reply = loop {
+            asked += 1;
+            match server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await {
+                // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
+                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < PEER_LOST_TIMEOUT => {
+                    tokio::time::sleep(PROGRESS_INTERVAL).await;
+                }
+                reply => break reply,
+            }
+        };
         match reply {
             Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
             Ok(Reply::Undone) => {

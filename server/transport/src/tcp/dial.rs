@@ -28,8 +28,10 @@ use crate::{Connection, Offered, Pulled, Slot, TransportError};
 /// A peer is lost only after so many looks without a byte from it: who was stopped or starved finds that time has passed, and what
 /// came meanwhile unread.
 const LOOKS_MIN: u32 = 4;
-/// Between two looks at one that is overdue.
+/// Between two looks at one that is overdue, and before one that had no time for us is dialled again.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// So often, at most.
+const DIAL_ATTEMPTS_MAX: u32 = 5;
 
 /// Dials a peer: one link for small messages, a few for bulk.
 pub(super) async fn connect(
@@ -41,11 +43,7 @@ pub(super) async fn connect(
     let mut tasks = JoinSet::new();
     let mut links = Vec::with_capacity(1 + BULK_LINKS);
     for _ in 0..=BULK_LINKS {
-        // Very many strangers may have pushed us out before we spoke; so once more.
-        let dialled = match dial(identity, peer, address).await {
-            Err(error) if is_pushed_out(&error) => dial(identity, peer, address).await,
-            dialled => dialled,
-        };
+        let dialled = dial_patiently(identity, peer, address).await;
         let halves = dialled.map_err(|error| life.lost_by(&error.to_string()))?;
         links.push(Link::start(halves, life.clone(), &mut tasks));
     }
@@ -56,6 +54,25 @@ pub(super) async fn connect(
 
 fn all_pending(control: &Link, bulk: &[Link]) -> Vec<Arc<Pending>> {
     std::iter::once(control).chain(bulk).map(|link| link.pending.clone()).collect()
+}
+
+/// Very many strangers may have pushed us out before we spoke, or all other members at once: so again, ever later.
+async fn dial_patiently(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<(ReadHalf, WriteHalf)> {
+    let start = Instant::now();
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        match dial(identity, peer, address).await {
+            Err(error)
+                if is_pushed_out(&error)
+                    && attempts < DIAL_ATTEMPTS_MAX
+                    && (attempts == 1 || start.elapsed() < HANDSHAKE_TIMEOUT) =>
+            {
+                sleep(LOOK_INTERVAL * attempts).await;
+            }
+            dialled => return dialled,
+        }
+    }
 }
 
 async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<(ReadHalf, WriteHalf)> {
