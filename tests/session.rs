@@ -334,7 +334,8 @@ fn a_cancelled_stage_in_leaves_nothing() {
         let mut child = command.spawn().unwrap();
         wait_until("it takes room", || cluster.used_bytes() > 0);
         let start = Instant::now();
-        signal(child.id() as i32, Signal::SIGINT);
+        // Not SIGINT, which is ignored by all that a script has in its background, these tests maybe among it.
+        signal(child.id() as i32, Signal::SIGTERM);
         wait_for(&mut child, Duration::from_secs(10)).expect("it ends");
         wait_until("its room is free again", || cluster.used_bytes() == 0);
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
