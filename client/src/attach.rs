@@ -17,6 +17,7 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
+use crate::heartbeat::Heartbeat;
 use crate::locate::Location;
 use crate::pool::Pool;
 use crate::socket::Socket;
@@ -30,7 +31,7 @@ pub struct Session {
     nodes: u16,
     prefix: Vec<u8>,
     verify_reads: bool,
-    board: Board,
+    heartbeat: Arc<Heartbeat>,
     counters: Counters,
     /// This process's place in the counters.
     slot: AtomicU32,
@@ -70,7 +71,7 @@ impl Session {
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
         let _no_fork = fork::hold();
         let path = location.socket(node);
-        let (socket, welcome, files) = open(&path).map_err(|error| match error {
+        let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
             ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
             error => error,
         })?;
@@ -86,7 +87,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            board: Board::map(&board, false)?,
+            heartbeat: Arc::new(Heartbeat::of(Board::map(&board, false)?)),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
@@ -95,6 +96,7 @@ impl Session {
             idle: Pool::new(),
             datasets: ArcSwap::default(),
         };
+        socket.watch(session.heartbeat.clone());
         session.idle.put(Box::new(socket));
         Ok(session)
     }
@@ -124,9 +126,14 @@ impl Session {
         self.verify_reads
     }
 
+    /// What the server tells in shared memory.
+    pub(crate) fn board(&self) -> &Board {
+        self.heartbeat.board()
+    }
+
     /// Whether the session has ended: one read of memory.
     pub fn is_gone(&self) -> bool {
-        self.board.is_gone()
+        self.board().is_gone()
     }
 
     /// The datasets, by number. Asks the server only when they have changed since the last call.
@@ -135,7 +142,7 @@ impl Session {
             return Err(ClientError::Gone);
         }
         let known = self.datasets.load();
-        if known.generation == Some(self.board.generation()) {
+        if known.generation == Some(self.board().generation()) {
             return Ok(Datasets(known));
         }
         let _no_fork = fork::hold();
@@ -236,7 +243,7 @@ impl Session {
         match self.is_home().then(|| self.idle.take()).flatten() {
             Some(socket) => Ok(socket),
             None => {
-                let (socket, _, _) = open(&self.path)?;
+                let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
                 self.slot.store(socket.slot(), Ordering::Relaxed);
                 Ok(Box::new(socket))
             }
@@ -297,14 +304,14 @@ pub struct Order<'a> {
 }
 
 /// A connection on which both sides know each other.
-fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
-    let mut socket = Socket::connect(path)?;
+fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
+    let mut socket = Socket::connect(path, heartbeat)?;
     socket.send(&FromClient::Hello { version: VERSION })?;
     match socket.receive() {
         Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
         Ok((welcome, files)) => {
-            if let FromServer::Welcome { slot, .. } = welcome {
-                socket.set_slot(slot);
+            if let FromServer::Welcome { slot, connection, .. } = welcome {
+                socket.welcome(slot, connection);
             }
             Ok((socket, welcome, files))
         }

@@ -71,6 +71,9 @@ pub enum ClientError {
     /// The session has ended, or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
+    /// A view's lease ended before its bytes were looked at.
+    #[error("the server took the view's lease back, because others waited for its room; read it again")]
+    Revoked,
     /// The bytes are not those that were staged in.
     #[error("block {block} of '{path}' is damaged: its checksum is {found:08x}, at stage-in it was {expected:08x}")]
     Checksum {

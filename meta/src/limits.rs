@@ -137,7 +137,8 @@ pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 pub const ARENA_UNIT: u64 = 64;
 /// The smallest arena: some chunks land while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
-/// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
+/// The leases of one process take at most this part of the arena, and all but this part of it those of all processes together. A
+/// connection that wants more gives some back first. One without leases always gets a chunk.
 pub const LEASE_SHARE: u64 = 4;
 /// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
@@ -207,6 +208,12 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 pub const PEER_LOST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A sign of life is sent on an otherwise silent connection at this interval.
 pub const PING_INTERVAL: Duration = Duration::from_secs(1);
+/// A server says so often in shared memory that it serves.
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// A client gives up a server that has not said so for this long, counted in ticks during which the client itself ran.
+pub const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A client that waits for its server looks up so often.
+pub const CLIENT_TICK: Duration = Duration::from_millis(250);
 /// A client's wait for its server.
 pub const SERVER_TIMEOUT: Duration = Duration::from_secs(30);
 /// All servers ready at `up`, when `--start-timeout` does not say.
@@ -234,6 +241,12 @@ pub const LANDING_TIMEOUT: Duration = Duration::from_secs(60);
 pub const OFFER_TIMEOUT: Duration = Duration::from_secs(70);
 /// A request's wait for room in the arena, all of which is leased.
 pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
+/// A client that takes no bytes for so long is stuck or stopped: its leases are revoked.
+pub const STUCK_CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A request that has waited for room in the arena for so long asks all who have leases to give them back.
+pub const LEASE_RECALL_AFTER: Duration = Duration::from_millis(500);
+/// Who has been asked for so long loses its leases if somebody still waits, the largest holder first.
+pub const LEASE_RECALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a stage-in's workers report, and hear whether to go on.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -264,6 +277,15 @@ const _: () = {
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
     assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());
     assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
+    assert!(
+        LEASE_RECALL_AFTER.as_millis() + 2 * LEASE_RECALL_TIMEOUT.as_millis() < ARENA_TIMEOUT.as_millis(),
+        "room comes in time"
+    );
+    assert!(HEARTBEAT_INTERVAL.as_millis() * 3 <= HEARTBEAT_TIMEOUT.as_millis(), "two heartbeats may be late");
+    assert!(
+        CLIENT_TICK.as_millis() * 4 <= HEARTBEAT_TIMEOUT.as_millis()
+            && HEARTBEAT_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis()
+    );
     assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -11,14 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use dayfly_meta::board::Board;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{BATCH_LEN_MAX, HEARTBEAT_INTERVAL, REQUEST_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 
 use crate::Config;
 use crate::arena::Arena;
@@ -66,6 +68,16 @@ pub enum StartError {
     },
 }
 
+/// Tells this node's processes each second that the runtime which serves them goes on.
+async fn beat(board: Arc<Board>) {
+    let mut seconds = tokio::time::interval(HEARTBEAT_INTERVAL);
+    seconds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        seconds.tick().await;
+        board.beat();
+    }
+}
+
 /// One node of a session.
 pub struct Server {
     config: Config,
@@ -104,7 +116,7 @@ impl Server {
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
-        let arena = Arena::new(region).map_err(StartError::Arena)?;
+        let arena = Arena::new(region, store.board().clone()).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone()));
         let (keeper, keeping) = Keeper::new(arena.len());
@@ -132,6 +144,7 @@ impl Server {
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(keeping);
+        tasks.spawn(beat(server.store.board().clone()));
         let running = Running { _peers: serving, _clients: clients, _tasks: tasks };
         *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(server)

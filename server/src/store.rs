@@ -52,7 +52,7 @@ impl Conflict {
 pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
-    board: Board,
+    board: Arc<Board>,
     counters: Arc<Counters>,
     board_file: File,
     counters_file: File,
@@ -66,7 +66,7 @@ impl Store {
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
-            board: Board::map(&board_file, true)?,
+            board: Arc::new(Board::map(&board_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
             board_file: read_only(&board_file)?,
             counters_file,
@@ -94,6 +94,10 @@ impl Store {
 
     pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
+    }
+
+    pub(crate) fn board(&self) -> &Arc<Board> {
+        &self.board
     }
 
     /// The board to read, and the counters to write.
