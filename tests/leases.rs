@@ -5,16 +5,21 @@
 mod harness;
 
 use std::fs::{self, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
+use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, ARENA_TIMEOUT, HEARTBEAT_TIMEOUT, REQUEST_TIMEOUT};
+use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
+use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::{VERSION, decode, encode};
 use harness::samples::{assert_accounts_are_settled, content, dataset, numbers, path, session};
 use harness::{Cluster, Ground, signal, wait_until};
 use nix::sys::signal::Signal;
@@ -288,12 +293,15 @@ fn words(numbers: &[usize]) -> String {
 
 #[test]
 fn idle_batches_of_one_process_leave_room_for_others() {
-    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &[100_000; 800]);
+    let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
     let view = cluster.view(0);
-    let far = numbers(&view, 800, false);
-    let idle: Vec<_> = far[..320]
-        .chunks(80)
+    let (small, large): (Vec<usize>, Vec<usize>) =
+        numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
+    // Each batch alone would have a quarter of the arena.
+    let idle: Vec<_> = small[..83 * 4]
+        .chunks(83)
         .map(|numbers| {
             let paths: Vec<Vec<u8>> = numbers.iter().map(|&number| path(number)).collect();
             let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
@@ -303,16 +311,16 @@ fn idle_batches_of_one_process_leave_room_for_others() {
         })
         .collect();
     let start = Instant::now();
-    for &number in &far[320..] {
+    for &number in &large {
         let file = view.open(&path(number)).unwrap();
-        let mut buffer = vec![0; 100_000];
-        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), 100_000);
-        assert!(buffer == content(number, 100_000));
+        let mut buffer = vec![0; lens[number]];
+        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
+        assert!(buffer == content(number, lens[number]));
     }
-    assert!(start.elapsed() < 2 * ARENA_TIMEOUT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < ARENA_TIMEOUT, "{:?}", start.elapsed());
     assert!(idle.iter().all(|batch| batch.is_good()), "nobody had to lose anything");
-    for (batch, numbers) in idle.iter().zip(far.chunks(80)) {
-        assert!((0..80).all(|index| batch.get(index).unwrap() == content(numbers[index], 100_000)));
+    for (batch, numbers) in idle.iter().zip(small.chunks(83)) {
+        assert!((0..83).all(|index| batch.get(index).unwrap() == content(numbers[index], 100_000)));
     }
     drop(idle);
     assert_accounts_are_settled(&cluster);
@@ -321,7 +329,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
 
 #[test]
 fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_know_it() {
-    let lens: Vec<usize> = (0..220).map(|number| if number < 200 { 300_000 } else { 4_000_000 }).collect();
+    let lens: Vec<usize> = (0..320).map(|number| if number < 300 { 300_000 } else { 4_000_000 }).collect();
     let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
     let view = cluster.view(0);
@@ -329,7 +337,7 @@ fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_k
     let (small, large): (Vec<usize>, Vec<usize>) = far.into_iter().partition(|&number| lens[number] < 1_000_000);
     // Each its own part; some of them are stopped, as by a debugger.
     let mut holders: Vec<Child> =
-        small[..80].chunks(13).map(|part| child(&cluster, &format!("hold 0 {}", words(part)))).collect();
+        small[..130].chunks(26).map(|part| child(&cluster, &format!("hold 0 {}", words(part)))).collect();
     let mut lines: Vec<_> = holders.iter_mut().map(is_ready).collect();
     holders.iter().skip(1).step_by(2).for_each(|holder| signal(holder.id() as i32, Signal::SIGSTOP));
     let start = Instant::now();
@@ -353,6 +361,58 @@ fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_k
     }
     assert_accounts_are_settled(&cluster);
     cluster.down();
+}
+
+/// A connection that the test speaks on by itself.
+fn say(stream: &mut UnixStream, message: &FromClient) -> std::io::Result<()> {
+    let message = encode(message);
+    stream.write_all(&[&encode_local(message.len()).unwrap()[..], &message].concat())
+}
+
+fn hear(stream: &mut UnixStream) -> FromServer {
+    let mut header = [0; LOCAL_HEADER_LEN];
+    stream.read_exact(&mut header).unwrap();
+    let mut message = vec![0; decode_local(header).unwrap()];
+    stream.read_exact(&mut message).unwrap();
+    decode(&message).unwrap()
+}
+
+#[test]
+fn a_client_that_sends_while_it_is_sent_something_is_heard() {
+    let (cluster, target) = cluster_of_long_names();
+    let view = cluster.view(0);
+    let dataset = dataset(&view);
+    let blocks = owned_by(&view, &target, 0..SMALL, 2).into_iter().map(|(_, sample)| {
+        let (_, blocks) = dataset.catalog().sample(sample).unwrap();
+        Chunk { block: BlockId(blocks.start), index: 0 }
+    });
+    let chunks: Vec<Chunk> = blocks.collect();
+    cluster.kill(2);
+    let mut stream = UnixStream::connect(cluster.location().socket(NodeId(0))).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    say(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
+    assert!(matches!(hear(&mut stream), FromServer::Welcome { .. }));
+    // None can be had, and to say so of all takes more than the socket's room: the server waits for this side to read.
+    say(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone() }).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    for number in 0..3000 {
+        let sent = say(&mut stream, &FromClient::Release { leases: vec![number] });
+        assert!(sent.is_ok(), "both sides send, and neither reads: {sent:?}");
+    }
+    let mut told = 0;
+    loop {
+        match hear(&mut stream) {
+            FromServer::Fetched { chunks, is_last, .. } => {
+                told += chunks.len();
+                if is_last {
+                    break;
+                }
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(told, chunks.len());
 }
 
 #[test]
