@@ -72,6 +72,23 @@ pub const FOLLOWED_MAX: usize = 64;
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
 pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
+/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
+/// batches, the members that are not in a run yet, and what is decoded ahead.
+pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+/// The least memory for stage-ins of a server that has so many workers.
+pub const fn stage_memory_min(workers: usize) -> u64 {
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX)) as u64;
+    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+}
+/// The most workers for which so much memory is enough.
+pub const fn stage_workers_max(memory: u64) -> usize {
+    let mut workers = 1;
+    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+        workers += 1;
+    }
+    workers
+}
 /// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
 /// And at least, however little memory there is.
@@ -234,6 +251,11 @@ pub const LANDING_TIMEOUT: Duration = Duration::from_secs(60);
 pub const OFFER_TIMEOUT: Duration = Duration::from_secs(70);
 /// A request's wait for room in the arena, all of which is leased.
 pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
+/// A stage-in of which no node reads, decodes, sends or writes anything, nor merges what was found, for so long ends. File systems of
+/// sites stand still for minutes when one of their servers is replaced by another; `--stage-in-timeout` sets it.
+pub const STAGE_STALL_TIMEOUT: Duration = Duration::from_secs(300);
+/// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
+pub const WAITS_TOLD_MAX: usize = 4;
 /// How often a stage-in's workers report, and hear whether to go on.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 
@@ -253,6 +275,7 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));

@@ -110,6 +110,8 @@ impl Ingest {
             return Err(IngestError::Malformed);
         }
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(place.drive));
         self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
@@ -166,6 +168,8 @@ impl Ingest {
 
     fn write(&self, window: Window) -> Result<(), IngestError> {
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
         window.write(&self.segments, &self.arrivals)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())

@@ -20,6 +20,7 @@ mod store;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dayfly_meta::id::{NodeId, SessionId};
 
@@ -59,4 +60,6 @@ pub struct Config {
     pub decoders: usize,
     /// Bytes of memory for all stage-ins.
     pub stage_memory: u64,
+    /// After so long without progress on any node a stage-in ends.
+    pub stall_timeout: Duration,
 }

@@ -244,6 +244,7 @@ async fn start(
         workers: place.workers,
         decoders: place.decoders,
         stage_memory: place.stage_memory,
+        stall_timeout: Duration::from_millis(settings.stage_in_timeout_ms),
     };
     let server = Server::start(config).await.map_err(Failure::new)?;
     Ok(Serving { server, location, locks })
