@@ -5,6 +5,7 @@
 pub mod board;
 pub mod catalog;
 pub mod chunk;
+pub mod deadlines;
 pub mod id;
 pub mod limits;
 pub mod locations;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::limits::{ARENA_TIMEOUT, NODES_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::NODES_MAX;
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::{OwnerStatus, Reads};
@@ -126,7 +126,7 @@ impl Fetcher {
         if !claimed.is_empty() {
             return self.start(ready, claimed, true);
         }
-        let Some(slot) = self.arena.room_within(first.info.len, ARENA_TIMEOUT).await else {
+        let Some(slot) = self.arena.room_within(first.info.len, self.peers.deadlines().arena).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
             return Fetching::of(ready);
@@ -172,7 +172,7 @@ impl Fetcher {
         let (count, bytes, slots) = (chunks.len(), ticket.bytes(), ticket.take_slots());
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.clone() };
         let start = Instant::now();
-        let pulled = self.peers.pull(owner, &request, slots, REQUEST_TIMEOUT).await;
+        let pulled = self.peers.pull(owner, &request, slots, self.peers.deadlines().request).await;
         let (missing, pulled) = match pulled {
             Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => (missing, pulled),
             Ok(_) => return failed(&dataset, ticket, &format!("node {owner} answers what was not asked")),

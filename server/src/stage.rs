@@ -7,10 +7,11 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PEER_LOST_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
@@ -30,9 +31,6 @@ use sink::ServerSink;
 
 /// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
 const CATALOG_FILE_LEN: u64 = 128;
-
-/// A batch that finds no room to land in waits for so long before what lies there is written out early.
-const PATIENCE: Duration = Duration::from_millis(100);
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -80,6 +78,7 @@ pub(crate) struct Stage {
     seed: u64,
     selection: Selection,
     memory: Memory,
+    deadlines: Deadlines,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
@@ -126,6 +125,7 @@ impl Stage {
             seed,
             selection,
             memory,
+            deadlines: *server.deadlines(),
             ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
             landing,
             gauge,
@@ -178,14 +178,14 @@ impl Stage {
 
     /// Room for a batch to land in.
     async fn landing_slot(&self, len: u64) -> Result<Slot, String> {
-        if let Some(slot) = self.landing.slot_within(len, PATIENCE).await {
+        if let Some(slot) = self.landing.slot_within(len, self.deadlines.landing_patience).await {
             return Ok(slot);
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
         let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await;
+        let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
     }
 
@@ -363,8 +363,10 @@ async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
     let start = Instant::now();
     loop {
         let fail = Request::Fail { stage: stage.number, reason: reason.to_owned() };
-        match server.ask(stage.lead, fail, REQUEST_TIMEOUT).await {
-            Err(PeerError::Transport(_)) if start.elapsed() < PEER_LOST_TIMEOUT => tokio::time::sleep(PROGRESS_INTERVAL).await,
+        match server.ask(stage.lead, fail, server.deadlines().request).await {
+            Err(PeerError::Transport(_)) if start.elapsed() < server.deadlines().peer_lost => {
+                tokio::time::sleep(server.deadlines().progress_interval).await
+            }
             Err(error) => {
                 tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
                 return;
@@ -388,7 +390,7 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
-        let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * REQUEST_TIMEOUT)))?;
+        let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * server.deadlines().request)))?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
@@ -404,15 +406,15 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
-            match server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await {
+            match server.ask(stage.lead, request.clone(), server.deadlines().request).await {
                 // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
-                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < PEER_LOST_TIMEOUT => {
-                    tokio::time::sleep(PROGRESS_INTERVAL).await;
+                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < server.deadlines().peer_lost => {
+                    tokio::time::sleep(server.deadlines().progress_interval).await;
                 }
                 reply => break reply,
             }

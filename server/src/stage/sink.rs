@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
@@ -132,7 +132,7 @@ impl Sink for ServerSink {
             return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
-        let asked = self.server.ask(owner, request, REQUEST_TIMEOUT);
+        let asked = self.server.ask(owner, request, self.server.deadlines().request);
         match self.runtime.block_on(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
