@@ -23,8 +23,8 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
-    use crate::id::{BlockId, NodeId, SampleId};
     use crate::chunk::Chunk;
+    use crate::id::{BlockId, NodeId, SampleId};
     use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN};
     use crate::path::walk_order;
 
@@ -38,10 +38,7 @@ mod tests {
     }
 
     fn file(path: &[u8], number: u64, size: u64) -> Member {
-        let block = |part| StoredBlock {
-            owner: NodeId((part % 4) as u16),
-            arrival: part as u32 + 7,
-        };
+        let block = |part| StoredBlock { owner: NodeId((part % 4) as u16), arrival: part as u32 + 7 };
         let blocks = (0..size.div_ceil(BLOCK_SIZE_MAX)).map(block).collect();
         let checksums = (0..size.div_ceil(CHUNK_LEN)).map(|chunk| (number * 100 + chunk) as u32).collect();
         member(path, number, MemberKind::File { size, blocks, checksums })
@@ -184,13 +181,10 @@ mod tests {
             catalog.symlink_target(&entry);
             catalog.children(&entry, None).take(100).for_each(drop);
             if let Some((_, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) {
-                blocks
-                    .take(10)
-                    .map(BlockId)
-                    .for_each(|block| {
-                        assert!(catalog.block(block).is_none() || catalog.owner(block).is_some());
-                        let _ = (catalog.checksum(block), catalog.chunk_checksum(Chunk { block, index: u16::MAX }));
-                    });
+                blocks.take(10).map(BlockId).for_each(|block| {
+                    assert!(catalog.block(block).is_none() || catalog.owner(block).is_some());
+                    let _ = (catalog.checksum(block), catalog.chunk_checksum(Chunk { block, index: u16::MAX }));
+                });
             }
             entry.sample().and_then(|sample| catalog.origin(sample));
         }

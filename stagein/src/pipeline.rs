@@ -19,9 +19,7 @@ use std::time::{Duration, Instant};
 use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
 use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{
-    BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX,
-};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::{display, group};
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};

@@ -76,9 +76,8 @@ impl Catalog {
                     for (part, block) in (0..).zip(blocks) {
                         let chunks = block_len(size, part).div_ceil(CHUNK_LEN);
                         if chunks > 1 {
-                            let is_named = |large: super::layout::LargeRecord| {
-                                (large.block, u64::from(large.first)) == (block, checksums)
-                            };
+                            let is_named =
+                                |large: super::layout::LargeRecord| (large.block, u64::from(large.first)) == (block, checksums);
                             if !self.large(larges).is_some_and(is_named) {
                                 return damaged("where a block's checksums lie");
                             }
