@@ -22,7 +22,7 @@ use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::ingest::{Ingest, Stored};
+use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
 use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
@@ -45,6 +45,12 @@ impl Stages {
 
     pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
         self.lock().remove(&number)
+    }
+
+    /// A dataset that is prepared here and that other nodes may show already.
+    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let stages: Vec<Arc<Stage>> = self.lock().values().cloned().collect();
+        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -189,23 +195,34 @@ impl Stage {
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
     }
 
-    /// Takes a peer's batch; its first block's number, or `None` if there is no room for it.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Option<u32>, String> {
+    /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
+    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
         let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
-            Stored::At(first) => Ok(Some(first)),
-            Stored::Full(_) => Ok(None),
+        match stored.map_err(|error| error.to_string())? {
+            Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
+            Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
         }
     }
 
     /// Takes a piece of a block for which a peer has asked for room.
-    pub(crate) async fn land_piece(&self, arrival: u32, offset: u64, incoming: Incoming) -> Result<(), String> {
+    pub(crate) async fn land_piece(
+        &self,
+        (arrival, offset): (u32, u64),
+        checksum: u32,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, &slot[..len])).await;
-        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
+        match stored.map_err(|error| error.to_string())? {
+            Ok(()) => Ok(Reply::Done),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
     async fn landed(&self, incoming: Incoming) -> Result<(Slot, usize), String> {
@@ -276,7 +293,8 @@ impl Stage {
     /// Shows what was prepared.
     pub(crate) fn commit(&self, server: &Server, replaces: Option<DatasetId>) -> Result<(), String> {
         let mut outcome = self.outcome();
-        let dataset = outcome.prepared.take().ok_or("no dataset was prepared")?;
+        // It stays among the prepared ones too, so that there is no moment at which a peer finds it nowhere.
+        let dataset = outcome.prepared.clone().ok_or("no dataset was prepared")?;
         outcome.shown = Some(dataset.id());
         outcome.replaced = server.store().show(dataset, replaces);
         Ok(())
@@ -302,7 +320,10 @@ impl Stage {
         if let Some(replaced) = outcome.replaced.take() {
             server.store().show(replaced, None);
         }
-        outcome.prepared = None;
+        // Peers that show it already may be reading it: what is sent to them from here on does not count.
+        if let Some(prepared) = outcome.prepared.take() {
+            prepared.set_gone(true);
+        }
         self.ingest.segments().give_up();
     }
 
