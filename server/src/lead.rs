@@ -12,8 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::{About, Source};
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, OFFER_TIMEOUT, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT, STAGE_INS_MAX};
+use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
@@ -29,7 +30,6 @@ use following::Following;
 use merge::Merged;
 use spread::Spread;
 pub(crate) use stage::LeadStage;
-use stage::NODE_SILENT_TIMEOUT;
 
 /// The node that leads stage-ins.
 const LEAD: NodeId = NodeId(0);
@@ -50,8 +50,8 @@ pub(crate) struct Lead {
     following: Following,
 }
 
-impl Default for Lead {
-    fn default() -> Self {
+impl Lead {
+    pub(crate) fn new(deadlines: Deadlines) -> Self {
         let permits = Semaphore::new(STAGE_INS_MAX);
         Self {
             permits,
@@ -59,12 +59,10 @@ impl Default for Lead {
             targets: Mutex::default(),
             published: Mutex::default(),
             last: AtomicU64::new(0),
-            following: Following::default(),
+            following: Following::new(deadlines),
         }
     }
-}
 
-impl Lead {
     /// The stage-in of this number, if it runs.
     pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
         self.running().get(&number).cloned()
@@ -138,20 +136,21 @@ impl Drop for CancelOnDrop {
 /// Notices that nothing goes forward any more. It counts its looks, not time, for none of them come while this process is stopped.
 struct StandStill {
     timeout: Duration,
+    interval: Duration,
     steps: u64,
     looks: u32,
 }
 
 impl StandStill {
-    fn new(timeout: Duration) -> Self {
-        Self { timeout, steps: 0, looks: 0 }
+    fn new(deadlines: &Deadlines) -> Self {
+        Self { timeout: deadlines.stall, interval: deadlines.progress_interval, steps: 0, looks: 0 }
     }
 
-    /// To be called each [`PROGRESS_INTERVAL`], with what has gone forward so far; whether nothing did for too long.
+    /// To be called each `interval`, with what has gone forward so far; whether nothing did for too long.
     fn is_over(&mut self, steps: u64) -> bool {
         self.looks = if steps == self.steps { self.looks + 1 } else { 0 };
         self.steps = steps;
-        PROGRESS_INTERVAL * self.looks > self.timeout
+        self.interval * self.looks > self.timeout
     }
 
     /// For the user.
@@ -192,7 +191,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     let _permit = tokio::select! {
         permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
         () = events.closed() => return Err("cancelled".to_owned()),
-        never = tell_phase(events, Phase::Waiting) => never,
+        never = tell_phase(server, events, Phase::Waiting) => never,
     };
     let replaces =
         server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
@@ -204,7 +203,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         plan = make_plan(server, &request, planning.0.clone()) => plan?,
         stuck = planning_stands_still(server, &planning.0) => return Err(stuck),
         () = events.closed() => return Err("cancelled".to_owned()),
-        never = tell_phase(events, Phase::Planning) => never,
+        never = tell_phase(server, events, Phase::Planning) => never,
     };
     let free = free_room(server).await?;
     let announced = announce(&plan, free.iter().sum());
@@ -217,7 +216,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
     let handing = Handing::new(plan.units, plan.ranges);
-    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count()));
+    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count(), *server.deadlines()));
     server.lead().running().insert(number, stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
     let prepared = tokio::select! {
@@ -236,12 +235,12 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         Ok(merged) => {
             server.lead().published().insert(number);
             // All show it. A node that does not hear this now settles when its next report is answered with `Stop`.
-            let settled = job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await;
+            let settled = job.ask_all(&Request::Settle { stage: number }, server.deadlines().request).await;
             job.summary(merged, settled.err(), start).await
         }
         Err(reason) => {
             // Nodes that are lost have nothing to forget; the first failure is what the user needs to know.
-            let _ = job.ask_all(&Request::Abort { stage: number }, REQUEST_TIMEOUT).await;
+            let _ = job.ask_all(&Request::Abort { stage: number }, server.deadlines().request).await;
             stage.fail(reason.clone());
             Err(reason)
         }
@@ -251,19 +250,19 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
 }
 
 /// Shows that what comes before the reading goes on, until dropped.
-async fn tell_phase<T>(events: &mpsc::Sender<Event>, phase: Phase) -> T {
+async fn tell_phase<T>(server: &Server, events: &mpsc::Sender<Event>, phase: Phase) -> T {
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         let _ = events.try_send(Event::Progress(Progress { phase, ..Progress::default() }));
     }
 }
 
 /// Ends when planning does not go forward any more; the reason.
 async fn planning_stands_still(server: &Server, gauge: &Gauge) -> String {
-    let mut stand_still = StandStill::new(server.config().stall_timeout);
+    let mut stand_still = StandStill::new(server.deadlines());
     let mut steps = 0;
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         steps += gauge.take().steps;
         if stand_still.is_over(steps) {
             return stand_still.told(&format!("node {LEAD}: {}", gauge.activities().join(", ")));
@@ -285,7 +284,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
 
 /// Free room on each node.
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
-    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, REQUEST_TIMEOUT));
+    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
         Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
@@ -308,9 +307,9 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
 
 /// Tells how far it is until dropped; ends with an error when a node is lost.
 async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
-    let mut stand_still = StandStill::new(server.config().stall_timeout);
+    let mut stand_still = StandStill::new(server.deadlines());
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         // Each step of publishing has a deadline of its own.
         let is_publishing = stage.progress().phase == Phase::Publishing;
         if stand_still.is_over(stage.steps()) && !is_publishing {
@@ -325,7 +324,7 @@ async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sen
         if let Some(node) = stage.silent_node() {
             return Err(format!(
                 "node {node} has not reported for {} s and has given the stage-in up",
-                NODE_SILENT_TIMEOUT.as_secs()
+                server.deadlines().node_silent.as_secs_f64()
             ));
         }
         // A slow listener misses some; the next one says more.
@@ -350,7 +349,7 @@ impl Job<'_> {
         let start = Instant::now();
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
-        self.ask_all(&begin, REQUEST_TIMEOUT).await?;
+        self.ask_all(&begin, self.server.deadlines().request).await?;
         self.stage.all_begun.send_replace(true);
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
@@ -379,7 +378,7 @@ impl Job<'_> {
     /// The runs of all nodes: node, number, length.
     async fn finish(&self) -> Result<Vec<(NodeId, u32, u64)>, String> {
         let request = Request::Finish { stage: self.stage.number };
-        let replies = self.ask_all(&request, OFFER_TIMEOUT).await?;
+        let replies = self.ask_all(&request, self.server.deadlines().offer).await?;
         let mut runs = Vec::new();
         for (node, reply) in self.server.peers().nodes().zip(replies) {
             let Reply::Runs { lens, counted } = reply else { return Err(format!("node {node} answers what was not asked")) };
@@ -417,11 +416,11 @@ impl Job<'_> {
             len: merged.len,
             checksum: merged.checksum,
         };
-        self.server.ask(node, request, PREPARE_TIMEOUT).await.map(drop).map_err(|error| error.to_string())
+        self.server.ask(node, request, self.server.deadlines().prepare).await.map(drop).map_err(|error| error.to_string())
     }
 
     async fn commit(&self, replaces: Option<DatasetId>) -> Result<(), String> {
-        self.ask_all(&Request::Commit { stage: self.stage.number, replaces }, REQUEST_TIMEOUT).await.map(drop)
+        self.ask_all(&Request::Commit { stage: self.stage.number, replaces }, self.server.deadlines().request).await.map(drop)
     }
 
     async fn ask_all(&self, request: &Request, timeout: Duration) -> Result<Vec<Reply>, String> {
@@ -470,7 +469,7 @@ mod tests {
 
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
-        let lead = Lead::default();
+        let lead = Lead::new(Deadlines::DEFAULT);
         let ask = || lead.report(5, NodeId(1), Counted::default(), Vec::new());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
@@ -479,7 +478,8 @@ mod tests {
 
     #[test]
     fn what_stands_still_is_noticed_and_what_goes_on_is_not() {
-        let mut stand_still = StandStill::new(PROGRESS_INTERVAL * 10);
+        let mut stand_still =
+            StandStill::new(&Deadlines { stall: Deadlines::DEFAULT.progress_interval * 10, ..Deadlines::DEFAULT });
         assert!((0..100).all(|step| !stand_still.is_over(step)));
         assert_eq!((0..100).position(|_| stand_still.is_over(99)), Some(10));
         assert!(!stand_still.is_over(100), "it went forward");
@@ -488,7 +488,7 @@ mod tests {
 
     #[test]
     fn a_target_is_claimed_once_and_given_back() {
-        let lead = Lead::default();
+        let lead = Lead::new(Deadlines::DEFAULT);
         let claim = Claim::take(&lead, b"a/b").ok().unwrap();
         for other in [&b"a/b"[..], b"a", b"a/b/c"] {
             assert_eq!(Claim::take(&lead, other).err().unwrap(), b"a/b");

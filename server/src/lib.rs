@@ -20,8 +20,8 @@ mod store;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
@@ -60,6 +60,6 @@ pub struct Config {
     pub decoders: usize,
     /// Bytes of memory for all stage-ins.
     pub stage_memory: u64,
-    /// After so long without progress on any node a stage-in ends.
-    pub stall_timeout: Duration,
+    /// How long each wait may take.
+    pub deadlines: Deadlines,
 }

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::REQUEST_TIMEOUT;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Reply, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
@@ -14,12 +14,6 @@ use tokio::sync::{Notify, watch};
 
 use super::LEAD;
 use super::rates::Rates;
-
-/// A node reports five times a second and tries twice before it gives up.
-pub(super) const NODE_SILENT_TIMEOUT: Duration = Duration::from_secs(3 * REQUEST_TIMEOUT.as_secs());
-
-/// How long a worker waits for a unit before it is told to ask again.
-const UNIT_TIMEOUT: Duration = Duration::from_secs(REQUEST_TIMEOUT.as_secs() / 2);
 
 /// Nodes that are named when a stage-in stands still.
 const WAITING_NODES_TOLD_MAX: usize = 8;
@@ -44,16 +38,17 @@ pub(crate) struct LeadStage {
     steps: AtomicU64,
     /// What each node's threads wait for, while nothing goes forward there.
     waits: Mutex<Vec<Vec<String>>>,
+    deadlines: Deadlines,
 }
 
 impl LeadStage {
-    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize) -> Self {
+    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize, deadlines: Deadlines) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
             reported: Mutex::new(vec![Instant::now(); nodes]),
             handing: Mutex::new(handing),
-            rates: Mutex::new(Rates::new(nodes)),
+            rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
             progress: Mutex::new(progress),
             counts: Mutex::new(counts),
             redone_bytes: AtomicU64::new(0),
@@ -63,6 +58,7 @@ impl LeadStage {
             judged: Notify::new(),
             steps: AtomicU64::new(0),
             waits: Mutex::new(vec![Vec::new(); nodes]),
+            deadlines,
         }
     }
 
@@ -103,7 +99,7 @@ impl LeadStage {
                 judged.await;
             }
         };
-        tokio::time::timeout(UNIT_TIMEOUT, wait).await.unwrap_or(Reply::Wait)
+        tokio::time::timeout(self.deadlines.unit, wait).await.unwrap_or(Reply::Wait)
     }
 
     fn take_back(&self, report: UnitReport) {
@@ -220,7 +216,7 @@ impl LeadStage {
 
     /// A node that has not reported for so long that it has given up by itself.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
-        let silent = self.reported().iter().position(|reported| reported.elapsed() > NODE_SILENT_TIMEOUT);
+        let silent = self.reported().iter().position(|reported| reported.elapsed() > self.deadlines.node_silent);
         silent.map(|node| NodeId(node as u16))
     }
 
