@@ -16,7 +16,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
 use crate::keep::Keeper;
-use crate::peers::Peers;
+use crate::peers::{Peers, unread};
 use crate::stats::{OwnerCounter, ReadCounter};
 use crate::store::Dataset;
 
@@ -172,7 +172,7 @@ impl Fetcher {
         let (count, bytes, slots) = (chunks.len(), ticket.bytes(), ticket.take_slots());
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.clone() };
         let start = Instant::now();
-        let pulled = self.peers.pull(owner, &request, slots, REQUEST_TIMEOUT).await;
+        let pulled = self.peers.pull_pieces(owner, &request, slots, REQUEST_TIMEOUT).await;
         let (missing, pulled) = match pulled {
             Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => (missing, pulled),
             Ok(_) => return failed(&dataset, ticket, &format!("node {owner} answers what was not asked")),
@@ -183,16 +183,21 @@ impl Fetcher {
         }
         self.remote.add(count as u64, bytes);
         let lens: Vec<u64> = (0..count).map(|number| ticket.len(number)).collect();
-        let is_good = |number: usize| pulled.lens[number] == lens[number] && !missing.contains(&(number as u32));
+        let is_unread = |number: usize| pulled.unread.pieces.contains(&(number as u32));
+        let is_good =
+            |number: usize| pulled.lens[number] == lens[number] && !missing.contains(&(number as u32)) && !is_unread(number);
         let filled = ticket.fill(pulled.slots, is_good);
         let mut part = Part::with_capacity(count);
-        for (chunk, (at, lease)) in chunks.into_iter().zip(filled) {
+        for (number, (chunk, (at, lease))) in chunks.into_iter().zip(filled).enumerate() {
             let fetched = match lease {
                 Some(lease) => {
                     if keeps {
                         self.keeper.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
                     }
                     Fetched::Leased(lease)
+                }
+                None if is_unread(number) => {
+                    Fetched::Failed(format!("cannot read {}: {}", name(&dataset, chunk), unread(owner, &pulled.unread)))
                 }
                 None => Fetched::Failed(format!("node {owner} does not hold {}", name(&dataset, chunk))),
             };

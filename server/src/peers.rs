@@ -8,7 +8,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{OFFER_TIMEOUT, PAIRS_ALL_TRIED_NODES, REDIAL_INTERVAL};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
-use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
+use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError, Unread};
 use tokio::sync::Mutex;
 
 /// Why a peer could not be asked, or what it said.
@@ -115,8 +115,20 @@ impl Peers {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
     }
 
-    /// A request whose answer's bytes land in slots.
+    /// A request whose answer's bytes land in slots. All of them, or it fails.
     pub(crate) async fn pull(
+        &self,
+        node: NodeId,
+        request: &Request,
+        slots: Vec<Slot>,
+        timeout: Duration,
+    ) -> Result<(Reply, Pulled), PeerError> {
+        let (reply, pulled) = self.pull_pieces(node, request, slots, timeout).await?;
+        if pulled.unread.pieces.is_empty() { Ok((reply, pulled)) } else { Err(unread(node, &pulled.unread)) }
+    }
+
+    /// As [`Self::pull`], but pieces that the peer cannot read are left to the caller to find.
+    pub(crate) async fn pull_pieces(
         &self,
         node: NodeId,
         request: &Request,
@@ -139,6 +151,11 @@ impl Peers {
         let Offered { message, payload } = offered;
         Ok((reply(node, &message)?, payload))
     }
+}
+
+/// Tells the user of pieces that a peer could not read.
+pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
+    PeerError::Failed { node, reason: unread.reason.clone() }
 }
 
 fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {

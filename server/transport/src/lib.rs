@@ -110,6 +110,42 @@ pub struct Answer {
     pub pieces: Vec<Piece>,
 }
 
+/// Pieces of an answer whose bytes the peer could not read. All other pieces are as they should be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unread {
+    /// Numbers of these pieces, ascending. What lies in their slots means nothing.
+    pub pieces: Vec<u32>,
+    /// Why the first of them could not be read.
+    pub reason: String,
+}
+
+impl Unread {
+    /// Reasons are cut to this many bytes, so that an answer has room for one.
+    pub(crate) const REASON_LEN_MAX: usize = 256;
+
+    /// Adds a piece, once.
+    pub(crate) fn add(&mut self, piece: usize, reason: &str) {
+        if self.pieces.is_empty() {
+            let end = reason.floor_char_boundary(Self::REASON_LEN_MAX);
+            reason[..end].clone_into(&mut self.reason);
+        }
+        if let Err(at) = self.pieces.binary_search(&(piece as u32)) {
+            self.pieces.insert(at, piece as u32);
+        }
+    }
+}
+
+/// Says that bytes of a file could not be read, and that the drive is at fault, not the node.
+pub(crate) fn drive_failure(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the file on its drive is shorter than what was written to it".to_owned(),
+        _ => format!("its drive cannot be read: {error}"),
+    }
+}
+
+/// Says that a file's bytes were given up while they were read.
+pub(crate) const GIVEN_UP: &str = "it has just been given up";
+
 /// An answered pull.
 pub struct Pulled {
     /// The peer's message.
@@ -118,6 +154,8 @@ pub struct Pulled {
     pub slots: Vec<Slot>,
     /// How many bytes landed in each slot.
     pub lens: Vec<u64>,
+    /// Pieces that the peer could not read: their slots do not count.
+    pub unread: Unread,
 }
 
 /// An answered offer.

@@ -112,3 +112,6 @@ pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::engine::{Batch, Engine, Events, QueueId};
 use super::message::{Answered, Ask, Hello, Request, answer_len, request_len};
 use super::queue::{Action, QueuePair, Remote, Work};
-use crate::{Region, Slot};
+use crate::{Region, Slot, Unread};
 
 /// Room for an answer's message beside its lengths.
 const ANSWER_MESSAGE_LEN: usize = 8 << 10;
@@ -22,7 +22,7 @@ pub(super) const PROGRESS: u32 = 1 << 31;
 /// How a request ended.
 pub(super) enum Outcome {
     /// It was answered: so many bytes in each slot.
-    Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot> },
+    Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The far side will not.
     Refused(String),
     /// It has to go another way: it, or its answer, does not fit here.
@@ -202,7 +202,7 @@ impl Events for Answers {
         let Some(Waiting { slots, is_offer, done, .. }) = requests.remove(&number) else { return Ok(()) };
         drop(requests);
         let outcome = match answered {
-            Answered::Done { lens, message } => Outcome::Done { lens, message, slots },
+            Answered::Done { lens, message, unread } => Outcome::Done { lens, message, slots, unread },
             Answered::Refused(reason) => Outcome::Refused(reason),
             // It was taken, and only its answer did not fit.
             Answered::TooLong if is_offer => Outcome::Failed(slots, number),

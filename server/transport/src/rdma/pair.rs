@@ -217,10 +217,10 @@ impl Connection for PairedConnection {
             && let Some(asker) = self.asker()
         {
             slots = match asker.ask(Ask::Pull, &message, slots, None, limit).await {
-                Outcome::Done { lens, message, slots } => {
+                Outcome::Done { lens, message, slots, unread } => {
                     let mut lens: Vec<u64> = lens.into_iter().map(u64::from).collect();
                     lens.resize(slots.len(), 0);
-                    return Ok(Pulled { message, slots, lens });
+                    return Ok(Pulled { message, slots, lens, unread });
                 }
                 Outcome::Refused(reason) => return Err(self.refused(reason)),
                 Outcome::Late => return Err(self.late(limit)),

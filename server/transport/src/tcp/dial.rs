@@ -21,9 +21,9 @@ use tokio::time::{sleep, timeout};
 use super::handshake;
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf, split};
-use super::stream::{Outgoing, Sender, join_body, split_body, writer};
+use super::stream::{Outgoing, Sender, join_body, split_body, split_unread, writer};
 use super::{Identity, is_pushed_out};
-use crate::{Connection, Offered, Pulled, Slot, TransportError};
+use crate::{Connection, Offered, Pulled, Slot, TransportError, Unread};
 
 /// A peer is lost only after so many looks without a byte from it: who was stopped or starved finds that time has passed, and what
 /// came meanwhile unread.
@@ -248,14 +248,15 @@ async fn receive(read: ReadHalf, life: &Life, pending: &Pending) -> io::Result<(
                 let (lens, message) = split_body(&body).ok_or_else(unexpected)?;
                 let landing = Landing::new(slots, lens).ok_or_else(unexpected)?;
                 if header.argument == 0 {
-                    finish(message, landing, done)?;
+                    finish(message, landing, Unread::default(), done)?;
                 } else {
                     let state = State::Landing { message, landing, done };
                     pending.lock().insert(header.request, Request { progress, state });
                 }
             }
             (Kind::End, Some(Request { state: State::Landing { message, landing, done }, .. })) => {
-                finish(message, landing, done)?;
+                let unread = split_unread(&body, landing.pieces()).ok_or_else(unexpected)?;
+                finish(message, landing, unread, done)?;
             }
             (Kind::Ready, Some(Request { progress, state: State::Offer { ready, done } })) => {
                 pending.lock().insert(header.request, Request { progress, state: State::Sending { done } });
@@ -277,13 +278,13 @@ async fn receive(read: ReadHalf, life: &Life, pending: &Pending) -> io::Result<(
 }
 
 /// Answers the asker: all bytes have landed.
-fn finish(message: Vec<u8>, landing: Landing, done: oneshot::Sender<Result<Pulled, String>>) -> io::Result<()> {
+fn finish(message: Vec<u8>, landing: Landing, unread: Unread, done: oneshot::Sender<Result<Pulled, String>>) -> io::Result<()> {
     if !landing.is_complete() {
         return Err(unexpected());
     }
     let (slots, lens) = landing.finish();
     // An asker that has given up is not there any more; then the slots are free now.
-    let _ = done.send(Ok(Pulled { message, slots, lens }));
+    let _ = done.send(Ok(Pulled { message, slots, lens, unread }));
     Ok(())
 }
 
