@@ -125,6 +125,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
+/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+pub const PEER_SHARE: u64 = 4;
+/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+pub const STUCK_SHARE: u64 = 16;
+/// or are so many.
+pub const STUCK_REQUESTS_MAX: u32 = 16;
+/// So often a pull is asked again on another link, when its own has ended.
+pub const MOVES_MAX: u32 = 3;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
 /// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
@@ -205,6 +213,17 @@ pub const REDIAL_INTERVAL: Duration = Duration::from_secs(1);
 pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer from which no byte came for so long is lost.
 pub const PEER_LOST_TIMEOUT: Duration = Duration::from_secs(5);
+/// A link from which no byte came for so long, while others of the same peer had some, is replaced.
+pub const LINK_SILENT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The kernel asks a silent asker for a sign of life so often,
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// and ends the connection after so many without an answer.
+pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// What is overdue is given up only after so many looks in a row: who was stopped or starved finds that time has passed, and what came
+/// meanwhile unread.
+pub const LOOKS_MIN: u32 = 4;
+/// Between two such looks.
+pub const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// A sign of life is sent on an otherwise silent connection at this interval.
 pub const PING_INTERVAL: Duration = Duration::from_secs(1);
 /// A client's wait for its server.
@@ -261,6 +280,11 @@ const _: () = {
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(FOLLOWED_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
+    assert!(PING_INTERVAL.as_millis() * 2 <= LINK_SILENT_TIMEOUT.as_millis(), "a ping may be late");
+    assert!(
+        (LINK_SILENT_TIMEOUT.as_millis() + LOOK_INTERVAL.as_millis() * LOOKS_MIN as u128) * 2 <= PEER_LOST_TIMEOUT.as_millis(),
+        "what is moved to another link has as much time again"
+    );
     assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
     assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());
     assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());

@@ -82,7 +82,7 @@ pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
     tcp_for(node, Purpose::Peer).await
 }
 
-async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
+pub(crate) async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
     let identity = Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose };
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
 }

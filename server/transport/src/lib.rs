@@ -7,6 +7,7 @@
 
 #[cfg(feature = "async-rdma")]
 pub mod async_rdma;
+mod budget;
 pub mod channel;
 mod cold;
 pub mod fault;
@@ -64,6 +65,21 @@ pub enum TransportError {
         address: SocketAddr,
         /// Its words.
         reason: String,
+    },
+    /// The peer holds too much of our memory for requests that it does not answer: it is asked again when it has.
+    #[error(
+        "node {peer} ({address}) is stuck: {requests} requests for {bytes} bytes wait for it past their deadline. Its drive hangs, or is \
+         far too slow; see its kernel's log. It is asked again as soon as it answers"
+    )]
+    Stuck {
+        /// Which.
+        peer: NodeId,
+        /// Where it is.
+        address: SocketAddr,
+        /// Requests past their deadlines.
+        requests: u32,
+        /// What they ask for.
+        bytes: u64,
     },
     /// The message is larger than one may be: a defect of the caller.
     #[error("a message of {0} bytes is too long")]

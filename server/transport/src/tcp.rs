@@ -4,6 +4,8 @@ mod answer;
 mod dial;
 pub(crate) mod door;
 pub(crate) mod handshake;
+mod link;
+mod links;
 mod reader;
 pub(crate) mod seal;
 mod serve;
@@ -113,5 +115,7 @@ pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
 
+#[cfg(test)]
+pub(crate) mod relay;
 #[cfg(test)]
 mod tests;
