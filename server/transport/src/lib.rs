@@ -136,14 +136,13 @@ pub struct Unread {
 }
 
 impl Unread {
-    /// Reasons are cut to this many bytes, so that an answer has room for one.
-    pub(crate) const REASON_LEN_MAX: usize = 256;
+    /// Reasons are cut to this, so that an answer has room for one.
+    const REASON_CHARS_MAX: usize = 256;
 
     /// Adds a piece, once.
     pub(crate) fn add(&mut self, piece: usize, reason: &str) {
         if self.pieces.is_empty() {
-            let end = reason.floor_char_boundary(Self::REASON_LEN_MAX);
-            reason[..end].clone_into(&mut self.reason);
+            self.reason = reason.chars().take(Self::REASON_CHARS_MAX).collect();
         }
         if let Err(at) = self.pieces.binary_search(&(piece as u32)) {
             self.pieces.insert(at, piece as u32);

@@ -76,6 +76,8 @@ impl Relay {
     /// Decides it for all flows, those to come among them.
     pub(crate) fn set_all(&self, way: Way) {
         *self.next.lock().unwrap() = way;
-        self.flows.lock().unwrap().iter().for_each(|flow| drop(flow.send_replace(way)));
+        self.flows.lock().unwrap().iter().for_each(|flow| {
+            let _ = flow.send_replace(way);
+        });
     }
 }
