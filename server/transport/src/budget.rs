@@ -7,8 +7,9 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{LOOK_INTERVAL, LOOKS_MIN, PEER_SHARE, STUCK_REQUESTS_MAX, STUCK_SHARE};
+use dayfly_meta::limits::{PEER_SHARE, STUCK_REQUESTS_MAX, STUCK_SHARE};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
@@ -33,8 +34,9 @@ impl Progress {
 }
 
 /// What one peer holds of our memory.
-#[derive(Default)]
 pub(crate) struct Budget {
+    /// Between two looks at what is overdue.
+    look_interval: Duration,
     state: Mutex<State>,
     changed: Notify,
 }
@@ -98,6 +100,10 @@ pub(crate) struct Held {
 }
 
 impl Budget {
+    pub(crate) fn new(look_interval: Duration) -> Arc<Self> {
+        Arc::new(Self { look_interval, state: Mutex::default(), changed: Notify::new() })
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -117,11 +123,11 @@ impl Budget {
             changed.as_mut().enable();
             {
                 let mut state = self.lock();
-                state.look(region);
+                state.look(region, self.look_interval);
                 let here = state.regions.entry(region).or_default();
                 let is_stuck = here.overdue.requests >= STUCK_REQUESTS_MAX || here.overdue.bytes > region_len / STUCK_SHARE;
                 here.looks = if is_stuck { here.looks.max(1) } else { 0 };
-                if here.looks >= LOOKS_MIN {
+                if here.looks >= Deadlines::LOOKS_MIN {
                     return Err(Denied::Stuck(here.overdue));
                 }
                 if !is_stuck && (here.bytes == 0 || here.bytes + len <= region_len / PEER_SHARE) {
@@ -136,18 +142,18 @@ impl Budget {
             if left.is_zero() {
                 return Err(Denied::Late);
             }
-            let _ = timeout(left.min(LOOK_INTERVAL), changed).await;
+            let _ = timeout(left.min(self.look_interval), changed).await;
         }
     }
 }
 
 impl State {
     /// Counts what is overdue, now and then. Who stood still finds that time has passed, and the answers unread: only looks in a row count.
-    fn look(&mut self, region: usize) {
+    fn look(&mut self, region: usize, interval: Duration) {
         let Self { requests, regions, .. } = self;
         let here = regions.entry(region).or_default();
         let since = here.looked.map(|looked| looked.elapsed());
-        if since.is_some_and(|since| since < LOOK_INTERVAL) {
+        if since.is_some_and(|since| since < interval) {
             return;
         }
         here.looked = Some(Instant::now());
@@ -157,7 +163,7 @@ impl State {
             here.overdue.requests += u32::from(entry.is_overdue);
             here.overdue.bytes += if entry.is_overdue { entry.len } else { 0 };
         }
-        let is_in_a_row = since.is_some_and(|since| since < LOOK_INTERVAL * LOOKS_MIN);
+        let is_in_a_row = since.is_some_and(|since| since < interval * Deadlines::LOOKS_MIN);
         here.looks = if is_in_a_row { here.looks + 1 } else { 0 };
     }
 }
@@ -188,6 +194,7 @@ mod tests {
     use crate::Region;
 
     const SHORT: Duration = Duration::from_millis(20);
+    const LOOKS: Duration = Duration::from_millis(100);
     const LONG: Duration = Duration::from_secs(60);
 
     async fn take(budget: &Arc<Budget>, region: &Region, len: u64, limit: Duration) -> Result<Option<Held>, Denied> {
@@ -198,8 +205,7 @@ mod tests {
     /// `docs/SEMANTICS.md`: what one peer holds of the arena is bounded, and so is how long others wait for it.
     #[tokio::test]
     async fn a_peer_holds_its_share_and_one_that_is_stuck_is_asked_no_more() {
-        let (budget, region, other) =
-            (Arc::new(Budget::default()), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());
+        let (budget, region, other) = (Budget::new(LOOKS), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());
         let mut all = Vec::new();
         for _ in 0..4 {
             all.push(take(&budget, &region, 1 << 20, LONG).await.unwrap());
@@ -218,7 +224,7 @@ mod tests {
         for _ in 0..2 {
             all.push(take(&budget, &region, 1 << 20, SHORT).await.unwrap());
         }
-        tokio::time::sleep(LOOK_INTERVAL * 2).await;
+        tokio::time::sleep(LOOKS * 2).await;
         let stuck = Denied::Stuck(Overdue { requests: 2, bytes: 2 << 20 });
         assert_eq!(take(&budget, &region, 1, LONG).await.err(), Some(stuck));
         let start = Instant::now();
@@ -231,9 +237,9 @@ mod tests {
     /// As after a process was stopped: time has passed, and the answers lie unread.
     #[tokio::test]
     async fn who_stood_still_finds_no_peer_stuck() {
-        let (budget, region) = (Arc::new(Budget::default()), Region::new(16 << 20).unwrap());
+        let (budget, region) = (Budget::new(LOOKS), Region::new(16 << 20).unwrap());
         let held = take(&budget, &region, 4 << 20, SHORT).await.unwrap();
-        std::thread::sleep(LOOK_INTERVAL * 2);
+        std::thread::sleep(LOOKS * 2);
         let answers = tokio::spawn(async move {
             tokio::time::sleep(SHORT).await;
             drop(held);

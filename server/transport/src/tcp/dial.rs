@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BULK_LINKS, CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, LOOK_INTERVAL, MESSAGE_LEN_MAX, MOVES_MAX};
+use dayfly_meta::limits::{BULK_LINKS, MESSAGE_LEN_MAX, MOVES_MAX};
 use dayfly_meta::wire::frame::Kind;
 use tokio::net::TcpStream;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
@@ -23,7 +23,7 @@ use super::{Identity, is_pushed_out};
 use crate::budget::{Budget, Denied, Progress};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
 
-/// So often a dial is tried, at most.
+/// A peer that had no time for us is dialled so often, at most.
 const DIAL_ATTEMPTS_MAX: u32 = 5;
 
 /// Dials a peer: one link for small messages, which must come up, and a few for bulk, which may come up later.
@@ -32,7 +32,7 @@ pub(super) async fn connect(
     peer: NodeId,
     address: SocketAddr,
 ) -> Result<Arc<dyn Connection>, TransportError> {
-    let links = Arc::new(Links::new(peer, address));
+    let links = Arc::new(Links::new(peer, address, identity.deadlines));
     let first = dial_patiently(identity, peer, address).await.map_err(|error| links.lost_by(&error.to_string()))?;
     let mut dialled = vec![Ok(first)];
     let mut dialling = JoinSet::new();
@@ -46,7 +46,7 @@ pub(super) async fn connect(
     let watch = Watch::new(links.clone(), identity.clone(), dialled);
     let mut tasks = JoinSet::new();
     tasks.spawn(watch.run());
-    Ok(Arc::new(TcpConnection { links, budget: Arc::default(), _tasks: tasks }))
+    Ok(Arc::new(TcpConnection { links, budget: Budget::new(identity.deadlines.look_interval), _tasks: tasks }))
 }
 
 /// Very many strangers may have pushed us out before we spoke, or all other members at once: so again, ever later.
@@ -59,9 +59,9 @@ pub(super) async fn dial_patiently(identity: &Identity, peer: NodeId, address: S
             Err(error)
                 if is_pushed_out(&error)
                     && attempts < DIAL_ATTEMPTS_MAX
-                    && (attempts == 1 || start.elapsed() < HANDSHAKE_TIMEOUT) =>
+                    && (attempts == 1 || start.elapsed() < identity.deadlines.handshake) =>
             {
-                sleep(LOOK_INTERVAL * attempts).await;
+                sleep(identity.deadlines.look_interval * attempts).await;
             }
             dialled => return dialled,
         }
@@ -70,11 +70,13 @@ pub(super) async fn dial_patiently(identity: &Identity, peer: NodeId, address: S
 
 async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<Halves> {
     let late = |what: &'static str| move |_| io::Error::new(io::ErrorKind::TimedOut, what);
-    let mut stream =
-        timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(late("it cannot be reached in time"))??;
+    let mut stream = timeout(identity.deadlines.connect, TcpStream::connect(address))
+        .await
+        .map_err(late("it cannot be reached in time"))??;
     stream.set_nodelay(true)?;
-    let shaken =
-        timeout(HANDSHAKE_TIMEOUT, handshake::dial(&mut stream, identity, peer)).await.map_err(late("no handshake in time"))?;
+    let shaken = timeout(identity.deadlines.handshake, handshake::dial(&mut stream, identity, peer))
+        .await
+        .map_err(late("no handshake in time"))?;
     let keys = shaken.map_err(|error| io::Error::new(error.kind(), format!("the handshake failed: {error}")))?;
     Ok(split(stream, identity.purpose.seal(keys)))
 }
@@ -138,7 +140,7 @@ impl TcpConnection {
                 Ok(answer) => return Ok(answer.ok()),
                 Err(_) if progress.age() < limit => {}
                 // It may have come while this process stood still.
-                Err(_) => match timeout(LOOK_INTERVAL, &mut answer).await {
+                Err(_) => match timeout(self.links.deadlines.look_interval, &mut answer).await {
                     Ok(answer) => return Ok(answer.ok()),
                     Err(_) => return Err(self.timeout(limit)),
                 },

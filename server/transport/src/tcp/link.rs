@@ -95,8 +95,12 @@ pub(super) struct Link {
 
 impl Link {
     /// Makes a link of a stream, and the future that takes in answers until it ends.
-    pub(super) fn start((read, write): (ReadHalf, WriteHalf), start: Instant) -> (Arc<Self>, impl Future<Output = ()>) {
-        let (sender, write) = writer(write);
+    pub(super) fn start(
+        (read, write): (ReadHalf, WriteHalf),
+        start: Instant,
+        patience: Duration,
+    ) -> (Arc<Self>, impl Future<Output = ()>) {
+        let (sender, write) = writer(write, patience);
         let link = Arc::new(Self {
             sender,
             permits: Arc::new(Semaphore::new(PEER_REQUESTS_MAX)),

@@ -6,8 +6,8 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{LINK_SILENT_TIMEOUT, LOOK_INTERVAL, LOOKS_MIN, PEER_LOST_TIMEOUT, PING_INTERVAL, REDIAL_INTERVAL};
 use dayfly_meta::wire::frame::Kind;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -21,13 +21,14 @@ use crate::TransportError;
 
 /// A link that lived so long did not end for what made the one before it end.
 const GOOD_LIFE: Duration = Duration::from_secs(10);
-/// A link that ends again and again is dialled ever later, up to so many times [`REDIAL_INTERVAL`].
+/// A link that ends again and again is dialled ever later, up to so many times [`Deadlines::redial`].
 const BACK_OFF_MAX: u32 = 8;
 
 /// The links to one peer: the first for small messages, the others for bulk.
 pub(super) struct Links {
     pub(super) peer: NodeId,
     pub(super) address: SocketAddr,
+    pub(super) deadlines: Deadlines,
     start: Instant,
     up: Mutex<Vec<Option<Arc<Link>>>>,
     lost: OnceLock<String>,
@@ -37,8 +38,8 @@ pub(super) struct Links {
 pub(super) type Halves = (ReadHalf, WriteHalf);
 
 impl Links {
-    pub(super) fn new(peer: NodeId, address: SocketAddr) -> Self {
-        Self { peer, address, start: Instant::now(), up: Mutex::default(), lost: OnceLock::new() }
+    pub(super) fn new(peer: NodeId, address: SocketAddr, deadlines: Deadlines) -> Self {
+        Self { peer, address, deadlines, start: Instant::now(), up: Mutex::default(), lost: OnceLock::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Option<Arc<Link>>>> {
@@ -79,7 +80,7 @@ impl Links {
         let open = links.iter().enumerate().filter_map(|(number, link)| Some((number, link.as_ref()?)));
         open.filter(|(_, link)| link.ended().is_none())
             .min_by_key(|(number, link)| {
-                let is_quiet = now.saturating_sub(link.heard()) > PING_INTERVAL * 3 / 2;
+                let is_quiet = now.saturating_sub(link.heard()) > self.deadlines.ping_interval * 3 / 2;
                 (is_quiet, (*number > 0) != is_bulk, link.load())
             })
             .map(|(_, link)| link.clone())
@@ -134,7 +135,7 @@ impl Watch {
                 Some(Ok((number, halves))) = self.dialling.join_next() => self.dialled(number, halves),
                 () = sleep(wait) => {
                     // Who stood still looks first at what came meanwhile.
-                    if asleep.elapsed() > wait + PING_INTERVAL {
+                    if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
                         self.looks = 0;
                         self.notes.iter_mut().for_each(|note| note.looks = 0);
                     }
@@ -160,27 +161,29 @@ impl Watch {
     fn pause(&self) -> Duration {
         let now = self.links.start.elapsed();
         let oldest = self.links.lock().iter().flatten().map(|link| link.heard()).min().unwrap_or(now);
-        LINK_SILENT_TIMEOUT.saturating_sub(now.saturating_sub(oldest)).clamp(LOOK_INTERVAL, PING_INTERVAL)
+        let Deadlines { link_silent, look_interval, ping_interval, .. } = self.links.deadlines;
+        link_silent.saturating_sub(now.saturating_sub(oldest)).clamp(look_interval, ping_interval)
     }
 
     /// Judges all links.
     fn look(&mut self) {
+        let Deadlines { link_silent, peer_lost, ping_interval, .. } = self.links.deadlines;
         let now = self.links.start.elapsed();
         let links = self.links.lock().clone();
         let newest = links.iter().flatten().map(|link| link.heard()).max().unwrap_or_default();
         for (link, note) in links.iter().zip(&mut self.notes) {
             let Some(link) = link else { continue };
-            let is_silent = now.saturating_sub(link.heard()) >= LINK_SILENT_TIMEOUT;
+            let is_silent = now.saturating_sub(link.heard()) >= link_silent;
             // Others were heard after it: it is not the peer, nor we, who stood still.
-            let is_behind = newest.saturating_sub(link.heard()) >= PING_INTERVAL;
+            let is_behind = newest.saturating_sub(link.heard()) >= ping_interval;
             note.looks = if is_silent && is_behind { note.looks + 1 } else { 0 };
-            if note.looks >= LOOKS_MIN {
-                link.end(&format!("no byte came over one of its connections for {} s", LINK_SILENT_TIMEOUT.as_secs()));
+            if note.looks >= Deadlines::LOOKS_MIN {
+                link.end(&format!("no byte came over one of its connections for {} s", link_silent.as_secs_f64()));
             }
         }
-        self.looks = if now.saturating_sub(newest) >= PEER_LOST_TIMEOUT { self.looks + 1 } else { 0 };
-        if self.looks >= LOOKS_MIN {
-            self.links.lose(&format!("no byte came from it for {} s", PEER_LOST_TIMEOUT.as_secs()));
+        self.looks = if now.saturating_sub(newest) >= peer_lost { self.looks + 1 } else { 0 };
+        if self.looks >= Deadlines::LOOKS_MIN {
+            self.links.lose(&format!("no byte came from it for {} s", peer_lost.as_secs_f64()));
         }
     }
 
@@ -205,7 +208,8 @@ impl Watch {
         let note = &mut self.notes[number];
         note.failures = if note.began.elapsed() > GOOD_LIFE { 0 } else { note.failures + 1 };
         note.looks = 0;
-        let pause = if note.failures == 0 { Duration::ZERO } else { REDIAL_INTERVAL * note.failures.min(BACK_OFF_MAX) };
+        let pause =
+            if note.failures == 0 { Duration::ZERO } else { self.links.deadlines.redial * note.failures.min(BACK_OFF_MAX) };
         let (identity, peer, address) = (self.identity.clone(), self.links.peer, self.links.address);
         self.dialling.spawn(async move {
             sleep(pause).await;
@@ -222,7 +226,7 @@ impl Watch {
                 return;
             }
         };
-        let (link, running) = Link::start(halves, self.links.start);
+        let (link, running) = Link::start(halves, self.links.start, self.links.deadlines.peer_lost);
         self.running.spawn(async move {
             running.await;
             number

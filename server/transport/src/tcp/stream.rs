@@ -6,8 +6,9 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
+use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
 use rustix::net::{SendFlags, send};
 use tokio::io::{AsyncWriteExt, Interest};
@@ -47,13 +48,14 @@ pub(super) struct FileRange {
 /// The way to the writing task. Sending fails when the stream is dead.
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
-/// Makes the queue and the future that writes what comes in; it ends with the stream, or with the last sender.
-pub(super) fn writer(half: WriteHalf) -> (Sender, impl Future<Output = io::Result<()>>) {
+/// Makes the queue and the future that writes what comes in; it ends with the stream, with the last sender, or when the peer takes no
+/// bytes for `patience`.
+pub(super) fn writer(half: WriteHalf, patience: Duration) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
-    (sender, write_all(half, queue))
+    (sender, write_all(half, queue, patience))
 }
 
-async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
+async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, patience: Duration) -> io::Result<()> {
     let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
         // Frames that wait behind each other go out together.
@@ -71,17 +73,17 @@ async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> 
                 other => break other,
             }
         };
-        frames.write(&mut half).await?;
+        frames.write(&mut half, patience).await?;
         match bulk {
             Some(Outgoing::Payload { request, slot, len, back }) => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
-                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)]).await?;
+                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)], patience).await?;
                 }
                 // Nobody waits for it any more if the request was given up; then the slot is free.
                 let _ = back.send(slot);
             }
             Some(Outgoing::File { request, range, sent }) => {
-                let failure = write_file(&mut half, request, &range).await?;
+                let failure = write_file(&mut half, request, &range, patience).await?;
                 let _ = sent.send(failure);
             }
             _ => {}
@@ -103,14 +105,14 @@ impl Frames {
         self.frames.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
     }
 
-    async fn write(&mut self, half: &mut WriteHalf) -> io::Result<()> {
+    async fn write(&mut self, half: &mut WriteHalf, patience: Duration) -> io::Result<()> {
         let frames = std::mem::take(self).frames;
         if frames.is_empty() {
             return Ok(());
         }
         let both = |(header, body)| [IoSlice::new(header), IoSlice::new(body)];
         let mut slices: Vec<IoSlice<'_>> = frames.iter().map(|(header, body)| (&header[..], &body[..])).flat_map(both).collect();
-        write(half, &mut slices).await
+        write(half, &mut slices, patience).await
     }
 }
 
@@ -118,15 +120,15 @@ fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
     PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
 }
 
-async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-    timeout(PEER_LOST_TIMEOUT, half.write_all(slices))
+async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], patience: Duration) -> io::Result<()> {
+    timeout(patience, half.write_all(slices))
         .await
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
 /// Sends a file's bytes; out of the page cache without copying them, if they go as they are. All bytes were announced: those that cannot
 /// be read are made up with zeros, and the answer says why the piece does not count. An error is the stream's, never the file's.
-async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io::Result<Option<String>> {
+async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patience: Duration) -> io::Result<Option<String>> {
     let (mut at, end) = (range.offset, range.offset + range.len);
     let mut failure = None;
     while at < end {
@@ -136,13 +138,15 @@ async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io
         let until = end.min(at + FRAME_BODY_LEN_MAX as u64);
         let header = data(request, (until - at) as usize);
         match half {
-            WriteHalf::Plain(half) if failure.is_none() => failure = send_range(half, &header, range, at, until).await?,
+            WriteHalf::Plain(half) if failure.is_none() => {
+                failure = send_range(half, &header, range, (at, until), patience).await?
+            }
             _ => {
                 let mut bytes = vec![0; (until - at) as usize];
                 if failure.is_none() {
                     failure = read_whole(range, at, &mut bytes).err().map(|error| drive_failure(&error));
                 }
-                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)]).await?;
+                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], patience).await?;
             }
         }
         at = until;
@@ -159,8 +163,8 @@ async fn send_range(
     half: &mut OwnedWriteHalf,
     mut header: &[u8],
     range: &FileRange,
-    mut at: u64,
-    until: u64,
+    (mut at, until): (u64, u64),
+    patience: Duration,
 ) -> io::Result<Option<String>> {
     let sending = async {
         while !header.is_empty() {
@@ -182,10 +186,10 @@ async fn send_range(
         io::Result::Ok(None)
     };
     let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes");
-    let failure = timeout(PEER_LOST_TIMEOUT, sending).await.map_err(late)??;
+    let failure = timeout(patience, sending).await.map_err(late)??;
     if failure.is_some() {
         let zeros = vec![0; (until - at) as usize];
-        timeout(PEER_LOST_TIMEOUT, half.write_all(&zeros)).await.map_err(late)??;
+        timeout(patience, half.write_all(&zeros)).await.map_err(late)??;
     }
     Ok(failure)
 }

@@ -29,7 +29,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
     let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let mut far = listener.accept().unwrap().0;
     let (_read, write) = split(stream, None);
-    let (sender, writing) = writer(write);
+    let (sender, writing) = writer(write, TIMEOUT);
     let writing = tokio::spawn(writing);
     let got = std::thread::spawn(move || {
         let mut got = Vec::new();
