@@ -150,6 +150,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
+/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+pub const PEER_SHARE: u64 = 4;
+/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+pub const STUCK_SHARE: u64 = 16;
+/// or are so many.
+pub const STUCK_REQUESTS_MAX: u32 = 16;
+/// So often a pull is asked again on another link, when its own has ended.
+pub const MOVES_MAX: u32 = 3;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
 /// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
@@ -216,6 +224,10 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
+/// The kernel asks a silent asker for a sign of life so often,
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// and ends the connection after so many without an answer.
+pub const KEEP_ALIVE_PROBES: u32 = 3;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
