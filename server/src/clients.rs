@@ -87,7 +87,7 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
         let server = server.clone();
         clients.spawn(async move {
             let place = server.processes().enter(server.store().counters(), pid);
-            let client = Client::new(Socket::new(stream), place, server);
+            let client = Client::new(Socket::new(stream, server.deadlines().send), place, server);
             tokio::select! {
                 // Not the connection's end: a forked child may have it open.
                 () = end_of(pid) => {}
@@ -263,6 +263,7 @@ impl Client {
             verify_reads: config.verify_reads,
             arena_len: self.server.arena().len(),
             slot: self.place.slot,
+            server_timeout_ms: config.deadlines.server.as_millis() as u32,
         };
         let (board, counters) = self.server.store().shared_files();
         let (arena, marks) = self.server.arena().files();

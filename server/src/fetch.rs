@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{ARENA_TIMEOUT, FETCH_ATTEMPTS_MAX, NODES_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
@@ -132,7 +132,7 @@ impl Fetcher {
         if !claimed.is_empty() {
             return self.start(ready, claimed, true);
         }
-        let Some(slot) = self.arena.room_within(first.info.len, ARENA_TIMEOUT).await else {
+        let Some(slot) = self.arena.room_within(first.info.len, self.peers.deadlines().arena).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
             return Fetching::of(ready);
@@ -241,7 +241,7 @@ impl Fetcher {
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.to_vec() };
         let start = Instant::now();
-        let pulled = self.peers.pull(owner, &request, slots, REQUEST_TIMEOUT).await;
+        let pulled = self.peers.pull(owner, &request, slots, self.peers.deadlines().request).await;
         let filled = match pulled {
             Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => {
                 Filled { slots: pulled.slots, lens: pulled.lens, missing }

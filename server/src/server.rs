@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode, encode};
@@ -37,9 +38,6 @@ use crate::store::{Dataset, Store, nameless_file};
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
 const EXCHANGE_LEN: u64 = 8 << 20;
 const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
-
-/// A last answer goes out within this, or its asker hears of the end by the connection's.
-const LAST_ANSWER_TIME: Duration = Duration::from_millis(50);
 
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
@@ -110,7 +108,8 @@ impl Server {
     ) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
-        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose };
+        let deadlines = config.deadlines;
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
@@ -118,12 +117,12 @@ impl Server {
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
-        let peers = Arc::new(Peers::new(config.node, transport.clone()));
+        let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
         let damage = Arc::new(Damage::default());
         let (keeper, keeping) = Keeper::new(arena.len(), damage.clone());
         let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone()));
         let server = Arc::new(Self {
-            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone()),
+            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
             config,
             transport,
@@ -133,7 +132,7 @@ impl Server {
             exchange,
             peers,
             stages: Stages::default(),
-            lead: Lead::default(),
+            lead: Lead::new(deadlines),
             processes: Arc::default(),
             reading: Reading::default(),
             damage,
@@ -184,6 +183,10 @@ impl Server {
 
     pub(crate) fn config(&self) -> &Config {
         &self.config
+    }
+
+    pub(crate) fn deadlines(&self) -> &Deadlines {
+        &self.config.deadlines
     }
 
     pub(crate) fn transport(&self) -> &dyn Transport {
@@ -251,8 +254,8 @@ impl Server {
             };
         }
         let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
-        let slot = self.exchange.slot_within(room, REQUEST_TIMEOUT).await.ok_or_else(busy)?;
-        let (_, pulled) = self.peers.pull(node, &request, vec![slot], REQUEST_TIMEOUT).await?;
+        let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
+        let (_, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
         let (slot, len) = (pulled.slots.first(), pulled.lens.first());
         slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))
     }
@@ -352,7 +355,7 @@ impl Server {
                 let server = self.clone();
                 // Its task is not this answer's, which has to go out first.
                 tokio::spawn(async move {
-                    tokio::time::sleep(LAST_ANSWER_TIME).await;
+                    tokio::time::sleep(server.deadlines().last_answer).await;
                     server.end();
                 });
                 Ok((Reply::Ended { freed_bytes }, Vec::new()))

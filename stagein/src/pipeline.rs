@@ -427,6 +427,9 @@ impl<S: Sink> Worker<S> {
     /// Gives blocks whose owner was full to the next on the ring.
     fn place_returned(&mut self) -> Result<(), StageInError> {
         while let Some(batch) = self.returned.pop_front() {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
             for ((index, part), block, bytes) in batch.iter() {
                 let owner = self.owner(index, part)?;
                 self.append(owner, (index, part), bytes.len(), &mut |space| {

@@ -73,6 +73,8 @@ pub enum FromServer {
         arena_len: u64,
         /// The process's place in the counters.
         slot: u32,
+        /// How long the client waits for the server, in milliseconds.
+        server_timeout_ms: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {

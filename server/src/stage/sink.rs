@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT, SHIP_ATTEMPTS_MAX};
+use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
 use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
@@ -84,7 +84,8 @@ impl Sink for ServerSink {
             return Ok(self.shipping.slot(BATCH_LEN_MAX as u64));
         }
         // What stays here is put where what comes from others lands: it is kept there until it is written.
-        let slot = self.runtime.block_on(self.stage.landing_slot(BATCH_LEN_MAX as u64));
+        let slot = self.stage.landing_slot(BATCH_LEN_MAX as u64);
+        let slot = self.runtime.block_on(self.stage.unless_cancelled(slot))?;
         slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
@@ -150,8 +151,8 @@ impl Sink for ServerSink {
     }
 
     fn settle(&mut self) -> Outcome {
-        // Each offer has its own deadline, and a drive that stands still is met by those; so this wait has one.
-        match self.runtime.block_on(self.under_way.join_next()) {
+        // Each offer has its own deadline; a drive of this node that stands still is met by the lead's, which cancels.
+        match self.runtime.block_on(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
             None => Ok(Settled::Piece),
@@ -163,7 +164,8 @@ impl Sink for ServerSink {
             return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
-        match self.runtime.block_on(self.server.ask(owner, request, REQUEST_TIMEOUT)) {
+        let asked = self.server.ask(owner, request, self.server.deadlines().request);
+        match self.runtime.block_on(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
             Err(error) => Err(failed(owner, error)),
