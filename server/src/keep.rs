@@ -11,6 +11,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::sleep;
 
 use crate::arena::Lease;
+use crate::blocking::Blocking;
 use crate::store::Dataset;
 
 /// Written together; less, if no more comes for a moment.
@@ -34,10 +35,10 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
-        let task = keep_all(landed, waiting_bytes.clone());
+        let task = keep_all(landed, waiting_bytes.clone(), blocking);
         (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
@@ -53,7 +54,7 @@ impl Keeper {
     }
 }
 
-async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>) {
+async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>, blocking: Arc<dyn Blocking>) {
     let mut next = None;
     loop {
         let first = match next.take() {
@@ -84,7 +85,7 @@ async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<Atom
                 }
             }
         }
-        let writing = tokio::task::spawn_blocking(move || {
+        let writing = blocking.run(move || {
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
             dataset.keep(&chunks)
         });

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
@@ -11,6 +11,7 @@ use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
 use tokio::sync::Mutex;
+use tokio::time::Instant;
 
 /// Why a peer could not be asked, or what it said.
 #[derive(Debug, thiserror::Error)]

@@ -39,6 +39,12 @@ impl ServerSink {
     }
 }
 
+/// Stores on this node what needs no offer.
+async fn here(server: Arc<Server>, store: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+    let stored = server.blocking().run(store).await;
+    stored.map_err(|error| failed(server.config().node, error))?
+}
+
 fn failed(node: NodeId, reason: impl ToString) -> StageInError {
     StageInError::Ship { node, reason: reason.to_string() }
 }
@@ -51,7 +57,7 @@ impl Sink for ServerSink {
             return Ok(self.shipping.slot(BATCH_LEN_MAX as u64));
         }
         // What stays here is put where what comes from others lands: it is kept there until it is written.
-        let slot = self.runtime.block_on(self.stage.landing_slot(BATCH_LEN_MAX as u64));
+        let slot = self.server.blocking().wait_for(self.stage.landing_slot(BATCH_LEN_MAX as u64));
         slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
@@ -66,7 +72,7 @@ impl Sink for ServerSink {
                     Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
                 }
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
         }
         let (server, stage) = (self.server.clone(), self.stage.clone());
@@ -95,7 +101,7 @@ impl Sink for ServerSink {
                 let stored = stage.ingest().store_piece(arrival, offset, &buffer[..len]);
                 stored.map(|()| Settled::Piece).map_err(|error| failed(owner, error))
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
         }
         let offer = async move {
@@ -119,7 +125,7 @@ impl Sink for ServerSink {
 
     fn settle(&mut self) -> Outcome {
         // Each offer has its own deadline, and a drive that stands still is met by those; so this wait has one.
-        match self.runtime.block_on(self.under_way.join_next()) {
+        match self.server.blocking().wait_for(self.under_way.join_next()) {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
             None => Ok(Settled::Piece),
@@ -131,7 +137,7 @@ impl Sink for ServerSink {
             return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
-        match self.runtime.block_on(self.server.ask(owner, request, self.server.deadlines().request)) {
+        match self.server.blocking().wait_for(self.server.ask(owner, request, self.server.deadlines().request)) {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
             Err(error) => Err(failed(owner, error)),
