@@ -4,6 +4,7 @@
 
 pub mod board;
 pub mod catalog;
+pub mod checksum;
 pub mod chunk;
 pub mod deadlines;
 pub mod id;

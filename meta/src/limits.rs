@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// A block is the unit of placement: a larger sample is cut, so that one node's disk or link is not its bottleneck.
 pub const BLOCK_SIZE_MAX: u64 = 64 << 20;
-/// A sample's blocks are listed in memory while it is staged in: 8 bytes each.
+/// A sample's blocks and the checksums of its chunks are listed in memory while it is staged in: 8 and 4 bytes each.
 pub const SAMPLE_SIZE_MAX: u64 = 64 << 40;
 /// Blocks at least this long start on a page, so that they can be mapped in place and read with direct I/O.
 pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
@@ -64,6 +64,14 @@ pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 /// Bytes that one shipped batch, or one piece of a large block, carries.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
+/// A batch that arrives damaged is sent so often before the stage-in fails.
+pub const SHIP_ATTEMPTS_MAX: usize = 3;
+/// A chunk that arrives damaged is fetched so often before its read fails.
+pub const FETCH_ATTEMPTS_MAX: usize = 2;
+/// Chunks of which a process says in one request that its node's copies are bad: the server reads each of them again.
+pub const RECHECKED_CHUNKS_MAX: usize = 16;
+/// How often a process has its server look at a bad copy before its read fails.
+pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session; more wait.
 pub const STAGE_INS_MAX: usize = 4;
 /// Stage-ins that other nodes than the lead have asked for, those that wait among them.
@@ -214,6 +222,8 @@ const _: () = {
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
     assert!(BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16, "its chunks fit a word's bits");
     assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
+    assert!(CHUNK_LEN.is_multiple_of(BATCH_LEN_MAX as u64), "a piece of a large block lies in one chunk");
+    assert!(RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX, "one request has at most a block read again");
     assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client reads one chunk while another lands");
     assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);

@@ -11,10 +11,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use dayfly_meta::checksum::Mismatch;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
@@ -31,7 +33,7 @@ use crate::lead::Lead;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
-use crate::stats::Reading;
+use crate::stats::{Damage, Reading};
 use crate::store::{Dataset, Store, nameless_file};
 
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
@@ -81,6 +83,7 @@ pub struct Server {
     lead: Lead,
     processes: Arc<Processes>,
     reading: Reading,
+    damage: Arc<Damage>,
     /// Held while what is kept is thought over.
     planning: tokio::sync::Mutex<()>,
     running: Mutex<Option<Running>>,
@@ -120,8 +123,9 @@ impl Server {
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
-        let (keeper, keeping) = Keeper::new(arena.len(), blocking.clone());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper));
+        let damage = Arc::new(Damage::default());
+        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
             prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
@@ -137,6 +141,7 @@ impl Server {
             lead: Lead::new(deadlines),
             processes: Arc::default(),
             reading: Reading::default(),
+            damage,
             planning: tokio::sync::Mutex::default(),
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
@@ -373,6 +378,14 @@ impl Server {
         if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
     }
 
+    /// A dataset as peers may read it: one that is shown, or one that is prepared, for some of them show it before this node
+    /// does.
+    fn to_be_read(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let shown = || self.store.dataset(id);
+        // Between two looks it may have been shown and settled.
+        shown().or_else(|| self.stages.prepared(id)).or_else(shown)
+    }
+
     /// Does what a drive may take its time for, off the threads that move messages.
     pub(crate) async fn on_drives<T: Send + 'static>(
         self: &Arc<Self>,
@@ -437,7 +450,7 @@ impl Service for PeerService {
         let server = &self.0;
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         if let Request::Read { dataset, chunks } = request {
-            let dataset = server.store.dataset(dataset).ok_or("the dataset is not there (any more)")?;
+            let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
                 Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
@@ -449,18 +462,19 @@ impl Service for PeerService {
         Ok(Answer { message: encode(&reply), pieces })
     }
 
-    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => {
-                Reply::Shipped { arrival: self.0.stages.get(stage)?.land(blocks, incoming).await? }
-            }
-            Request::ShipPiece { stage, arrival, offset } => {
-                self.0.stages.get(stage)?.land_piece(arrival, offset, incoming).await?;
-                Reply::Done
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(blocks, incoming).await?,
+            Request::ShipPiece { stage, arrival, offset, checksum } => {
+                self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }
             _ => return Err("only batches are offered".to_owned()),
         };
+        if let Reply::Damaged(Damaged { at, expected, found }) = reply {
+            let what = format!("block {at} of a batch");
+            self.0.damage.found(Hop::Shipped, from, &what, Mismatch { expected, found });
+        }
         Ok(encode(&reply))
     }
 }

@@ -25,6 +25,7 @@ impl Server {
             data_dirs: self.config.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
             samples: sum(&|dataset| dataset.held().samples),
             blocks: sum(&|dataset| dataset.held().blocks),
+            damaged: self.damage.get(),
             held_bytes: sum(&|dataset| dataset.held().bytes),
             used_bytes: self.store.used().saturating_sub(sum(&|dataset| dataset.segments().kept_room())),
             capacity_bytes: self.store.capacity(),
