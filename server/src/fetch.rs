@@ -19,6 +19,7 @@ use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
+use crate::blocking::Blocking;
 use crate::keep::Keeper;
 use crate::peers::{Peers, unread};
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
@@ -48,6 +49,7 @@ pub(crate) struct Fetcher {
     joined: AtomicU64,
     owners: Vec<OwnerCounter>,
     damage: Arc<Damage>,
+    blocking: Arc<dyn Blocking>,
 }
 
 /// A request under way; dropping it lets go of it.
@@ -92,10 +94,10 @@ impl Fetching {
 }
 
 impl Fetcher {
-    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper, damage: Arc<Damage>) -> Self {
+    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners, damage }
+        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
     }
 
     /// What came over the network.
@@ -260,7 +262,7 @@ impl Fetcher {
             counter.add(count as u64, bytes, start.elapsed());
         }
         self.remote.add(count as u64, bytes);
-        filled.check(dataset, chunks).await
+        filled.check(&*self.blocking, dataset, chunks).await
     }
 
     /// The owner's side.

@@ -4,7 +4,7 @@ mod line;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
@@ -12,6 +12,7 @@ use dayfly_meta::limits::{PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError, Unread};
+use tokio::time::Instant;
 
 use line::Line;
 
