@@ -58,7 +58,7 @@ pub(crate) enum IngestError {
     NotReserved,
     #[error("more blocks than one node can number in a stage-in; stage the sources into several datasets")]
     Numbers,
-    #[error("cannot write a segment: {0}")]
+    #[error("{0}")]
     Write(#[from] io::Error),
 }
 
@@ -145,10 +145,11 @@ impl Ingest {
         window.map_or(Ok(()), |window| self.write(window))
     }
 
-    /// All that was shipped is written, and found by its number.
+    /// All that was shipped is on the drives, and found by its number.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
         self.write_out()?;
         self.segments.trim()?;
+        self.segments.sync()?;
         let count = self.state().next_arrival;
         Ok(self.arrivals.finish(count)?)
     }

@@ -24,7 +24,7 @@ use tokio::task::JoinSet;
 use crate::ingest::{Ingest, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
+use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
 use memory::Memory;
 use sink::ServerSink;
 
@@ -33,6 +33,9 @@ const CATALOG_FILE_LEN: u64 = 128;
 
 /// A batch that finds no room to land in waits for so long before what lies there is written out early.
 const PATIENCE: Duration = Duration::from_millis(100);
+
+/// Others may take the room that was made for one.
+const ROOM_ATTEMPTS_MAX: usize = 8;
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -47,6 +50,11 @@ impl Stages {
 
     pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
         self.lock().remove(&number)
+    }
+
+    /// Those that are under way.
+    pub(crate) fn all(&self) -> Vec<Arc<Stage>> {
+        self.lock().values().cloned().collect()
     }
 
     /// Whether one is under way.
@@ -169,14 +177,45 @@ impl Stage {
     }
 
     /// Takes a peer's batch; its first block's number, or `None` if there is no room for it.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Option<u32>, String> {
+    pub(crate) async fn land(
+        &self,
+        server: &Arc<Server>,
+        blocks: Vec<ShippedBlock>,
+        incoming: Incoming,
+    ) -> Result<Option<u32>, String> {
         let (slot, len) = self.landed(incoming).await?;
-        let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
+        match self.store(server, blocks.into(), slot, len).await? {
             Stored::At(first) => Ok(Some(first)),
             Stored::Full(_) => Ok(None),
         }
+    }
+
+    /// Stores a batch; where there is no room for it, out of what is only kept.
+    async fn store(&self, server: &Arc<Server>, blocks: Arc<[ShippedBlock]>, slot: Slot, len: usize) -> Result<Stored, String> {
+        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let mut slot = slot;
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
+            let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
+            match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
+                Stored::Full(full) if attempts_left > 0 && server.make_room(room).await? => slot = full,
+                stored => return Ok(stored),
+            }
+        }
+        Err("no room for a batch".to_owned())
+    }
+
+    /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
+    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64) -> Result<Option<u32>, String> {
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let ingest = self.ingest.clone();
+            let reserved = tokio::task::spawn_blocking(move || ingest.reserve(block_len)).await;
+            let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+            if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
+                return Ok(reserved);
+            }
+        }
+        Ok(None)
     }
 
     /// Takes a piece of a block for which a peer has asked for room.
@@ -230,14 +269,12 @@ impl Stage {
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Takes room for the catalog of so many files, as far as there is any.
-    fn keep_catalog_room(&self, files: u64) {
+    /// Takes room for the catalog of so many files, as far as there is any; how much is missing.
+    fn keep_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(room) = &mut *room {
-            let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
-            // If there is none, that will be told when the catalog comes.
-            let _ = room.grow(more);
-        }
+        let Some(room) = &mut *room else { return 0 };
+        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        if room.grow(more) { 0 } else { more }
     }
 
     /// The room that was kept for the catalog, and where.
@@ -388,7 +425,13 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Go { files }) => {
+                let missing = stage.keep_catalog_room(files);
+                // If there is none, that will be told when the catalog comes.
+                if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
+                    stage.keep_catalog_room(files);
+                }
+            }
             Ok(Reply::Undone) => {
                 is_undone = true;
                 break;
