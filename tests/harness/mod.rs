@@ -3,6 +3,7 @@
 
 #![allow(dead_code, reason = "each test binary uses its part of the harness")]
 
+pub(crate) mod drive;
 pub(crate) mod samples;
 pub(crate) mod twin;
 
