@@ -6,14 +6,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::limits::{KEEP_QUEUE_LEN_MAX, KEEP_SYNC_INTERVAL, KEEP_SYNC_LEN};
+use dayfly_meta::wire::status::Hop;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout};
 
 use crate::arena::Lease;
+use crate::stats::Damage;
 use crate::store::Dataset;
 
 /// Written together; less, if no more comes for a moment.
@@ -37,11 +40,11 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
         let written = Arc::new(Written::default());
-        let writing = keep_all(landed, waiting_bytes.clone(), written.clone());
+        let writing = keep_all(landed, waiting_bytes.clone(), written.clone(), damage);
         let task = async move {
             tokio::select! {
                 () = writing => {}
@@ -118,7 +121,28 @@ async fn sync_all(written: &Written) {
     }
 }
 
-async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>, written: Arc<Written>) {
+impl Landed {
+    /// Whether it is still what it was when it came: a copy on a drive is read in later epochs too, so one that went bad in the
+    /// arena is not written there, and nobody is to read it.
+    fn is_good(&self, damage: &Damage) -> bool {
+        let Self { dataset, chunk, lease } = self;
+        let known = dataset.catalog().chunk_checksum(*chunk).zip(dataset.catalog().owner(chunk.block));
+        let Some((expected, owner)) = known else { return false };
+        let checked = check(lease.bytes(), expected);
+        if let Err(mismatch) = checked {
+            damage.found(Hop::Arena, owner, &format!("block {}, about to be kept", chunk.block.0), mismatch);
+            lease.discard(&(dataset.id(), *chunk));
+        }
+        checked.is_ok()
+    }
+}
+
+async fn keep_all(
+    mut landed: UnboundedReceiver<Landed>,
+    waiting_bytes: Arc<AtomicU64>,
+    written: Arc<Written>,
+    damage: Arc<Damage>,
+) {
     let mut next = None;
     loop {
         let first = match next.take() {
@@ -150,7 +174,9 @@ async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<Atom
             }
         }
         let target = dataset.clone();
+        let damage = damage.clone();
         let writing = tokio::task::spawn_blocking(move || {
+            together.retain(|one| one.is_good(&damage));
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
             target.keep(&chunks)
         });

@@ -275,4 +275,18 @@ impl Dataset {
             _ => None,
         })
     }
+
+    /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
+    /// that any is. Whoever looks at the bytes in place goes on to see the same.
+    pub(crate) fn withdraw_copy(&self, block: BlockId, place: Place) -> bool {
+        let mut writing = self.kept().lock();
+        let is_withdrawn = self.locations().withdraw(block, Location::Kept(place));
+        if is_withdrawn {
+            let len = self.catalog().block(block).map_or(0, |(_, len)| len);
+            self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
+            self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+            writing.has_withdrawn = true;
+        }
+        is_withdrawn
+    }
 }

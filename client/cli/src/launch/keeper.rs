@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
-use dayfly_meta::limits::{HANDSHAKE_TIMEOUT, LAUNCHER_END_TIMEOUT, LEASE_INTERVAL, LEASE_TIMEOUT};
+use dayfly_meta::limits::LAUNCHER_END_TIMEOUT;
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
 use dayfly_server::{Ability, Key, Preference, agree};
 use futures_util::future::{join_all, try_join_all};
@@ -56,6 +57,7 @@ impl Keeper {
         let thread = thread::Builder::new().name("keeper".to_owned()).spawn(move || {
             runtime.block_on(async {
                 let cancelled = async { drop(cancelled.await) };
+                let deadlines = plan.invitation.settings.deadlines;
                 let mut start = Starting::new(plan);
                 let came = tokio::select! {
                     came = start.all() => came,
@@ -65,7 +67,7 @@ impl Keeper {
                     Ok(members) => {
                         // Who asked for it waits for this word.
                         let _ = told.send(Ok(()));
-                        keep(members, &mut start.processes, ending).await;
+                        keep(members, &mut start.processes, deadlines, ending).await;
                         start.processes.wind_down().await;
                     }
                     Err(failure) => {
@@ -193,9 +195,10 @@ impl Starting {
         let is_local = self.plan.chosen.launcher.is_local();
         let (session, loopback) = (self.plan.session, IpAddr::from([127, 0, 0, 1]));
         let any = if is_local { loopback } else { IpAddr::from([0_u16; 8]) };
-        let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), any).await {
+        let deadlines = self.plan.invitation.settings.deadlines;
+        let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), deadlines, any).await {
             // A kernel without version 6.
-            Err(_) if !is_local => Listener::bind(session, self.plan.key.clone(), IpAddr::from([0, 0, 0, 0])).await?,
+            Err(_) if !is_local => Listener::bind(session, self.plan.key.clone(), deadlines, IpAddr::from([0, 0, 0, 0])).await?,
             bound => bound?,
         };
         let addresses =
@@ -239,6 +242,7 @@ impl Starting {
         let mut listening = JoinSet::new();
         let mut warned = BTreeSet::new();
         let mut telling = Instant::now() + PATIENCE[0];
+        let Deadlines { handshake, .. } = self.plan.invitation.settings.deadlines;
         while self.waited_for().next().is_some() {
             tokio::select! {
                 channel = listener.accept() => {
@@ -246,7 +250,7 @@ impl Starting {
                     listening.spawn(async move {
                         let Channel { sender, mut receiver, local, far } = channel;
                         // It says it once it has looked at its node, which takes no time.
-                        let first = timeout(HANDSHAKE_TIMEOUT * 5, hear(&mut receiver)).await;
+                        let first = timeout(handshake * 5, hear(&mut receiver)).await;
                         let first = first.unwrap_or_else(|_| Err("it says no hello".to_owned()));
                         let _ = said.send((sender, receiver, local, far, first)).await;
                     });
@@ -453,7 +457,7 @@ fn did_not_start(name: &str, reason: &str) -> Failure {
 }
 
 /// Tells the servers that the session goes on, until they have ended or are to.
-async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: oneshot::Receiver<()>) {
+async fn keep(members: Vec<Member>, processes: &mut Processes, deadlines: Deadlines, mut ending: oneshot::Receiver<()>) {
     let (mut kept, mut listening) = (Vec::new(), JoinSet::new());
     for Member { name, sender, mut receiver } in members {
         let is_heard = Arc::new(AtomicBool::new(true));
@@ -469,12 +473,12 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: onesh
             }
         });
     }
-    let mut ticks = interval(LEASE_INTERVAL);
+    let mut ticks = interval(deadlines.lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while kept.iter().any(Option::is_some) {
         tokio::select! {
             _ = &mut ending => {
-                let telling = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::End)));
+                let telling = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::End)));
                 drop(join_all(telling).await);
                 return;
             }
@@ -485,12 +489,12 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, mut ending: onesh
             }
             _ = ticks.tick() => {
                 for place in &mut kept {
-                    if let Some(silent) = place.take_if(|kept| kept.is_silent()) {
-                        complain(format_args!("{} is lost: nothing was heard of it for {} s", silent.name, LEASE_TIMEOUT.as_secs()));
+                    if let Some(silent) = place.take_if(|kept| kept.is_silent(&deadlines)) {
+                        complain(format_args!("{} is lost: nothing was heard of it for {} s", silent.name, deadlines.lease.as_secs_f64()));
                     }
                 }
                 // One that takes no bytes is found by its silence.
-                let renewing = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::Renew)));
+                let renewing = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::Renew)));
                 drop(join_all(renewing).await);
             }
             line = processes.line() => complain(line),
@@ -508,8 +512,8 @@ struct Kept {
 }
 
 impl Kept {
-    fn is_silent(&mut self) -> bool {
+    fn is_silent(&mut self, deadlines: &Deadlines) -> bool {
         self.silent = if self.is_heard.swap(false, Ordering::Relaxed) { 0 } else { self.silent + 1 };
-        self.silent >= LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()
+        self.silent >= deadlines.lease.as_millis() / deadlines.lease_interval.as_millis()
     }
 }
