@@ -109,6 +109,9 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
+/// cache stays the job's.
+pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
 /// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
@@ -186,6 +189,10 @@ pub const ORDERS_MAX: usize = 64;
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
 pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
+pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+/// or once the first of them is so old.
+pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.

@@ -242,8 +242,9 @@ impl Place {
         if !is_local {
             sweep(&all, &settings.data_dirs)?;
         }
-        let (data_dirs, warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
-        let capacity = settings.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, settings.servers_here), Ok)?;
+        let (data_dirs, mut warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
+        let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
+        warnings.extend(warning);
         let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
         let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
             Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
