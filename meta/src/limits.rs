@@ -221,6 +221,10 @@ pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
 pub const LEASE_INTERVAL: Duration = Duration::from_secs(1);
 /// A server that does not hear it for so long ends. Counted in intervals, so that who was stopped does not find it run out.
 pub const LEASE_TIMEOUT: Duration = Duration::from_secs(6);
+/// Servers and keepers look this often whether their files still have their names.
+pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// What was started to start servers may take so long to end once they have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// Preparing a dataset on a node: it reads the catalog from another node and checks it whole.

@@ -9,6 +9,7 @@ mod launchers;
 mod memory;
 mod names;
 mod processes;
+mod watch;
 
 use std::env;
 use std::ffi::OsStr;
@@ -47,6 +48,7 @@ pub(crate) use invitation::{FromKeeper, FromServer, Invitation, Settings};
 pub(crate) use launchers::{job, names as launcher_names};
 pub(crate) use names::own_addresses;
 pub(crate) use processes::Processes;
+pub(crate) use watch::{gone_message, until_gone};
 
 /// A session that has just been started, kept as long as this lives.
 pub(crate) struct Started {
@@ -59,6 +61,11 @@ impl Started {
     /// What ends the session when it is sent or dropped.
     pub(crate) fn end_handle(&mut self) -> Option<oneshot::Sender<()>> {
         self.keeper.end_handle()
+    }
+
+    /// What tells why the session has ended that nobody ended; dropped without a word where somebody did.
+    pub(crate) fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
+        self.keeper.loss()
     }
 
     /// Waits until all servers have ended.
@@ -169,7 +176,8 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         start_timeout: Duration::from_secs(launch.start_timeout),
         chosen,
     };
-    match noted.map_err(Failure::from).and_then(|()| Keeper::start(plan, cancelled)) {
+    let watch = noted.and_then(|()| location.watch_keeper(&lock));
+    match watch.map_err(Failure::from).and_then(|watch| Keeper::start(plan, watch, cancelled)) {
         Ok(keeper) => Ok(Started { location, keeper, lock: Some(lock) }),
         Err(failure) => {
             drop(lock);
@@ -255,12 +263,23 @@ impl Place {
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_memory, warnings })
     }
 
+    /// The session's folders in the data dirs, which hold those of the nodes.
+    pub(crate) fn session_folders(&self) -> Vec<PathBuf> {
+        data_dir::for_session(&self.data_dirs, self.location.session)
+    }
+
     /// A node's folders in the data dirs, made, and held for as long as the locks live.
     pub(crate) fn take_data_dirs(&self, node: NodeId) -> Result<(Vec<PathBuf>, Vec<Flock<File>>), Failure> {
         let folders = data_dir::for_node(&self.data_dirs, self.location.session, node.0);
         let locks = data_dir::create_and_lock(&folders)?;
         Ok((folders, locks))
     }
+}
+
+/// Removes a session's folders in its data dirs but for those of servers that live: also where the list of them is gone with the
+/// session's own folder.
+pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
+    data_dir::remove(folders);
 }
 
 /// Starts servers for those below an invited one in the tree.

@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
+use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
 use std::time::Duration;
 
@@ -22,6 +23,8 @@ use crate::size;
 
 /// How long CMD may take to end after it was told to.
 const GRACE: Duration = Duration::from_secs(30);
+/// A session that is lost is known to be within this.
+const LOSS_TOLD_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     harden();
@@ -42,20 +45,26 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let Some(started) = start(arguments.session, Duration::ZERO, &mut interruptions).await.map_err(itself)? else {
+        let Some(mut started) = start(arguments.session, Duration::ZERO, &mut interruptions).await.map_err(itself)? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
+        let mut loss = pin!(ever_lost(started.loss()));
         let work = async {
             for (source, target) in stage_ins {
                 let (location, options) = (started.location.clone(), arguments.options.clone());
                 let staging =
                     tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false));
                 tokio::select! {
-                    staged = staging => staged.map_err(Failure::new)?.map_err(itself)?,
+                    staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
+                        // One that fails since the session is lost hears first of what it lost by that.
+                        let reason = timeout(LOSS_TOLD_TIMEOUT, &mut loss).await;
+                        return Err(itself(reason.map_or(failure, Failure::new)));
+                    },
                     number = interruptions.next() => return Ok(128 + number as u8),
+                    reason = &mut loss => return Err(itself(Failure::new(reason))),
                 }
             }
-            command(&started.location, &arguments.command, &mut interruptions).await
+            command(&started.location, &arguments.command, &mut interruptions, loss).await
         };
         let status = work.await;
         let ended = down::end_servers(&started.location);
@@ -68,6 +77,19 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     // A stage-in that was interrupted may still wait for its answer.
     runtime.shutdown_background();
     result
+}
+
+/// Why a session is lost that has ended; `None` where it ended as it was told to.
+pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
+    loss?.await.ok()
+}
+
+/// The same, once it is lost; a session that ends otherwise never is.
+async fn ever_lost(loss: Option<oneshot::Receiver<String>>) -> String {
+    match lost(loss).await {
+        Some(reason) => reason,
+        None => std::future::pending().await,
+    }
 }
 
 /// Starts a session; `None` if it was interrupted.
@@ -97,12 +119,18 @@ fn part(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
     Ok((OsStr::from_bytes(&bytes[..colon]).to_owned(), OsStr::from_bytes(&bytes[colon + 1..]).to_owned()))
 }
 
-/// Runs CMD and tells it of the signals that we get.
-async fn command(location: &Location, command: &[OsString], interruptions: &mut Interruptions) -> Result<u8, Failure> {
+/// Runs CMD and tells it of the signals that we get. It ends with the session, where that is lost.
+async fn command(
+    location: &Location,
+    command: &[OsString],
+    interruptions: &mut Interruptions,
+    mut loss: Pin<&mut impl Future<Output = String>>,
+) -> Result<u8, Failure> {
     let variables = exec::variables(location, None).map_err(|failure| failure.with_status(NOT_STARTED))?;
     let (program, rest) = exec::split(command, &variables)?;
     let mut child =
         Command::new(&program).args(rest).envs(variables).spawn().map_err(|error| exec::not_started(&program, &error))?;
+    let mut reason = None;
     let number = loop {
         tokio::select! {
             status = child.wait() => return Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
@@ -111,6 +139,10 @@ async fn command(location: &Location, command: &[OsString], interruptions: &mut 
                 number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => pass_on(&child, number),
                 number => break number,
             },
+            lost = &mut loss => {
+                reason = Some(lost);
+                break Signal::SIGTERM as i32;
+            }
         }
     };
     // A terminal has told all of its foreground group already.
@@ -125,7 +157,10 @@ async fn command(location: &Location, command: &[OsString], interruptions: &mut 
             child.wait().await
         }
     };
-    Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?))
+    match reason {
+        Some(reason) => Err(Failure::new(reason).with_status(NOT_STARTED)),
+        None => Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
+    }
 }
 
 fn is_in_foreground() -> bool {

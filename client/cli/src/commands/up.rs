@@ -78,10 +78,13 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         if arguments.background {
             to_log(&started)?;
         }
-        let (location, end) = (started.location.clone(), started.end_handle());
+        let (location, end, loss) = (started.location.clone(), started.end_handle(), started.loss());
         let mut waiting = tokio::task::spawn_blocking(move || started.wait());
         tokio::select! {
-            _ = &mut waiting => Ok(ExitCode::SUCCESS),
+            _ = &mut waiting => match super::run::lost(loss).await {
+                Some(reason) => Err(Failure::new(reason)),
+                None => Ok(ExitCode::SUCCESS),
+            },
             _ = interruptions.next() => {
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
                 drop(end);
