@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::{PEER_LOST_TIMEOUT, REQUEST_TIMEOUT};
+use dayfly_meta::deadlines::Deadlines;
 use harness::{Cluster, Ground, signal, wait_for, wait_until};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::statvfs;
@@ -44,7 +44,7 @@ fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
         cluster.kill(killed);
         let start = Instant::now();
         let status = wait_for(&mut child, Duration::from_secs(30)).expect("a stage-in never hangs");
-        assert!(start.elapsed() < REQUEST_TIMEOUT + PEER_LOST_TIMEOUT, "{:?}", start.elapsed());
+        assert!(start.elapsed() < Deadlines::DEFAULT.request + Deadlines::DEFAULT.peer_lost, "{:?}", start.elapsed());
         if was_done || status.success() {
             continue;
         }
@@ -95,7 +95,7 @@ fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
                 failed += 1;
             }
         }
-        assert!(start.elapsed() < REQUEST_TIMEOUT + Duration::from_secs(3), "{:?}", start.elapsed());
+        assert!(start.elapsed() < Deadlines::DEFAULT.request + Duration::from_secs(3), "{:?}", start.elapsed());
     }
     (whole, failed)
 }
@@ -141,7 +141,25 @@ fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     });
     let error = failed.expect("half of the samples are on the other node");
     assert!(error.to_string().contains("node 1"), "{error}");
-    assert!(start.elapsed() < PEER_LOST_TIMEOUT + REQUEST_TIMEOUT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < Deadlines::DEFAULT.peer_lost + Deadlines::DEFAULT.request, "{:?}", start.elapsed());
+    signal(pid, Signal::SIGCONT);
+    cluster.down();
+}
+
+/// The error names the deadline that ran out: no clock is needed to see that it was the session's own.
+#[test]
+fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
+    let cluster = ground().up_with(2, &["--deadlines-divisor", "10"]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    let pid = cluster.pids()[&1];
+    signal(pid, Signal::SIGSTOP);
+    let view = cluster.view(0);
+    let failed = (0..50).find_map(|number| {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        view.read_at(&file, 0, &mut [0; 10]).err()
+    });
+    let error = failed.expect("half of the samples are on the other node").to_string();
+    assert!(error.contains("0.5 s") || error.contains("500 ms"), "{error}");
     signal(pid, Signal::SIGCONT);
     cluster.down();
 }
@@ -249,7 +267,7 @@ fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
         let start = Instant::now();
         let message = cluster.fails(1, &["stage-in", "d", "/dayfly/d"]);
         assert!(message.contains("node 2") && message.contains("cannot begin"), "{message}");
-        assert!(start.elapsed() < REQUEST_TIMEOUT, "{:?}", start.elapsed());
+        assert!(start.elapsed() < Deadlines::DEFAULT.request, "{:?}", start.elapsed());
     }
     fs::create_dir(&data_dir).unwrap();
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");

@@ -11,7 +11,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::{LEASE_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::TREE_WIDTH;
 use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
@@ -136,7 +137,7 @@ fn a_session_lives_as_long_as_its_keeper_is_heard_of() {
     // A job that is suspended, longer than a lease lasts, goes on.
     let all: Vec<i32> = servers.values().copied().chain([keeper]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
-    std::thread::sleep(LEASE_TIMEOUT + Duration::from_secs(2));
+    std::thread::sleep(Deadlines::DEFAULT.lease + Duration::from_secs(2));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(cluster.pids(), servers);
@@ -144,7 +145,7 @@ fn a_session_lives_as_long_as_its_keeper_is_heard_of() {
     signal(keeper, Signal::SIGSTOP);
     let start = Instant::now();
     wait_until("the servers have ended", || cluster.pids().is_empty());
-    assert!(start.elapsed() < LEASE_TIMEOUT + Duration::from_secs(3), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Deadlines::DEFAULT.lease + Duration::from_secs(3), "{:?}", start.elapsed());
     signal(keeper, Signal::SIGCONT);
     wait_until("the keeper has cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
     cluster.ground.assert_clean();

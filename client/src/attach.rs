@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
 use dayfly_meta::board::{Board, Counters};
@@ -303,8 +304,9 @@ fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
     match socket.receive() {
         Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
         Ok((welcome, files)) => {
-            if let FromServer::Welcome { slot, .. } = welcome {
+            if let FromServer::Welcome { slot, server_timeout_ms, .. } = welcome {
                 socket.set_slot(slot);
+                socket.set_patience(Duration::from_millis(server_timeout_ms.into()))?;
             }
             Ok((socket, welcome, files))
         }

@@ -12,7 +12,6 @@ use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
 use crate::attach::{Views, unexpected};
-use crate::read::verify;
 use crate::socket::Socket;
 use crate::{ClientError, Dataset, Session, fault};
 
@@ -423,10 +422,12 @@ impl<'a> Batch<'a> {
     fn verify(&mut self, index: usize) {
         let Some(item) = &self.items[index] else { return };
         let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) else { return };
+        let chunk = Chunk { block: BlockId(blocks.start), index: 0 };
         if let (Ok(bytes), false) = (self.bytes(index), blocks.is_empty())
-            && let Err(error) = verify(&item.dataset, BlockId(blocks.start), bytes)
+            && self.session.verify(&item.dataset, chunk, bytes).is_err()
         {
-            self.states[index] = State::Failed(error);
+            // The copy that was looked at is bad; reading it by itself has it replaced, if there is another.
+            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
         }
     }
 
@@ -461,7 +462,7 @@ impl<'a> Batch<'a> {
             none => none.insert(self.session.take_socket()?),
         };
         self.far.is_under_way = true;
-        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect() };
+        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect(), recheck: false };
         self.far.asked = asked.into_iter().map(Some).collect();
         socket.send(&request)
     }

@@ -72,12 +72,16 @@ pub enum ClientError {
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
     /// The bytes are not those that were staged in.
-    #[error("block {block} of '{path}' is damaged: its checksum is {found:08x}, at stage-in it was {expected:08x}")]
+    #[error(
+        "block {block} of '{path}' is damaged as node {node} reads it: its checksum is {found:08x}, at stage-in it was {expected:08x}"
+    )]
     Checksum {
         /// Which block of the dataset.
         block: u32,
         /// A sample that it is a piece of.
         path: String,
+        /// The node on which it was read.
+        node: u16,
         /// Taken at stage-in.
         expected: u32,
         /// Of what was read.

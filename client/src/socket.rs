@@ -2,10 +2,12 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
-use dayfly_meta::limits::{DRIVES_MAX, SERVER_TIMEOUT};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::DRIVES_MAX;
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
@@ -14,7 +16,7 @@ use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect, recvmsg, send, setsockopt,
     shutdown, socket, sockopt,
 };
-use nix::sys::time::{TimeVal, TimeValLike};
+use nix::sys::time::TimeVal;
 
 use crate::ClientError;
 use crate::kept::Kept;
@@ -27,6 +29,8 @@ pub(crate) struct Socket {
     stream: Kept,
     /// The process's place in the counters, while this lives.
     slot: u32,
+    /// How long the server is waited for.
+    patience: Duration,
     /// The process that made it.
     home: u32,
 }
@@ -45,12 +49,11 @@ impl Socket {
     pub(crate) fn connect(path: &Path) -> io::Result<Self> {
         // By hand, for `UnixStream::connect` waits without a deadline while a stopped server's backlog is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        let timeout = TimeVal::seconds(SERVER_TIMEOUT.as_secs() as i64);
-        setsockopt(&socket, sockopt::SendTimeout, &timeout)?;
-        setsockopt(&socket, sockopt::ReceiveTimeout, &timeout)?;
-        connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|error| late(error.into()))?;
+        let patience = Deadlines::DEFAULT.server;
+        set_timeouts(&socket, patience)?;
+        connect(socket.as_raw_fd(), &UnixAddr::new(path)?).map_err(|error| late(error.into(), patience))?;
         // As a file, which a stream socket can be read and written as.
-        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, home: std::process::id() })
+        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, patience, home: std::process::id() })
     }
 
     pub(crate) fn slot(&self) -> u32 {
@@ -59,6 +62,12 @@ impl Socket {
 
     pub(crate) fn set_slot(&mut self, slot: u32) {
         self.slot = slot;
+    }
+
+    /// Waits as long as the server says from now on.
+    pub(crate) fn set_patience(&mut self, patience: Duration) -> io::Result<()> {
+        self.patience = patience;
+        set_timeouts(&*self.stream, patience)
     }
 
     pub(crate) fn send(&mut self, message: &FromClient) -> Result<(), ClientError> {
@@ -71,7 +80,7 @@ impl Socket {
             match send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL) {
                 Ok(count) => sent += count,
                 Err(Errno::EINTR) => {}
-                Err(error) => return Err(late(error.into()).into()),
+                Err(error) => return Err(late(error.into(), self.patience).into()),
             }
         }
         Ok(())
@@ -80,14 +89,14 @@ impl Socket {
     /// The next message, with what came beside it.
     pub(crate) fn receive(&mut self) -> Result<(FromServer, Vec<File>), ClientError> {
         let mut header = [0; LOCAL_HEADER_LEN];
-        let (got, files) = self.receive_first(&mut header).map_err(late)?;
+        let (got, files) = self.receive_first(&mut header).map_err(|error| late(error, self.patience))?;
         if got == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it closed the connection").into());
         }
-        (&*self.stream).read_exact(&mut header[got..]).map_err(late)?;
+        (&*self.stream).read_exact(&mut header[got..]).map_err(|error| late(error, self.patience))?;
         let len = decode_local(header).map_err(|_| ClientError::Protocol("a message is too long"))?;
         let mut message = vec![0; len];
-        (&*self.stream).read_exact(&mut message).map_err(late)?;
+        (&*self.stream).read_exact(&mut message).map_err(|error| late(error, self.patience))?;
         let message = decode(&message).map_err(|_| ClientError::Protocol("not a message of this version"))?;
         Ok((message, files))
     }
@@ -115,10 +124,16 @@ impl Socket {
     }
 }
 
-fn late(error: io::Error) -> io::Error {
+fn set_timeouts(socket: &impl AsFd, patience: Duration) -> io::Result<()> {
+    let timeout = TimeVal::new(patience.as_secs() as i64, i64::from(patience.subsec_micros()));
+    setsockopt(socket, sockopt::SendTimeout, &timeout)?;
+    Ok(setsockopt(socket, sockopt::ReceiveTimeout, &timeout)?)
+}
+
+fn late(error: io::Error, patience: Duration) -> io::Error {
     match error.kind() {
         io::ErrorKind::WouldBlock => {
-            io::Error::new(io::ErrorKind::TimedOut, format!("nothing came for {} s", SERVER_TIMEOUT.as_secs()))
+            io::Error::new(io::ErrorKind::TimedOut, format!("nothing came for {} s", patience.as_secs_f64()))
         }
         _ => error,
     }

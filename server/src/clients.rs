@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{DatasetId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
@@ -87,7 +87,7 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
         let server = server.clone();
         clients.spawn(async move {
             let place = server.processes().enter(server.store().counters(), pid);
-            let client = Client::new(Socket::new(stream), place, server);
+            let client = Client::new(Socket::new(stream, server.deadlines().send), place, server);
             tokio::select! {
                 // Not the connection's end: a forked child may have it open.
                 () = end_of(pid) => {}
@@ -146,9 +146,12 @@ impl Client {
             match message {
                 FromClient::Hello { .. } => self.welcome().await?,
                 FromClient::Datasets => self.list_datasets().await?,
-                FromClient::Fetch { dataset, chunks } => match self.server.store().dataset(dataset) {
+                FromClient::Fetch { dataset, chunks, recheck } => match self.server.store().dataset(dataset) {
                     Some(_) if chunks.len() > BATCH_BLOCKS_MAX => self.refuse("too many blocks at once").await?,
-                    Some(dataset) => self.fetch(&dataset, &chunks).await?,
+                    Some(_) if recheck && chunks.len() > RECHECKED_CHUNKS_MAX => {
+                        self.refuse("too many bad copies at once").await?
+                    }
+                    Some(dataset) => self.fetch(&dataset, &chunks, recheck).await?,
                     None => self.refuse("the dataset is not there any more").await?,
                 },
                 FromClient::Release { leases } => {
@@ -169,7 +172,7 @@ impl Client {
     }
 
     /// Sends what is wanted as it comes.
-    async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> io::Result<()> {
+    async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let server = self.server.clone();
         let share = server.arena().len() / LEASE_SHARE;
         if self.leased_bytes >= share {
@@ -178,6 +181,7 @@ impl Client {
         let start = Instant::now();
         let _asking = server.reading().begin();
         let budget = share - self.leased_bytes;
+        let bad = if recheck { server.fetcher().recheck(dataset, chunks).await } else { Vec::new() };
         // Who has leases does not wait for room: others who do may wait for his. He is told of nothing, and lets go first.
         let mut fetching = match self.leased_bytes {
             0 => server.fetcher().begin(dataset, chunks, budget).await,
@@ -188,7 +192,7 @@ impl Client {
         loop {
             let part = fetching.next().await;
             let is_last = fetching.is_done();
-            let (chunks, lease) = part.map(|part| self.lease(part)).unwrap_or_default();
+            let (chunks, lease) = part.map(|part| self.lease(part, &bad)).unwrap_or_default();
             if is_last {
                 server.reading().end(start.elapsed());
             }
@@ -199,12 +203,16 @@ impl Client {
         }
     }
 
-    fn lease(&mut self, part: Part) -> (Vec<(u32, FetchedChunk)>, u64) {
+    /// `bad` says of chunks, by place in the request, why what is here cannot be read.
+    fn lease(&mut self, part: Part, bad: &[Option<String>]) -> (Vec<(u32, FetchedChunk)>, u64) {
         let mut leases = Vec::new();
         let mut told = Vec::with_capacity(part.len());
         for (at, fetched) in part {
             let chunk = match fetched {
-                Fetched::Here => FetchedChunk::Here,
+                Fetched::Here => match bad.get(at as usize).cloned().flatten() {
+                    Some(reason) => FetchedChunk::Failed { reason },
+                    None => FetchedChunk::Here,
+                },
                 Fetched::Failed(reason) => FetchedChunk::Failed { reason },
                 Fetched::Leased(lease) => {
                     let offset = lease.offset();
@@ -255,6 +263,7 @@ impl Client {
             verify_reads: config.verify_reads,
             arena_len: self.server.arena().len(),
             slot: self.place.slot,
+            server_timeout_ms: config.deadlines.server.as_millis() as u32,
         };
         let (board, counters) = self.server.store().shared_files();
         let (arena, marks) = self.server.arena().files();

@@ -5,12 +5,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::limits::KEEP_QUEUE_LEN_MAX;
+use dayfly_meta::wire::status::Hop;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::sleep;
 
 use crate::arena::Lease;
+use crate::stats::Damage;
 use crate::store::Dataset;
 
 /// Written together; less, if no more comes for a moment.
@@ -34,10 +37,10 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
-        let task = keep_all(landed, waiting_bytes.clone());
+        let task = keep_all(landed, waiting_bytes.clone(), damage);
         (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
@@ -53,7 +56,23 @@ impl Keeper {
     }
 }
 
-async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>) {
+impl Landed {
+    /// Whether it is still what it was when it came: a copy on a drive is read in later epochs too, so one that went bad in the
+    /// arena is not written there, and nobody is to read it.
+    fn is_good(&self, damage: &Damage) -> bool {
+        let Self { dataset, chunk, lease } = self;
+        let known = dataset.catalog().chunk_checksum(*chunk).zip(dataset.catalog().owner(chunk.block));
+        let Some((expected, owner)) = known else { return false };
+        let checked = check(lease.bytes(), expected);
+        if let Err(mismatch) = checked {
+            damage.found(Hop::Arena, owner, &format!("block {}, about to be kept", chunk.block.0), mismatch);
+            lease.discard(&(dataset.id(), *chunk));
+        }
+        checked.is_ok()
+    }
+}
+
+async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>, damage: Arc<Damage>) {
     let mut next = None;
     loop {
         let first = match next.take() {
@@ -84,7 +103,9 @@ async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<Atom
                 }
             }
         }
+        let damage = damage.clone();
         let writing = tokio::task::spawn_blocking(move || {
+            together.retain(|one| one.is_good(&damage));
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
             dataset.keep(&chunks)
         });

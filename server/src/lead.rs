@@ -12,8 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::{About, Source};
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, OFFER_TIMEOUT, PREPARE_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT, STAGE_INS_MAX};
+use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
@@ -28,7 +29,6 @@ use following::Following;
 use merge::Merged;
 use spread::Spread;
 pub(crate) use stage::LeadStage;
-use stage::NODE_SILENT_TIMEOUT;
 
 /// The node that leads stage-ins.
 const LEAD: NodeId = NodeId(0);
@@ -49,8 +49,8 @@ pub(crate) struct Lead {
     following: Following,
 }
 
-impl Default for Lead {
-    fn default() -> Self {
+impl Lead {
+    pub(crate) fn new(deadlines: Deadlines) -> Self {
         let permits = Semaphore::new(STAGE_INS_MAX);
         Self {
             permits,
@@ -58,12 +58,10 @@ impl Default for Lead {
             targets: Mutex::default(),
             published: Mutex::default(),
             last: AtomicU64::new(0),
-            following: Following::default(),
+            following: Following::new(deadlines),
         }
     }
-}
 
-impl Lead {
     /// The stage-in of this number, if it runs.
     pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
         self.running().get(&number).cloned()
@@ -165,7 +163,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     let _permit = tokio::select! {
         permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
         () = events.closed() => return Err("cancelled".to_owned()),
-        never = tell_phase(events, Phase::Waiting) => never,
+        never = tell_phase(server, events, Phase::Waiting) => never,
     };
     let replaces =
         server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
@@ -175,7 +173,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     let plan = tokio::select! {
         plan = make_plan(server, &request) => plan?,
         () = events.closed() => return Err("cancelled".to_owned()),
-        never = tell_phase(events, Phase::Planning) => never,
+        never = tell_phase(server, events, Phase::Planning) => never,
     };
     let free = free_room(server).await?;
     let announced = announce(&plan, free.iter().sum());
@@ -188,7 +186,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
     let handing = Handing::new(plan.units, plan.ranges);
-    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count()));
+    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count(), *server.deadlines()));
     server.lead().running().insert(number, stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
     let prepared = tokio::select! {
@@ -207,12 +205,12 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         Ok(merged) => {
             server.lead().published().insert(number);
             // All show it. A node that does not hear this now settles when its next report is answered with `Stop`.
-            let settled = job.ask_all(&Request::Settle { stage: number }, REQUEST_TIMEOUT).await;
+            let settled = job.ask_all(&Request::Settle { stage: number }, server.deadlines().request).await;
             job.summary(merged, settled.err(), start).await
         }
         Err(reason) => {
             // Nodes that are lost have nothing to forget; the first failure is what the user needs to know.
-            let _ = job.ask_all(&Request::Abort { stage: number }, REQUEST_TIMEOUT).await;
+            let _ = job.ask_all(&Request::Abort { stage: number }, server.deadlines().request).await;
             stage.fail(reason.clone());
             Err(reason)
         }
@@ -222,9 +220,9 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
 }
 
 /// Shows that what comes before the reading goes on, until dropped.
-async fn tell_phase<T>(events: &mpsc::Sender<Event>, phase: Phase) -> T {
+async fn tell_phase<T>(server: &Server, events: &mpsc::Sender<Event>, phase: Phase) -> T {
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         let _ = events.try_send(Event::Progress(Progress { phase, ..Progress::default() }));
     }
 }
@@ -245,7 +243,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan
 
 /// Free room on each node.
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
-    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, REQUEST_TIMEOUT));
+    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
         Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
@@ -269,7 +267,7 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
 /// Tells how far it is until dropped; ends with an error when a node is lost.
 async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         for node in server.peers().nodes() {
             if server.peers().is_lost(node) {
                 let address = server.peers().address(node).map_or_else(String::new, |address| format!(" ({address})"));
@@ -279,7 +277,7 @@ async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sen
         if let Some(node) = stage.silent_node() {
             return Err(format!(
                 "node {node} has not reported for {} s and has given the stage-in up",
-                NODE_SILENT_TIMEOUT.as_secs()
+                server.deadlines().node_silent.as_secs_f64()
             ));
         }
         // A slow listener misses some; the next one says more.
@@ -304,7 +302,7 @@ impl Job<'_> {
         let start = Instant::now();
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
-        self.ask_all(&begin, REQUEST_TIMEOUT).await?;
+        self.ask_all(&begin, self.server.deadlines().request).await?;
         self.stage.all_begun.send_replace(true);
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
@@ -333,7 +331,7 @@ impl Job<'_> {
     /// The runs of all nodes: node, number, length.
     async fn finish(&self) -> Result<Vec<(NodeId, u32, u64)>, String> {
         let request = Request::Finish { stage: self.stage.number };
-        let replies = self.ask_all(&request, OFFER_TIMEOUT).await?;
+        let replies = self.ask_all(&request, self.server.deadlines().offer).await?;
         let mut runs = Vec::new();
         for (node, reply) in self.server.peers().nodes().zip(replies) {
             let Reply::Runs { lens, counted } = reply else { return Err(format!("node {node} answers what was not asked")) };
@@ -371,11 +369,11 @@ impl Job<'_> {
             len: merged.len,
             checksum: merged.checksum,
         };
-        self.server.ask(node, request, PREPARE_TIMEOUT).await.map(drop).map_err(|error| error.to_string())
+        self.server.ask(node, request, self.server.deadlines().prepare).await.map(drop).map_err(|error| error.to_string())
     }
 
     async fn commit(&self, replaces: Option<DatasetId>) -> Result<(), String> {
-        self.ask_all(&Request::Commit { stage: self.stage.number, replaces }, REQUEST_TIMEOUT).await.map(drop)
+        self.ask_all(&Request::Commit { stage: self.stage.number, replaces }, self.server.deadlines().request).await.map(drop)
     }
 
     async fn ask_all(&self, request: &Request, timeout: Duration) -> Result<Vec<Reply>, String> {
@@ -424,7 +422,7 @@ mod tests {
 
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
-        let lead = Lead::default();
+        let lead = Lead::new(Deadlines::DEFAULT);
         let ask = || lead.report(5, NodeId(1), Counted::default());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
@@ -433,7 +431,7 @@ mod tests {
 
     #[test]
     fn a_target_is_claimed_once_and_given_back() {
-        let lead = Lead::default();
+        let lead = Lead::new(Deadlines::DEFAULT);
         let claim = Claim::take(&lead, b"a/b").ok().unwrap();
         for other in [&b"a/b"[..], b"a", b"a/b/c"] {
             assert_eq!(Claim::take(&lead, other).err().unwrap(), b"a/b");

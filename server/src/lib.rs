@@ -21,6 +21,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
@@ -59,4 +60,6 @@ pub struct Config {
     pub decoders: usize,
     /// Bytes of memory for all stage-ins.
     pub stage_memory: u64,
+    /// How long each wait may take.
+    pub deadlines: Deadlines,
 }

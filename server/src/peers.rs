@@ -4,8 +4,9 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{OFFER_TIMEOUT, PAIRS_ALL_TRIED_NODES, REDIAL_INTERVAL};
+use dayfly_meta::limits::PAIRS_ALL_TRIED_NODES;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
@@ -31,6 +32,7 @@ pub(crate) struct Peers {
     me: NodeId,
     transport: Arc<dyn Transport>,
     roster: OnceLock<Vec<Peer>>,
+    deadlines: Deadlines,
 }
 
 struct Peer {
@@ -46,8 +48,12 @@ struct Line {
 }
 
 impl Peers {
-    pub(crate) fn new(me: NodeId, transport: Arc<dyn Transport>) -> Self {
-        Self { me, transport, roster: OnceLock::new() }
+    pub(crate) fn new(me: NodeId, transport: Arc<dyn Transport>, deadlines: Deadlines) -> Self {
+        Self { me, transport, roster: OnceLock::new(), deadlines }
+    }
+
+    pub(crate) fn deadlines(&self) -> &Deadlines {
+        &self.deadlines
     }
 
     /// Takes the roster, once.
@@ -95,7 +101,7 @@ impl Peers {
         if let Some(connection) = line.connection.as_ref().filter(|connection| !connection.is_lost()) {
             return Ok(connection.clone());
         }
-        if let Some((_, error)) = line.failed.as_ref().filter(|(at, _)| at.elapsed() < REDIAL_INTERVAL) {
+        if let Some((_, error)) = line.failed.as_ref().filter(|(at, _)| at.elapsed() < self.deadlines.redial) {
             return Err(error.clone().into());
         }
         match self.transport.connect(node, peer.address).await {
@@ -135,7 +141,7 @@ impl Peers {
         payload: Slot,
         len: usize,
     ) -> Result<(Reply, Slot), PeerError> {
-        let offered = self.connection(node).await?.offer(encode(request), payload, len, OFFER_TIMEOUT).await?;
+        let offered = self.connection(node).await?.offer(encode(request), payload, len, self.deadlines.offer).await?;
         let Offered { message, payload } = offered;
         Ok((reply(node, &message)?, payload))
     }

@@ -11,9 +11,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
@@ -29,15 +32,12 @@ use crate::lead::Lead;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
-use crate::stats::Reading;
+use crate::stats::{Damage, Reading};
 use crate::store::{Dataset, Store, nameless_file};
 
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
 const EXCHANGE_LEN: u64 = 8 << 20;
 const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
-
-/// A last answer goes out within this, or its asker hears of the end by the connection's.
-const LAST_ANSWER_TIME: Duration = Duration::from_millis(50);
 
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +81,7 @@ pub struct Server {
     lead: Lead,
     processes: Arc<Processes>,
     reading: Reading,
+    damage: Arc<Damage>,
     /// Held while what is kept is thought over.
     planning: tokio::sync::Mutex<()>,
     running: Mutex<Option<Running>>,
@@ -99,18 +100,20 @@ impl Server {
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
-        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose };
+        let deadlines = config.deadlines;
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
-        let peers = Arc::new(Peers::new(config.node, transport.clone()));
-        let (keeper, keeping) = Keeper::new(arena.len());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper));
+        let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
+        let damage = Arc::new(Damage::default());
+        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone()));
         let server = Arc::new(Self {
-            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone()),
+            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
             config,
             transport,
@@ -120,9 +123,10 @@ impl Server {
             exchange,
             peers,
             stages: Stages::default(),
-            lead: Lead::default(),
+            lead: Lead::new(deadlines),
             processes: Arc::default(),
             reading: Reading::default(),
+            damage,
             planning: tokio::sync::Mutex::default(),
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
@@ -170,6 +174,10 @@ impl Server {
 
     pub(crate) fn config(&self) -> &Config {
         &self.config
+    }
+
+    pub(crate) fn deadlines(&self) -> &Deadlines {
+        &self.config.deadlines
     }
 
     pub(crate) fn transport(&self) -> &dyn Transport {
@@ -237,8 +245,8 @@ impl Server {
             };
         }
         let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
-        let slot = self.exchange.slot_within(room, REQUEST_TIMEOUT).await.ok_or_else(busy)?;
-        let (_, pulled) = self.peers.pull(node, &request, vec![slot], REQUEST_TIMEOUT).await?;
+        let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
+        let (_, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
         let (slot, len) = (pulled.slots.first(), pulled.lens.first());
         slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))
     }
@@ -338,7 +346,7 @@ impl Server {
                 let server = self.clone();
                 // Its task is not this answer's, which has to go out first.
                 tokio::spawn(async move {
-                    tokio::time::sleep(LAST_ANSWER_TIME).await;
+                    tokio::time::sleep(server.deadlines().last_answer).await;
                     server.end();
                 });
                 Ok((Reply::Ended { freed_bytes }, Vec::new()))
@@ -349,6 +357,14 @@ impl Server {
     /// What a node says, with its name where there are several.
     pub(crate) fn naming(&self, node: NodeId, reason: String) -> String {
         if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
+    }
+
+    /// A dataset as peers may read it: one that is shown, or one that is prepared, for some of them show it before this node
+    /// does.
+    fn to_be_read(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let shown = || self.store.dataset(id);
+        // Between two looks it may have been shown and settled.
+        shown().or_else(|| self.stages.prepared(id)).or_else(shown)
     }
 
     /// Does what a drive may take its time for, off the threads that move messages.
@@ -415,7 +431,7 @@ impl Service for PeerService {
         let server = &self.0;
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         if let Request::Read { dataset, chunks } = request {
-            let dataset = server.store.dataset(dataset).ok_or("the dataset is not there (any more)")?;
+            let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
                 Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
@@ -427,18 +443,19 @@ impl Service for PeerService {
         Ok(Answer { message: encode(&reply), pieces })
     }
 
-    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => {
-                Reply::Shipped { arrival: self.0.stages.get(stage)?.land(blocks, incoming).await? }
-            }
-            Request::ShipPiece { stage, arrival, offset } => {
-                self.0.stages.get(stage)?.land_piece(arrival, offset, incoming).await?;
-                Reply::Done
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(blocks, incoming).await?,
+            Request::ShipPiece { stage, arrival, offset, checksum } => {
+                self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }
             _ => return Err("only batches are offered".to_owned()),
         };
+        if let Reply::Damaged(Damaged { at, expected, found }) = reply {
+            let what = format!("block {at} of a batch");
+            self.0.damage.found(Hop::Shipped, from, &what, Mismatch { expected, found });
+        }
         Ok(encode(&reply))
     }
 }

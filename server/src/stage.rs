@@ -7,10 +7,11 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PEER_LOST_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
@@ -21,7 +22,7 @@ use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::ingest::{Ingest, Stored};
+use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
 use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
@@ -30,9 +31,6 @@ use sink::ServerSink;
 
 /// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
 const CATALOG_FILE_LEN: u64 = 128;
-
-/// A batch that finds no room to land in waits for so long before what lies there is written out early.
-const PATIENCE: Duration = Duration::from_millis(100);
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -47,6 +45,12 @@ impl Stages {
 
     pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
         self.lock().remove(&number)
+    }
+
+    /// A dataset that is prepared here and that other nodes may show already.
+    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let stages: Vec<Arc<Stage>> = self.lock().values().cloned().collect();
+        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -80,6 +84,7 @@ pub(crate) struct Stage {
     seed: u64,
     selection: Selection,
     memory: Memory,
+    deadlines: Deadlines,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
@@ -89,6 +94,8 @@ pub(crate) struct Stage {
     /// Room for the catalog, taken while files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
+    /// Set together with the gauge's flag: ends the waits of workers at once.
+    cancelled: watch::Sender<bool>,
     /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -124,6 +131,7 @@ impl Stage {
             seed,
             selection,
             memory,
+            deadlines: *server.deadlines(),
             ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
             landing,
             gauge,
@@ -131,6 +139,7 @@ impl Stage {
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
+            cancelled: watch::Sender::new(false),
             tasks: Mutex::default(),
         });
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
@@ -155,36 +164,65 @@ impl Stage {
         &self.gauge
     }
 
+    /// Ends the workers at their next step, and every wait of theirs now.
+    fn cancel(&self) {
+        self.gauge.cancel();
+        self.cancelled.send_replace(true);
+    }
+
+    /// What `work` gives, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled: no worker waits longer than that,
+    /// whatever a drive or a peer does.
+    async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
+        let mut cancelled = self.cancelled.subscribe();
+        tokio::select! {
+            biased;
+            // The sender lives as long as `self`.
+            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(StageInError::Cancelled),
+            done = work => Ok(done),
+        }
+    }
+
     /// Room for a batch to land in.
     async fn landing_slot(&self, len: u64) -> Result<Slot, String> {
-        if let Some(slot) = self.landing.slot_within(len, PATIENCE).await {
+        if let Some(slot) = self.landing.slot_within(len, self.deadlines.landing_patience).await {
             return Ok(slot);
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
         let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await;
+        let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
     }
 
-    /// Takes a peer's batch; its first block's number, or `None` if there is no room for it.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Option<u32>, String> {
+    /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
+    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
         let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
-            Stored::At(first) => Ok(Some(first)),
-            Stored::Full(_) => Ok(None),
+        match stored.map_err(|error| error.to_string())? {
+            Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
+            Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
         }
     }
 
     /// Takes a piece of a block for which a peer has asked for room.
-    pub(crate) async fn land_piece(&self, arrival: u32, offset: u64, incoming: Incoming) -> Result<(), String> {
+    pub(crate) async fn land_piece(
+        &self,
+        (arrival, offset): (u32, u64),
+        checksum: u32,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, &slot[..len])).await;
-        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
+        match stored.map_err(|error| error.to_string())? {
+            Ok(()) => Ok(Reply::Done),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
     async fn landed(&self, incoming: Incoming) -> Result<(Slot, usize), String> {
@@ -255,7 +293,8 @@ impl Stage {
     /// Shows what was prepared.
     pub(crate) fn commit(&self, server: &Server, replaces: Option<DatasetId>) -> Result<(), String> {
         let mut outcome = self.outcome();
-        let dataset = outcome.prepared.take().ok_or("no dataset was prepared")?;
+        // It stays among the prepared ones too, so that there is no moment at which a peer finds it nowhere.
+        let dataset = outcome.prepared.clone().ok_or("no dataset was prepared")?;
         outcome.shown = Some(dataset.id());
         outcome.replaced = server.store().show(dataset, replaces);
         Ok(())
@@ -281,7 +320,10 @@ impl Stage {
         if let Some(replaced) = outcome.replaced.take() {
             server.store().show(replaced, None);
         }
-        outcome.prepared = None;
+        // Peers that show it already may be reading it: what is sent to them from here on does not count.
+        if let Some(prepared) = outcome.prepared.take() {
+            prepared.set_gone(true);
+        }
         self.ingest.segments().give_up();
     }
 
@@ -291,7 +333,7 @@ impl Stage {
     }
 
     fn stop(&self) {
-        self.gauge.cancel();
+        self.cancel();
         self.runs.send_if_modified(|runs| {
             let is_open = runs.is_none();
             runs.get_or_insert_with(|| Err("the stage-in is over".to_owned()));
@@ -311,7 +353,8 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Runs the workers, then keeps their runs; a failure is told to the lead.
+/// Runs the workers, then keeps their runs. The first failure is told to the lead at once, while other workers still run: without
+/// that the lead would wait for the failed worker's unit, and the other workers for the lead.
 async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
@@ -323,26 +366,35 @@ async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>)
     while let Some(ended) = workers.join_next().await {
         match ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string())) {
             Ok(mut runs) => all.append(&mut runs),
-            Err(reason) => {
-                // The others need not go on; the first failure is the one that counts.
-                stage.gauge.cancel();
-                if failure.is_none() {
-                    failure = Some(reason);
-                }
+            // The first failure is the one that counts: the others end because of it.
+            Err(reason) if failure.is_none() => {
+                stage.cancel();
+                tell_failure(&server, &stage, &reason).await;
+                failure = Some(reason);
             }
+            Err(_) => {}
         }
     }
-    let runs = match failure {
-        None => Ok(Arc::new(all)),
-        Some(reason) => {
-            let fail = Request::Fail { stage: stage.number, reason: reason.clone() };
-            if let Err(error) = server.ask(stage.lead, fail, REQUEST_TIMEOUT).await {
-                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+    stage.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), Err)));
+}
+
+/// Tells the lead that the stage-in failed here. A lead that is pressed gets as much patience as for a report; one that does not hear
+/// it at all gives this node up by its silence, as this node does the lead.
+async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
+    let start = Instant::now();
+    loop {
+        let fail = Request::Fail { stage: stage.number, reason: reason.to_owned() };
+        match server.ask(stage.lead, fail, server.deadlines().request).await {
+            Err(PeerError::Transport(_)) if start.elapsed() < server.deadlines().peer_lost => {
+                tokio::time::sleep(server.deadlines().progress_interval).await
             }
-            Err(reason)
+            Err(error) => {
+                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+                return;
+            }
+            Ok(_) => return,
         }
-    };
-    stage.runs.send_replace(Some(runs));
+    }
 }
 
 /// One worker: takes units from the lead until there are none.
@@ -359,10 +411,11 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
-        let reply = runtime.block_on(server.ask(stage.lead, request, 2 * REQUEST_TIMEOUT));
+        let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * server.deadlines().request)))?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
+            // A stage-in that was cancelled meanwhile ends at the next request.
             Reply::Wait => {}
             Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
             _ => return Err(StageInError::Cancelled),
@@ -374,15 +427,15 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
+        tokio::time::sleep(server.deadlines().progress_interval).await;
         let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
-            match server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await {
+            match server.ask(stage.lead, request.clone(), server.deadlines().request).await {
                 // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
-                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < PEER_LOST_TIMEOUT => {
-                    tokio::time::sleep(PROGRESS_INTERVAL).await;
+                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < server.deadlines().peer_lost => {
+                    tokio::time::sleep(server.deadlines().progress_interval).await;
                 }
                 reply => break reply,
             }
@@ -400,7 +453,7 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         }
     }
-    stage.gauge.cancel();
+    stage.cancel();
     if server.stages().remove(stage.number).is_some() {
         // Not from within: this very task is among those that `abort` ends.
         tokio::spawn(async move { if stage.is_shown() && !is_undone { stage.settle(&server) } else { stage.abort(&server) } });

@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
+use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, SAMPLE_SIZE_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::{display, group};
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};
@@ -210,8 +211,8 @@ impl<S: Sink> Worker<S> {
             return Err(StageInError::TooLarge { sample: display(&member.path), size });
         }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
-        let unknown = StoredBlock { owner: NodeId(0), checksum: 0, arrival: 0 };
-        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize] };
+        let unknown = StoredBlock { owner: NodeId(0), arrival: 0 };
+        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize], checksums: Vec::new() };
         let index = self.members.len();
         self.members_len += member.memory_len();
         self.members.push(member);
@@ -252,7 +253,12 @@ impl<S: Sink> Worker<S> {
         failed: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let owner = self.owner(index, part)?;
-        self.append(owner, (index, part), len, &mut |space| data.read_exact(space).map_err(failed))
+        let checksum = self.append(owner, (index, part), len, &mut |space| {
+            data.read_exact(space).map_err(failed)?;
+            Ok(checksum(space))
+        })?;
+        self.add_checksum(index, checksum);
+        Ok(())
     }
 
     fn take_large_block(
@@ -270,19 +276,23 @@ impl<S: Sink> Worker<S> {
             }
             self.mark_full(owner);
         };
-        let mut checksum = 0;
+        let mut chunk = 0;
         let mut offset = 0;
         while offset < block_len {
             let len = (block_len - offset).min(BATCH_LEN_MAX as u64) as usize;
             let mut buffer = self.take_buffer(owner)?;
             let space = &mut buffer[..len];
             data.read_exact(space).map_err(failed)?;
-            checksum = crc32c::crc32c_append(checksum, space);
+            let checksum = checksum(space);
+            chunk = combine(chunk, checksum, len as u64);
             self.make_way()?;
-            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset })?;
+            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset, checksum })?;
             offset += len as u64;
+            if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
+                self.add_checksum(index, std::mem::take(&mut chunk));
+            }
         }
-        self.set_block(index, part, StoredBlock { owner, checksum, arrival });
+        self.set_block(index, part, StoredBlock { owner, arrival });
         Ok(())
     }
 
@@ -308,14 +318,23 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Puts a small block into its owner's open batch; `fill` writes its bytes.
+    /// Notes the checksum of a member's next chunk.
+    fn add_checksum(&mut self, index: usize, checksum: u32) {
+        if let Some(MemberKind::File { checksums, .. }) = self.members.get_mut(index).map(|member| &mut member.kind) {
+            checksums.push(checksum);
+            self.members_len += size_of::<u32>();
+        }
+    }
+
+    /// Puts a small block into its owner's open batch; `fill` writes its bytes and returns their checksum as they were read
+    /// from the source. Returns the same.
     fn append(
         &mut self,
         owner: NodeId,
         (index, part): (usize, u32),
         len: usize,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), StageInError>,
-    ) -> Result<(), StageInError> {
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<u32, StageInError>,
+    ) -> Result<u32, StageInError> {
         let has_room = |batch: &Batch<S::Buffer>| batch.len() + len <= BATCH_LEN_MAX && batch.blocks().len() < BATCH_BLOCKS_MAX;
         let mut batch = match self.open.remove(&owner) {
             Some(batch) if has_room(&batch) => batch,
@@ -327,11 +346,10 @@ impl<S: Sink> Worker<S> {
             }
         };
         let filled = fill(batch.space(len));
-        if filled.is_ok() {
+        if let Ok(checksum) = filled {
             let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
-            let checksum = crc32c::crc32c(batch.space(len));
-            batch.push((index, part), ShippedBlock { len: len as u32, shuffle });
-            self.set_block(index, part, StoredBlock { owner, checksum, arrival: 0 });
+            batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle });
+            self.set_block(index, part, StoredBlock { owner, arrival: 0 });
         }
         // While a buffer was waited for, a batch that came back may have opened another one for this owner.
         if let Some(other) = self.open.insert(owner, batch) {
@@ -409,11 +427,15 @@ impl<S: Sink> Worker<S> {
     /// Gives blocks whose owner was full to the next on the ring.
     fn place_returned(&mut self) -> Result<(), StageInError> {
         while let Some(batch) = self.returned.pop_front() {
-            for ((index, part), _, bytes) in batch.iter() {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            for ((index, part), block, bytes) in batch.iter() {
                 let owner = self.owner(index, part)?;
                 self.append(owner, (index, part), bytes.len(), &mut |space| {
                     space.copy_from_slice(bytes);
-                    Ok(())
+                    // Taken when they were read: if they have changed since, their next owner notices.
+                    Ok(block.checksum)
                 })?;
             }
         }

@@ -115,6 +115,9 @@ pub(crate) struct SessionOptions {
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
     #[arg(long)]
     pub(crate) allow_network_data_dir: bool,
+    /// For tests: every deadline of the session divided by this.
+    #[arg(long, hide = true, value_name = "N", env = "DAYFLY_DEADLINES_DIVISOR", hide_env = true, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=dayfly_meta::deadlines::Deadlines::DIVISOR_MAX as i64))]
+    pub(crate) deadlines_divisor: u32,
     #[command(flatten)]
     pub(crate) launch: LaunchOptions,
 }

@@ -23,6 +23,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dayfly_client::locate::{self, Location};
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, WORKERS_MAX};
 use dayfly_meta::path::display;
@@ -107,6 +108,8 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         )));
     }
     memory::check(options.stage_in_memory)?;
+    let deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+    deadlines.check().map_err(Failure::new)?;
     let chosen = launchers::choose(&options.launch)?;
     if chosen.is_fallback {
         complain("this is no job of a known manager: one server, on this machine (--local 1 says so, --hosts names others)");
@@ -159,6 +162,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             rdma_device: options.rdma_device.clone(),
             service_level: options.service_level,
             traffic_class: options.traffic_class,
+            deadlines,
         },
         keep_ms: keep.as_millis() as u64,
         start_timeout_ms: launch.start_timeout * 1000,

@@ -9,11 +9,12 @@ use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord,
-    OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
+    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord,
+    NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
 };
+use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
-use crate::limits::{ENTRIES_MAX, PAGE_SIZE};
+use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
 use crate::wire::control::Grouping;
@@ -33,6 +34,9 @@ pub enum BuildError {
     /// More blocks than a dataset may have.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
     Blocks,
+    /// A file whose blocks or checksums are not as many as its size says: a run that did not arrive as it was written.
+    #[error("'{0}' came with other blocks or checksums than its size calls for")]
+    Shape(String),
     /// The members did not come in walk order: a defect of the merge.
     #[error("'{0}' came out of order")]
     Order(String),
@@ -131,7 +135,7 @@ impl<'a> CatalogBuilder<'a> {
         self.last_path = path.to_vec();
         match &member.kind {
             MemberKind::Directory => self.open_directory(path, member.mode, member.mtime_s, member.mtime_ns),
-            MemberKind::File { size, blocks } => self.add_file(path, member, *size, blocks, names),
+            MemberKind::File { size, blocks, checksums } => self.add_file(path, member, *size, (blocks, checksums), names),
             MemberKind::Symlink(target) => self.add_symlink(path, member, target),
             MemberKind::HardLink(_) => Err(BuildError::HardLink(display(path))),
         }
@@ -142,7 +146,7 @@ impl<'a> CatalogBuilder<'a> {
         path: &[u8],
         member: &Member,
         size: u64,
-        blocks: &[StoredBlock],
+        (blocks, checksums): (&[StoredBlock], &[u32]),
         names: u32,
     ) -> Result<(), BuildError> {
         if let Some(&sample) = self.shared.get(&member.key) {
@@ -152,13 +156,13 @@ impl<'a> CatalogBuilder<'a> {
         if first_block + blocks.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
+        self.add_checksums(path, first_block as u32, size, (blocks.len(), checksums))?;
         let sample = (self.columns[Column::Samples as usize].len / WIDTHS[Column::Samples as usize]) as u32;
         self.write_node(Column::Samples, member, size, names, first_block as u32)?;
         let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
         self.write(Column::Origins, &origin.encode())?;
         for block in blocks {
             self.write(Column::Owners, &block.owner.0.to_le_bytes())?;
-            self.write(Column::Checksums, &block.checksum.to_le_bytes())?;
             self.write(Column::Arrivals, &block.arrival.to_le_bytes())?;
         }
         if names > 1 {
@@ -166,6 +170,28 @@ impl<'a> CatalogBuilder<'a> {
         }
         self.bytes += size;
         self.add_entry(path, EntryKind::File, sample).map(drop)
+    }
+
+    /// Adds the checksums of a file whose blocks begin at `block`.
+    fn add_checksums(&mut self, path: &[u8], block: u32, size: u64, shape: (usize, &[u32])) -> Result<(), BuildError> {
+        let (blocks, checksums) = shape;
+        // The only block that is shorter than the others is the last, so chunks of blocks are chunks of the file.
+        if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
+            return Err(BuildError::Shape(display(path)));
+        }
+        let mut next = self.columns[Column::Checksums as usize].len / WIDTHS[Column::Checksums as usize];
+        if next + checksums.len() as u64 > ENTRIES_MAX {
+            return Err(BuildError::Blocks);
+        }
+        for (block, part) in (block..).zip(0..blocks as u32) {
+            let chunks = block_len(size, part).div_ceil(CHUNK_LEN);
+            if chunks > 1 {
+                self.write(Column::Larges, &LargeRecord { block, first: next as u32 }.encode())?;
+            }
+            next += chunks;
+        }
+        checksums.iter().try_for_each(|checksum| self.write(Column::Checksums, &checksum.to_le_bytes()).map(drop))?;
+        Ok(())
     }
 
     fn add_symlink(&mut self, path: &[u8], member: &Member, target: &[u8]) -> Result<(), BuildError> {

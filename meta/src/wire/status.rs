@@ -38,6 +38,25 @@ impl Reads {
     }
 }
 
+/// Where a node found bytes that were not those that were staged in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Hop {
+    /// In a batch that was shipped to it.
+    Shipped,
+    /// In what an owner sent it.
+    Fetched,
+    /// In its arena, after they had come.
+    Arena,
+    /// Among what it keeps of other nodes' blocks.
+    Kept,
+    /// In a segment, among the blocks that it owns.
+    Owned,
+}
+
+/// Number of [`Hop`]s.
+pub const HOPS: usize = 5;
+
 /// How much to fetch ahead of readers that have said what they will read.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
@@ -133,6 +152,8 @@ pub struct NodeStatus {
     pub samples: u64,
     /// Blocks it holds as owner.
     pub blocks: u64,
+    /// Blocks and chunks that it found damaged, by [`Hop`].
+    pub damaged: [u64; HOPS],
     /// Bytes of these.
     pub held_bytes: u64,
     /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find. What is only kept makes way for

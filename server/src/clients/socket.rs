@@ -13,9 +13,6 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-/// A client that takes no bytes for so long is stuck or stopped; its leases must not be.
-const SEND_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// Read with one call: nearly all requests fit.
 const BUFFER_LEN: usize = 16 << 10;
 
@@ -23,11 +20,13 @@ pub(super) struct Socket {
     stream: tokio::sync::Mutex<UnixStream>,
     /// What was read and not looked at yet.
     buffer: Vec<u8>,
+    /// A client that takes no bytes for so long is stuck or stopped; its leases must not be.
+    patience: Duration,
 }
 
 impl Socket {
-    pub(super) fn new(stream: UnixStream) -> Self {
-        Self { stream: tokio::sync::Mutex::new(stream), buffer: Vec::with_capacity(BUFFER_LEN) }
+    pub(super) fn new(stream: UnixStream, patience: Duration) -> Self {
+        Self { stream: tokio::sync::Mutex::new(stream), buffer: Vec::with_capacity(BUFFER_LEN), patience }
     }
 
     /// The next message; `None` at the end.
@@ -67,7 +66,7 @@ impl Socket {
             let sent = stream.async_io(Interest::WRITABLE, || first(&stream)).await?;
             stream.write_all(&bytes[sent..]).await
         };
-        timeout(SEND_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+        timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
     /// Waits until the client is gone (or says something out of turn, which is as good).

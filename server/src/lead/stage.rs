@@ -3,22 +3,16 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::REQUEST_TIMEOUT;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Reply, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
 use tokio::sync::{Notify, watch};
 
 use super::rates::Rates;
-
-/// A node reports five times a second and tries twice before it gives up.
-pub(super) const NODE_SILENT_TIMEOUT: Duration = Duration::from_secs(3 * REQUEST_TIMEOUT.as_secs());
-
-/// How long a worker waits for a unit before it is told to ask again.
-const UNIT_TIMEOUT: Duration = Duration::from_secs(REQUEST_TIMEOUT.as_secs() / 2);
 
 /// A stage-in as the lead sees it.
 pub(crate) struct LeadStage {
@@ -36,16 +30,17 @@ pub(crate) struct LeadStage {
     pub(super) all_read: watch::Sender<bool>,
     /// A unit came back: there may be more to hand out, or nothing any more.
     judged: Notify,
+    deadlines: Deadlines,
 }
 
 impl LeadStage {
-    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize) -> Self {
+    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize, deadlines: Deadlines) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
             reported: Mutex::new(vec![Instant::now(); nodes]),
             handing: Mutex::new(handing),
-            rates: Mutex::new(Rates::new(nodes)),
+            rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
             progress: Mutex::new(progress),
             counts: Mutex::new(counts),
             redone_bytes: AtomicU64::new(0),
@@ -53,6 +48,7 @@ impl LeadStage {
             all_begun: watch::Sender::new(false),
             all_read: watch::Sender::new(false),
             judged: Notify::new(),
+            deadlines,
         }
     }
 
@@ -89,7 +85,7 @@ impl LeadStage {
                 judged.await;
             }
         };
-        tokio::time::timeout(UNIT_TIMEOUT, wait).await.unwrap_or(Reply::Wait)
+        tokio::time::timeout(self.deadlines.unit, wait).await.unwrap_or(Reply::Wait)
     }
 
     fn take_back(&self, report: UnitReport) {
@@ -173,7 +169,7 @@ impl LeadStage {
 
     /// A node that has not reported for so long that it has given up by itself.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
-        let silent = self.reported().iter().position(|reported| reported.elapsed() > NODE_SILENT_TIMEOUT);
+        let silent = self.reported().iter().position(|reported| reported.elapsed() > self.deadlines.node_silent);
         silent.map(|node| NodeId(node as u16))
     }
 

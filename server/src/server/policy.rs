@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dayfly_meta::limits::{REQUEST_TIMEOUT, VIEWS_TIMEOUT};
 use dayfly_meta::wire::peer::Request;
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
 use futures_util::future::join_all;
@@ -17,7 +16,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 impl Server {
     /// Tells all nodes; what holds now, or who could not be told.
     pub(crate) async fn tune_all(self: &Arc<Self>, policy: Policy) -> Result<Policy, String> {
-        let timeout = REQUEST_TIMEOUT + VIEWS_TIMEOUT;
+        let timeout = self.deadlines().request + self.deadlines().views;
         let telling = self.peers.nodes().map(|node| self.ask(node, Request::Tune(policy), timeout));
         for told in join_all(telling).await {
             told.map_err(|error| format!("not all nodes do as told: {error}"))?;
@@ -47,7 +46,7 @@ impl Server {
             return Ok(());
         }
         self.on_drives(|server| server.store.datasets().iter().for_each(|dataset| dataset.withdraw_kept())).await?;
-        let deadline = Instant::now() + VIEWS_TIMEOUT;
+        let deadline = Instant::now() + self.deadlines().views;
         while self.processes.have_views(self.store.counters()) {
             if Instant::now() > deadline {
                 tracing::warn!("processes still look at blocks that were kept; their room stays taken");

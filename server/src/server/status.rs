@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use dayfly_meta::limits::REQUEST_TIMEOUT;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Status};
 
@@ -26,6 +25,7 @@ impl Server {
             data_dirs: self.config.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
             samples: sum(&|dataset| dataset.held().samples),
             blocks: sum(&|dataset| dataset.held().blocks),
+            damaged: self.damage.get(),
             held_bytes: sum(&|dataset| dataset.held().bytes),
             used_bytes: self.store.used().saturating_sub(sum(&|dataset| dataset.segments().kept_room())),
             capacity_bytes: self.store.capacity(),
@@ -56,7 +56,7 @@ impl Server {
     pub(crate) async fn session_status(self: &Arc<Self>) -> Status {
         let asking = self.peers.nodes().map(|node| async move {
             let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
-            let status = match self.ask(node, Request::Status, REQUEST_TIMEOUT).await {
+            let status = match self.ask(node, Request::Status, self.deadlines().request).await {
                 Ok(Reply::Status(status)) => Ok(*status),
                 Ok(_) => Err("it answers what was not asked".to_owned()),
                 Err(error) => Err(error.to_string()),

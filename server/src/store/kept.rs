@@ -167,6 +167,19 @@ impl Dataset {
         self.kept().bytes.store(0, Ordering::Relaxed);
     }
 
+    /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room stays taken until all
+    /// that is kept is given up. Whoever looks at the bytes in place goes on to see the same.
+    pub(crate) fn withdraw_copy(&self, block: BlockId, place: Place) -> bool {
+        let _nothing_is_given_up = self.kept().lock();
+        let is_withdrawn = self.locations().withdraw(block, Location::Kept(place));
+        if is_withdrawn {
+            let len = self.catalog().block(block).map_or(0, |(_, len)| len);
+            self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
+            self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+        }
+        is_withdrawn
+    }
+
     /// Gives back the room of what was withdrawn.
     pub(crate) fn free_kept(&self) -> io::Result<()> {
         let _nothing_is_written = self.kept().lock();

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{LANDING_TIMEOUT, PAGE_SIZE};
+use dayfly_meta::limits::PAGE_SIZE;
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use tokio::sync::watch;
@@ -46,7 +46,7 @@ impl<'a> Cold<'a> {
     pub(crate) async fn turn(&mut self) -> Option<Arc<Turn>> {
         if self.turn.is_none() {
             // By then nobody waits for the answer any more; that too many read is then the smaller harm.
-            self.turn = timeout(LANDING_TIMEOUT, self.turns.take(self.peer)).await.ok().map(Arc::new);
+            self.turn = timeout(self.turns.patience, self.turns.take(self.peer)).await.ok().map(Arc::new);
         }
         self.turn.clone()
     }

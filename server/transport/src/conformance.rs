@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
+use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 
 use super::*;
 use crate::Key;
@@ -76,7 +77,9 @@ pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
 }
 
 async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
-    let identity = Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose };
+    let deadlines = Deadlines::DEFAULT;
+    let identity =
+        Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose, deadlines };
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
 }
 
@@ -187,7 +190,7 @@ async fn who_stood_still_loses_no_peer() {
         async move { connection.pull(b"slow".to_vec(), vec![], TIMEOUT).await.map(|pulled| pulled.message) }
     });
     tokio::time::sleep(Duration::from_millis(50)).await;
-    std::thread::sleep(PEER_LOST_TIMEOUT.max(TIMEOUT) + Duration::from_secs(1));
+    std::thread::sleep(Deadlines::DEFAULT.peer_lost.max(TIMEOUT) + Duration::from_secs(1));
     assert_eq!(asked.await.unwrap().unwrap(), b"slow\0\0");
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert!(!connection.is_lost());
@@ -343,7 +346,7 @@ async fn tcp_conforms_when_slow() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rdma_without_a_card_conforms() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Tcp, &Choice::default()));
+    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Tcp, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(!ours.status().is_rdma && ours.status().detail == "TCP was asked for");
 }
@@ -354,7 +357,7 @@ async fn rdma_conforms() {
         return;
     }
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default()));
+    let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(ours.status().is_rdma);
     // What the body moved went by the card: its slots of the first pull, and the offers.
@@ -369,7 +372,7 @@ async fn async_rdma_conforms() {
         return;
     }
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let [ours, theirs] = [ours, theirs].map(|tcp| crate::async_rdma::AsyncRdma::new(tcp, &Choice::default()));
+    let [ours, theirs] = [ours, theirs].map(|tcp| crate::async_rdma::AsyncRdma::new(tcp, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(ours.status().is_rdma, "{:?}", ours.status());
     assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
@@ -408,8 +411,8 @@ async fn a_stranger_is_told_nothing() {
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
         assert!(answer.is_empty());
     }
-    let identity =
-        Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([4; 32])), node: NodeId(0), purpose: Purpose::Peer };
+    let (session, key, deadlines) = (SessionId([9; 8]), Arc::new(Key::new([4; 32])), Deadlines::DEFAULT);
+    let identity = Identity { session, key, node: NodeId(0), purpose: Purpose::Peer, deadlines };
     let (stranger, _) = Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap();
     assert!(matches!(stranger.connect(NodeId(1), address).await, Err(TransportError::Lost { .. })));
 }

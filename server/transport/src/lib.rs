@@ -227,15 +227,16 @@ pub async fn open(
     options: &Options,
 ) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
     let is_sealed = identity.purpose == tcp::Purpose::SealedPeer;
+    let deadlines = identity.deadlines;
     let (tcp, address) = tcp::Tcp::bind(identity, address).await?;
     if is_sealed {
         return Ok((Arc::new(rdma::Rdma::without(tcp, options.preference, rdma::RdmaError::Sealed)), address));
     }
     #[cfg(feature = "async-rdma")]
     if options.preference == Preference::AsyncRdma {
-        return Ok((Arc::new(async_rdma::AsyncRdma::new(tcp, &options.choice)), address));
+        return Ok((Arc::new(async_rdma::AsyncRdma::new(tcp, &options.choice, deadlines)), address));
     }
-    Ok((Arc::new(rdma::Rdma::new(tcp, options.preference, &options.choice)), address))
+    Ok((Arc::new(rdma::Rdma::new(tcp, options.preference, &options.choice, deadlines)), address))
 }
 
 /// A running listener; dropping it ends it and all connections that it accepted.

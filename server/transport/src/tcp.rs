@@ -14,6 +14,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::wire::status::Network;
 use tokio::net::TcpListener;
@@ -32,6 +33,8 @@ pub struct Identity {
     pub node: NodeId,
     /// What connections are for.
     pub purpose: Purpose,
+    /// How long we wait for our peers.
+    pub deadlines: Deadlines,
 }
 
 /// What a handshake is for: both ends must mean the same.

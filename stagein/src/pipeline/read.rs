@@ -57,7 +57,7 @@ impl<S: Sink> Worker<S> {
         }
         let key = MemberKey { source: unit.source, offset: entry.number };
         let (kind, size) = match &entry.kind {
-            TreeKind::File(size) => (MemberKind::File { size: 0, blocks: Vec::new() }, Some(*size)),
+            TreeKind::File(size) => (MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() }, Some(*size)),
             TreeKind::Directory => (MemberKind::Directory, None),
             TreeKind::Symlink(target) => (MemberKind::Symlink(target.clone()), None),
             TreeKind::HardLink(target) => (MemberKind::HardLink(join(&unit.prefix, target)), None),

@@ -11,8 +11,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use dayfly_client::locate::{Location, Watch};
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{LEASE_INTERVAL, LEASE_TIMEOUT};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
 use dayfly_server::{Choice, Config, Key, Options, Server};
 use nix::fcntl::{Flock, FlockArg};
@@ -136,7 +136,7 @@ async fn wait_for_below(below: Option<&mut Processes>, invitation: &Invitation) 
 async fn find_keeper(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, Failure> {
     let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(FIND_TIMEOUT);
     loop {
-        let error = match channel::dial(session, key, &invitation.keeper).await {
+        let error = match channel::dial(session, key, invitation.settings.deadlines, &invitation.keeper).await {
             Ok(channel) => return Ok(channel),
             Err(error) => error,
         };
@@ -167,7 +167,7 @@ async fn serve(
     let addresses = launch::own_addresses(None).unwrap_or_default();
     say(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings: place.warnings.clone() }).await?;
     // Its deadline is the keeper's, who waits for others; this is for one that is gone without a word.
-    let patience = Duration::from_millis(invitation.start_timeout_ms) + LEASE_TIMEOUT;
+    let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let orders = tokio::select! {
         orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("nothing was heard of who started this server"))??,
         _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
@@ -247,6 +247,7 @@ async fn start(
         workers: place.workers,
         decoders: place.decoders,
         stage_memory: place.stage_memory,
+        deadlines: settings.deadlines,
     };
     let server = Server::start(config).await.map_err(Failure::new)?;
     let mut watch = location.watch_node(node, &node_lock)?;
@@ -268,7 +269,7 @@ impl Serving {
         let Self { server, location, watch, locks } = self;
         let server = &server;
         say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
-        let mut loss = None;
+        let (mut loss, patience) = (None, invitation.settings.deadlines.lease_interval);
         let why = tokio::select! {
             () = server.ended() => "as it was told to",
             () = terminated(&mut terminate, invitation.is_step) => "by SIGTERM",
@@ -278,7 +279,7 @@ impl Serving {
                 "for its folder is gone"
             }
             why = async {
-                match obey(server, &mut sender, receiver, invitation.start_timeout_ms).await {
+                match obey(server, &mut sender, receiver, invitation).await {
                     Parting::Meant(why) => why,
                     Parting::Lost(why) => stay(&location, Duration::from_millis(invitation.keep_ms), why).await,
                 }
@@ -288,13 +289,13 @@ impl Serving {
             tracing::error!(reason);
             // Said before anything fails for it. The keeper tells the other nodes, and who waits for it.
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
-            let _ = timeout(LEASE_INTERVAL, say(&mut sender, &failed)).await;
+            let _ = timeout(patience, say(&mut sender, &failed)).await;
         }
         // Its bytes first: whoever ended us may not give us long.
         server.give_up();
         if loss.is_some() {
             // No keeper may be left to tell the other nodes.
-            let _ = timeout(LEASE_INTERVAL, server.end_others()).await;
+            let _ = timeout(patience, server.end_others()).await;
         }
         // A keeper that is gone needs no word.
         let _ = say(&mut sender, &FromServer::Ended).await;
@@ -338,7 +339,8 @@ enum Parting {
 }
 
 /// Does what the keeper says, and tells it that we live; ends with it.
-async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, start_timeout_ms: u64) -> Parting {
+async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, invitation: &Invitation) -> Parting {
+    let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
     let (said, mut orders) = mpsc::channel(4);
     // On a task of its own, for what was read of a message would be lost where another of these comes first; it ends with this.
     let mut listening = JoinSet::new();
@@ -349,11 +351,11 @@ async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver,
             }
         }
     });
-    let mut ticks = interval(LEASE_INTERVAL);
+    let mut ticks = interval(lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Counted in ticks, which do not come while this process is stopped, as a suspended job's is.
-    let lease = (LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()) as u64;
-    let mut left = (start_timeout_ms / LEASE_INTERVAL.as_millis() as u64).max(lease);
+    let lease = (lease.as_millis() / lease_interval.as_millis()) as u64;
+    let mut left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease);
     let mut has_begun = false;
     let parting = |has_begun: bool, why: &'static str| if has_begun { Parting::Lost(why) } else { Parting::Meant(why) };
     loop {

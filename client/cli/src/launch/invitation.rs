@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_server::{Ability, Agreement, Preference};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
@@ -72,6 +73,7 @@ pub(crate) struct Settings {
     pub(crate) rdma_device: Option<String>,
     pub(crate) service_level: u8,
     pub(crate) traffic_class: u8,
+    pub(crate) deadlines: Deadlines,
 }
 
 /// From a server.

@@ -11,8 +11,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use dayfly_client::locate::Watch;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
-use dayfly_meta::limits::{HANDSHAKE_TIMEOUT, LAUNCHER_END_TIMEOUT, LEASE_INTERVAL, LEASE_TIMEOUT};
+use dayfly_meta::limits::LAUNCHER_END_TIMEOUT;
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
 use dayfly_server::{Ability, Key, Preference, agree};
 use futures_util::future::{join_all, try_join_all};
@@ -61,6 +62,7 @@ impl Keeper {
         let thread = thread::Builder::new().name("keeper".to_owned()).spawn(move || {
             runtime.block_on(async {
                 let cancelled = async { drop(cancelled.await) };
+                let deadlines = plan.invitation.settings.deadlines;
                 let mut start = Starting::new(plan);
                 let mut gone = pin!(until_gone(watch));
                 let came = tokio::select! {
@@ -72,7 +74,7 @@ impl Keeper {
                     Ok(members) => {
                         // Who asked for it waits for this word.
                         let _ = told.send(Ok(()));
-                        if let Some(reason) = keep(members, &mut start.processes, ending, gone).await {
+                        if let Some(reason) = keep(members, &mut start.processes, deadlines, ending, gone).await {
                             // Where nobody waits for it, the session's end is all that can be done.
                             let _ = losing.send(reason);
                         }
@@ -210,9 +212,10 @@ impl Starting {
         let is_local = self.plan.chosen.launcher.is_local();
         let (session, loopback) = (self.plan.session, IpAddr::from([127, 0, 0, 1]));
         let any = if is_local { loopback } else { IpAddr::from([0_u16; 8]) };
-        let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), any).await {
+        let deadlines = self.plan.invitation.settings.deadlines;
+        let (mut listener, port) = match Listener::bind(session, self.plan.key.clone(), deadlines, any).await {
             // A kernel without version 6.
-            Err(_) if !is_local => Listener::bind(session, self.plan.key.clone(), IpAddr::from([0, 0, 0, 0])).await?,
+            Err(_) if !is_local => Listener::bind(session, self.plan.key.clone(), deadlines, IpAddr::from([0, 0, 0, 0])).await?,
             bound => bound?,
         };
         let addresses =
@@ -256,6 +259,7 @@ impl Starting {
         let mut listening = JoinSet::new();
         let mut warned = BTreeSet::new();
         let mut telling = Instant::now() + PATIENCE[0];
+        let Deadlines { handshake, .. } = self.plan.invitation.settings.deadlines;
         while self.waited_for().next().is_some() {
             tokio::select! {
                 channel = listener.accept() => {
@@ -263,7 +267,7 @@ impl Starting {
                     listening.spawn(async move {
                         let Channel { sender, mut receiver, local, far } = channel;
                         // It says it once it has looked at its node, which takes no time.
-                        let first = timeout(HANDSHAKE_TIMEOUT * 5, hear(&mut receiver)).await;
+                        let first = timeout(handshake * 5, hear(&mut receiver)).await;
                         let first = first.unwrap_or_else(|_| Err("it says no hello".to_owned()));
                         let _ = said.send((sender, receiver, local, far, first)).await;
                     });
@@ -474,6 +478,7 @@ fn did_not_start(name: &str, reason: &str) -> Failure {
 async fn keep(
     members: Vec<Member>,
     processes: &mut Processes,
+    deadlines: Deadlines,
     mut ending: oneshot::Receiver<()>,
     mut gone: impl Future<Output = PathBuf> + Unpin,
 ) -> Option<String> {
@@ -493,34 +498,34 @@ async fn keep(
             }
         });
     }
-    let mut ticks = interval(LEASE_INTERVAL);
+    let mut ticks = interval(deadlines.lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while kept.iter().any(Option::is_some) {
         tokio::select! {
             _ = &mut ending => {
-                end_all(&mut kept).await;
+                end_all(&mut kept, &deadlines).await;
                 return None;
             }
             path = &mut gone => {
-                end_all(&mut kept).await;
+                end_all(&mut kept, &deadlines).await;
                 return Some(gone_message(&path));
             }
             Some(Ok((place, parting))) = listening.join_next() => match (kept[place].take(), parting) {
                 (Some(left), Departure::Lost(reason)) => complain(format_args!("{} is lost: {reason}", left.name)),
                 (Some(left), Departure::Failed(reason)) => {
-                    end_all(&mut kept).await;
+                    end_all(&mut kept, &deadlines).await;
                     return Some(format!("{}: {reason}", left.name));
                 }
                 _ => {}
             },
             _ = ticks.tick() => {
                 for place in &mut kept {
-                    if let Some(silent) = place.take_if(|kept| kept.is_silent()) {
-                        complain(format_args!("{} is lost: nothing was heard of it for {} s", silent.name, LEASE_TIMEOUT.as_secs()));
+                    if let Some(silent) = place.take_if(|kept| kept.is_silent(&deadlines)) {
+                        complain(format_args!("{} is lost: nothing was heard of it for {} s", silent.name, deadlines.lease.as_secs_f64()));
                     }
                 }
                 // One that takes no bytes is found by its silence.
-                let renewing = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::Renew)));
+                let renewing = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::Renew)));
                 drop(join_all(renewing).await);
             }
             line = processes.line() => complain(line),
@@ -540,8 +545,9 @@ enum Departure {
 }
 
 /// Tells all that are there to end.
-async fn end_all(kept: &mut [Option<Kept>]) {
-    let telling = kept.iter_mut().flatten().map(|kept| timeout(LEASE_INTERVAL, say(&mut kept.sender, &FromKeeper::End)));
+async fn end_all(kept: &mut [Option<Kept>], deadlines: &Deadlines) {
+    let telling =
+        kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::End)));
     drop(join_all(telling).await);
 }
 
@@ -555,8 +561,8 @@ struct Kept {
 }
 
 impl Kept {
-    fn is_silent(&mut self) -> bool {
+    fn is_silent(&mut self, deadlines: &Deadlines) -> bool {
         self.silent = if self.is_heard.swap(false, Ordering::Relaxed) { 0 } else { self.silent + 1 };
-        self.silent >= LEASE_TIMEOUT.as_millis() / LEASE_INTERVAL.as_millis()
+        self.silent >= deadlines.lease.as_millis() / deadlines.lease_interval.as_millis()
     }
 }

@@ -6,11 +6,12 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{LANDING_TIMEOUT, PAGE_SIZE, REQUEST_TIMEOUT};
+use dayfly_meta::limits::PAGE_SIZE;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
@@ -33,8 +34,6 @@ const DIRECT_LEN_MIN: u64 = 64 << 10;
 const DIRECT_READS_MAX: usize = 8;
 /// Small cold pieces are waited for so many at a time.
 const WAIT_TOGETHER: usize = 64;
-/// Of an answer that takes longer the asker hears so often.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What comes in on a queue pair, on the engine's thread.
 pub(super) struct Requests(pub(super) Option<mpsc::Sender<Request>>);
@@ -70,6 +69,7 @@ pub(super) struct Answerer {
     pub(super) direct: Arc<DirectFiles>,
     pub(super) service: Arc<dyn Service>,
     pub(super) outcomes: Arc<Outcomes>,
+    pub(super) deadlines: Deadlines,
 }
 
 impl Answerer {
@@ -91,7 +91,7 @@ impl Answerer {
             }
         }
         pulls.abort_all();
-        let _ = timeout(LANDING_TIMEOUT, async { while offers.join_next().await.is_some() {} }).await;
+        let _ = timeout(self.deadlines.landing, async { while offers.join_next().await.is_some() {} }).await;
     }
 
     /// A request that will never be answered keeps its asker's slots: better that the queue pair ends.
@@ -170,7 +170,7 @@ impl Answerer {
     async fn finish(&self, queue: QueueId, request: &Request, answered: Answered) -> bool {
         let bytes = answered.encode(request.answer_len as usize);
         // Their own room: what bytes wait for must not keep answers waiting, nor the other way about.
-        let slot = self.answers.slot_within(bytes.len() as u64, REQUEST_TIMEOUT).await;
+        let slot = self.answers.slot_within(bytes.len() as u64, self.deadlines.request).await;
         let work = slot
             .as_ref()
             .and_then(|slot| work(slot, 0, bytes.len() as u32, Action::WriteAndTell(request.answer, request.number)));
@@ -184,7 +184,7 @@ impl Answerer {
 
     /// Room in registered memory.
     async fn slot(&self, len: u64) -> io::Result<Slot> {
-        let slot = self.staging.slot_within(len, REQUEST_TIMEOUT).await;
+        let slot = self.staging.slot_within(len, self.deadlines.request).await;
         slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))
     }
 
@@ -375,7 +375,7 @@ impl Gather<'_> {
     }
 
     fn tell_progress(&mut self) {
-        if self.told.elapsed() < PROGRESS_INTERVAL {
+        if self.told.elapsed() < self.answerer.deadlines.ping_interval {
             return;
         }
         self.told = Instant::now();
@@ -427,7 +427,8 @@ impl RdmaLanding {
         let works = (0..len).step_by(step as usize).map(part).collect::<Option<Vec<_>>>().ok_or_else(broken)?;
         let landed = self.answerer.post(self.queue, works, slot);
         // On a deadline the slot stays with the engine: bytes may still land in it, until the queue pair ends.
-        let landed = timeout(REQUEST_TIMEOUT, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let landed =
+            timeout(self.answerer.deadlines.request, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         let hold = landed.map_err(|_| io::Error::from(io::ErrorKind::ConnectionReset))?;
         hold.downcast::<Slot>().map(|slot| *slot).map_err(|_| broken())
     }

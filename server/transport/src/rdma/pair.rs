@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{CONNECT_TIMEOUT, MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL};
+use dayfly_meta::limits::{MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -107,10 +107,14 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
     let hold = link.inner.pull(message(HOLD), Vec::new(), FOREVER);
     let serve = async {
         // Nothing is trusted before a write has come through.
-        match asker.ask(Ask::Ping, &[], Vec::new(), None, CONNECT_TIMEOUT).await {
+        match asker.ask(Ask::Ping, &[], Vec::new(), None, link.core.deadlines.connect).await {
             Outcome::Done { .. } => {}
             Outcome::Late => {
-                return format!("no write of node {} came through within {} s", link.inner.peer(), CONNECT_TIMEOUT.as_secs());
+                return format!(
+                    "no write of node {} came through within {} s",
+                    link.inner.peer(),
+                    link.core.deadlines.connect.as_secs_f64()
+                );
             }
             Outcome::Failed(..) => return asker.ended().await,
             Outcome::Refused(reason) => return reason,
@@ -137,10 +141,10 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
     }
     asker.end(&reason);
     // The engine ends it within less, unless its card has failed altogether.
-    let _ = timeout(CONNECT_TIMEOUT, asker.ended()).await;
+    let _ = timeout(link.core.deadlines.connect, asker.ended()).await;
     if !link.inner.is_lost() {
         // The far side may not have noticed.
-        let _ = link.inner.pull(message(END), Vec::new(), CONNECT_TIMEOUT).await;
+        let _ = link.inner.pull(message(END), Vec::new(), link.core.deadlines.connect).await;
     }
     reason
 }
@@ -151,7 +155,7 @@ async fn set_up(link: &Link) -> Result<Asker, String> {
     let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
     let hello = our_hello(card, &pair)?;
     let message = [&hello.encode()[..], &[SET_UP]].concat();
-    let answered = link.inner.pull(message, Vec::new(), CONNECT_TIMEOUT).await.map_err(|error| error.to_string())?;
+    let answered = link.inner.pull(message, Vec::new(), link.core.deadlines.connect).await.map_err(|error| error.to_string())?;
     let far = Hello::decode(&answered.message).ok_or("its end of a queue pair makes no sense")?;
     let (pair, far) = join(pair, far).await?;
     Ok(Asker::start(&card.engine, pair, hello.nonce, &far, &card.messages))
@@ -341,6 +345,7 @@ impl Welcome {
             direct: card.direct.clone(),
             service: self.service.clone(),
             outcomes: card.outcomes.clone(),
+            deadlines: self.core.deadlines,
         };
         answerer.run((from, nonce), queue, requests).await;
         Ok(b"the far end of the queue pair failed".to_vec())

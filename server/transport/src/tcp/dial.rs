@@ -8,10 +8,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{
-    BULK_LINKS, CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, MESSAGE_LEN_MAX, PEER_LOST_TIMEOUT, PEER_REQUESTS_MAX, PING_INTERVAL,
-};
+use dayfly_meta::limits::{BULK_LINKS, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, oneshot};
@@ -25,12 +24,7 @@ use super::stream::{Outgoing, Sender, join_body, split_body, writer};
 use super::{Identity, is_pushed_out};
 use crate::{Connection, Offered, Pulled, Slot, TransportError};
 
-/// A peer is lost only after so many looks without a byte from it: who was stopped or starved finds that time has passed, and what
-/// came meanwhile unread.
-const LOOKS_MIN: u32 = 4;
-/// Between two looks at one that is overdue, and before one that had no time for us is dialled again.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// So often, at most.
+/// One that had no time for us is dialled so often, at most.
 const DIAL_ATTEMPTS_MAX: u32 = 5;
 
 /// Dials a peer: one link for small messages, a few for bulk.
@@ -39,7 +33,14 @@ pub(super) async fn connect(
     peer: NodeId,
     address: SocketAddr,
 ) -> Result<Arc<dyn Connection>, TransportError> {
-    let life = Arc::new(Life { peer, address, start: Instant::now(), heard_ms: AtomicU64::new(0), lost: OnceLock::new() });
+    let life = Arc::new(Life {
+        peer,
+        address,
+        deadlines: identity.deadlines,
+        start: Instant::now(),
+        heard_ms: AtomicU64::new(0),
+        lost: OnceLock::new(),
+    });
     let mut tasks = JoinSet::new();
     let mut links = Vec::with_capacity(1 + BULK_LINKS);
     for _ in 0..=BULK_LINKS {
@@ -66,9 +67,9 @@ async fn dial_patiently(identity: &Identity, peer: NodeId, address: SocketAddr) 
             Err(error)
                 if is_pushed_out(&error)
                     && attempts < DIAL_ATTEMPTS_MAX
-                    && (attempts == 1 || start.elapsed() < HANDSHAKE_TIMEOUT) =>
+                    && (attempts == 1 || start.elapsed() < identity.deadlines.handshake) =>
             {
-                sleep(LOOK_INTERVAL * attempts).await;
+                sleep(identity.deadlines.look_interval * attempts).await;
             }
             dialled => return dialled,
         }
@@ -77,11 +78,13 @@ async fn dial_patiently(identity: &Identity, peer: NodeId, address: SocketAddr) 
 
 async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Result<(ReadHalf, WriteHalf)> {
     let late = |what: &'static str| move |_| io::Error::new(io::ErrorKind::TimedOut, what);
-    let mut stream =
-        timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(late("it cannot be reached in time"))??;
+    let mut stream = timeout(identity.deadlines.connect, TcpStream::connect(address))
+        .await
+        .map_err(late("it cannot be reached in time"))??;
     stream.set_nodelay(true)?;
-    let shaken =
-        timeout(HANDSHAKE_TIMEOUT, handshake::dial(&mut stream, identity, peer)).await.map_err(late("no handshake in time"))?;
+    let shaken = timeout(identity.deadlines.handshake, handshake::dial(&mut stream, identity, peer))
+        .await
+        .map_err(late("no handshake in time"))?;
     let keys = shaken.map_err(|error| io::Error::new(error.kind(), format!("the handshake failed: {error}")))?;
     Ok(split(stream, identity.purpose.seal(keys)))
 }
@@ -90,6 +93,7 @@ async fn dial(identity: &Identity, peer: NodeId, address: SocketAddr) -> io::Res
 struct Life {
     peer: NodeId,
     address: SocketAddr,
+    deadlines: Deadlines,
     start: Instant,
     heard_ms: AtomicU64,
     lost: OnceLock<String>,
@@ -124,16 +128,17 @@ impl Life {
 /// Pings, and gives the peer up when it has been silent for too long or a link has died.
 async fn watch(life: Arc<Life>, control: Sender, links: Vec<Arc<Pending>>) {
     let (mut heard, mut looks) = (Duration::ZERO, 0);
+    let Deadlines { peer_lost, ping_interval, look_interval, .. } = life.deadlines;
     while life.lost.get().is_none() {
         let ping = Outgoing::Frame { kind: Kind::Ping, request: 0, argument: 0, body: Vec::new() };
         // A full queue is being written, which tells as much as a ping.
         let _ = control.try_send(ping);
         // Not past the moment at which it is lost.
-        sleep(PEER_LOST_TIMEOUT.saturating_sub(life.silence()).clamp(LOOK_INTERVAL, PING_INTERVAL)).await;
+        sleep(peer_lost.saturating_sub(life.silence()).clamp(look_interval, ping_interval)).await;
         looks = if life.heard() == heard { looks + 1 } else { 0 };
         heard = life.heard();
-        if life.silence() >= PEER_LOST_TIMEOUT && looks >= LOOKS_MIN {
-            life.lose(&format!("no byte came from it for {} s", PEER_LOST_TIMEOUT.as_secs()));
+        if life.silence() >= peer_lost && looks >= Deadlines::LOOKS_MIN {
+            life.lose(&format!("no byte came from it for {} s", peer_lost.as_secs_f64()));
         }
     }
     links.iter().for_each(|pending| pending.fail_all());
@@ -197,7 +202,7 @@ struct Link {
 
 impl Link {
     fn start((read, write): (ReadHalf, WriteHalf), life: Arc<Life>, tasks: &mut JoinSet<()>) -> Self {
-        let (sender, write) = writer(write);
+        let (sender, write) = writer(write, life.deadlines.peer_lost);
         let pending = Arc::new(Pending::default());
         tasks.spawn({
             let (life, pending) = (life.clone(), pending.clone());
@@ -333,7 +338,7 @@ impl TcpConnection {
                 Ok(Err(_)) => return Err(self.life.lost_by("the connection ended")),
                 Err(_) if progress.age() < limit => {}
                 // It may have come while this process stood still.
-                Err(_) => match timeout(LOOK_INTERVAL, &mut answer).await {
+                Err(_) => match timeout(self.life.deadlines.look_interval, &mut answer).await {
                     Ok(Ok(answer)) => return Ok(answer),
                     _ => return Err(self.timeout(limit)),
                 },

@@ -4,10 +4,12 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{DRIVE_READERS_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
@@ -32,8 +34,8 @@ pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn 
 }
 
 async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) {
-    let mut door = Door::new(listener);
-    let turns = Turns::new(DRIVE_READERS_MAX);
+    let mut door = Door::new(listener, identity.deadlines.handshake);
+    let turns = Turns::new(DRIVE_READERS_MAX, identity.deadlines.landing);
     let mut links = JoinSet::new();
     let shake = |mut stream: TcpStream| {
         let identity = identity.clone();
@@ -46,14 +48,20 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
     loop {
         let (peer, halves) = door.admit(shake).await;
         while links.try_join_next().is_some() {}
-        links.spawn(serve_link(halves, peer, service.clone(), turns.clone()));
+        links.spawn(serve_link(halves, peer, service.clone(), turns.clone(), identity.deadlines));
     }
 }
 
-async fn serve_link((read, write): (ReadHalf, WriteHalf), peer: NodeId, service: Arc<dyn Service>, turns: Turns) {
-    let (sender, write) = writer(write);
+async fn serve_link(
+    (read, write): (ReadHalf, WriteHalf),
+    peer: NodeId,
+    service: Arc<dyn Service>,
+    turns: Turns,
+    deadlines: Deadlines,
+) {
+    let (sender, write) = writer(write, deadlines.peer_lost);
     let permits = Arc::new(Semaphore::new(PEER_REQUESTS_MAX));
-    let link = Link { peer, service, turns, sender, offers: Arc::default(), permits };
+    let link = Link { peer, service, turns, sender, offers: Arc::default(), permits, deadlines };
     let ended = tokio::select! { read = receive(read, &link) => read, write = write => write };
     if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a peer's connection ended");
@@ -74,6 +82,7 @@ struct Link {
     sender: Sender,
     offers: Offers,
     permits: Arc<Semaphore>,
+    deadlines: Deadlines,
 }
 
 /// Reads requests until the stream ends; the answers under way end with it.
@@ -113,8 +122,13 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
                 });
             }
             Kind::Offer => {
-                let landing =
-                    Box::new(TcpLanding { request, len: header.argument, sender: sender.clone(), offers: link.offers.clone() });
+                let landing = Box::new(TcpLanding {
+                    request,
+                    len: header.argument,
+                    sender: sender.clone(),
+                    offers: link.offers.clone(),
+                    patience: link.deadlines.request,
+                });
                 let incoming = Incoming { len: header.argument, landing };
                 let permit = permit(link).await?;
                 answers.spawn(async move {
@@ -149,6 +163,7 @@ struct TcpLanding {
     len: u64,
     sender: Sender,
     offers: Offers,
+    patience: Duration,
 }
 
 #[async_trait]
@@ -163,7 +178,7 @@ impl crate::Landing for TcpLanding {
         let ready = Outgoing::Frame { kind: Kind::Ready, request: self.request, argument: 0, body: Vec::new() };
         self.sender.send(ready).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
         // On a deadline the slot stays in the table: bytes may still land in it, until the link ends.
-        let landed = timeout(REQUEST_TIMEOUT, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let landed = timeout(self.patience, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         landed.map_err(|_| io::ErrorKind::ConnectionReset.into())
     }
 }

@@ -6,8 +6,9 @@ use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, PEER_LOST_TIMEOUT};
+use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
 use rustix::net::{SendFlags, send};
 use tokio::io::{AsyncWriteExt, Interest};
@@ -47,13 +48,14 @@ pub(super) struct FileRange {
 /// The way to the writing task. Sending fails when the stream is dead.
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
-/// Makes the queue and the future that writes what comes in; it ends with the stream, or with the last sender.
-pub(super) fn writer(half: WriteHalf) -> (Sender, impl Future<Output = io::Result<()>>) {
+/// Makes the queue and the future that writes what comes in; it ends with the stream, with the last sender, or when the peer takes no
+/// bytes for `patience`.
+pub(super) fn writer(half: WriteHalf, patience: Duration) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
-    (sender, write_all(half, queue))
+    (sender, write_all(half, queue, patience))
 }
 
-async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> io::Result<()> {
+async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, patience: Duration) -> io::Result<()> {
     let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
         // Frames that wait behind each other go out together.
@@ -71,17 +73,17 @@ async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>) -> 
                 other => break other,
             }
         };
-        frames.write(&mut half).await?;
+        frames.write(&mut half, patience).await?;
         match bulk {
             Some(Outgoing::Payload { request, slot, len, back }) => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
-                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)]).await?;
+                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)], patience).await?;
                 }
                 // Nobody waits for it any more if the request was given up; then the slot is free.
                 let _ = back.send(slot);
             }
             Some(Outgoing::File { request, range, sent }) => {
-                let is_whole = write_file(&mut half, request, &range).await?;
+                let is_whole = write_file(&mut half, request, &range, patience).await?;
                 let _ = sent.send(is_whole);
             }
             _ => {}
@@ -103,14 +105,14 @@ impl Frames {
         self.frames.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
     }
 
-    async fn write(&mut self, half: &mut WriteHalf) -> io::Result<()> {
+    async fn write(&mut self, half: &mut WriteHalf, patience: Duration) -> io::Result<()> {
         let frames = std::mem::take(self).frames;
         if frames.is_empty() {
             return Ok(());
         }
         let both = |(header, body)| [IoSlice::new(header), IoSlice::new(body)];
         let mut slices: Vec<IoSlice<'_>> = frames.iter().map(|(header, body)| (&header[..], &body[..])).flat_map(both).collect();
-        write(half, &mut slices).await
+        write(half, &mut slices, patience).await
     }
 }
 
@@ -118,15 +120,15 @@ fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
     PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
 }
 
-async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-    timeout(PEER_LOST_TIMEOUT, half.write_all(slices))
+async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], patience: Duration) -> io::Result<()> {
+    timeout(patience, half.write_all(slices))
         .await
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
 /// Sends a file's bytes; out of the page cache without copying them, if they go as they are. A file that was cut short in the meantime is made up with zeros,
 /// for they were announced; `false` says that they do not count.
-async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io::Result<bool> {
+async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patience: Duration) -> io::Result<bool> {
     let (mut at, end) = (range.offset, range.offset + range.len);
     while at < end {
         if range.revoked.load(Ordering::Acquire) {
@@ -140,7 +142,7 @@ async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io
             WriteHalf::Sealed(_) => {
                 let mut bytes = vec![0; len as usize];
                 let is_whole = read_whole(range, at, &mut bytes)?;
-                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)]).await?;
+                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], patience).await?;
                 if !is_whole {
                     return Ok(false);
                 }
@@ -165,10 +167,10 @@ async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange) -> io
             }
             io::Result::Ok(true)
         };
-        let written = timeout(PEER_LOST_TIMEOUT, writing).await;
+        let written = timeout(patience, writing).await;
         let is_whole = written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))??;
         if !is_whole {
-            write_zeros(half, until - at).await?;
+            write_zeros(half, until - at, patience).await?;
             return Ok(false);
         }
     }
@@ -190,9 +192,9 @@ fn read_whole(range: &FileRange, mut at: u64, bytes: &mut [u8]) -> io::Result<bo
     Ok(!range.revoked.load(Ordering::Acquire))
 }
 
-async fn write_zeros(half: &mut OwnedWriteHalf, len: u64) -> io::Result<()> {
+async fn write_zeros(half: &mut OwnedWriteHalf, len: u64, patience: Duration) -> io::Result<()> {
     let zeros = vec![0; len as usize];
-    let writing = timeout(PEER_LOST_TIMEOUT, half.write_all(&zeros)).await;
+    let writing = timeout(patience, half.write_all(&zeros)).await;
     writing.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
