@@ -544,3 +544,22 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
         cluster.ground.assert_clean();
     }
 }
+
+/// Node 0 reads the sources. Where this machine is none of the nodes, what it sees of them tells nothing.
+#[test]
+fn run_looks_for_sources_only_where_they_will_be_read() {
+    let own = nix::unistd::gethostname().unwrap().into_string().unwrap();
+    let hosts = Hosts::new();
+    let said = |list: &str, runtime: &std::path::Path| {
+        let arguments = ["run", "--hosts", list, "--stage-in", "not-there:/dayfly/a"];
+        let output = harness::output_of(hosts.command(&arguments).args(["--", "true"]).env("DAYFLY_RUNTIME_DIR", runtime));
+        assert_eq!(output.status.code(), Some(125));
+        text(&output.stderr)
+    };
+    let nowhere = hosts.0.at("no-such-folder");
+    assert!(said(&own, &nowhere).contains("no file or directory matches"), "it is known before a session begins");
+    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "it is not known before");
+    let late = said("elsewhere", hosts.0.runtime.path());
+    assert!(late.contains("no file or directory matches"), "{late}");
+    hosts.0.assert_clean();
+}

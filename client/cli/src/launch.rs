@@ -29,6 +29,7 @@ use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, WORKER
 use dayfly_meta::path::display;
 use dayfly_server::{Key, Preference};
 use nix::fcntl::Flock;
+use nix::unistd::gethostname;
 use tokio::sync::oneshot;
 use zeroize::Zeroizing;
 
@@ -36,6 +37,7 @@ use crate::args::{Network, SessionOptions};
 use crate::failure::{Failure, complain};
 use crate::size;
 use keeper::{Keeper, Plan};
+use launchers::Chosen;
 
 /// A server that has ended is gone within this.
 const GOING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -88,9 +90,32 @@ impl Drop for Started {
     }
 }
 
-/// Starts all servers and waits until they are ready, or until `cancelled`.
-/// The session goes on for `keep` when its keeper is lost.
-pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
+/// A session that was asked for in a way that makes sense, and where it is to be; nothing of it is there yet.
+pub(crate) struct Planned {
+    options: SessionOptions,
+    keep: Duration,
+    prefix: Vec<u8>,
+    memory: u64,
+    deadlines: Deadlines,
+    chosen: Chosen,
+    transport: Preference,
+}
+
+impl Planned {
+    /// The path below which programs will see the namespace.
+    pub(crate) fn prefix(&self) -> &[u8] {
+        &self.prefix
+    }
+
+    /// Whether node 0 will be on this machine, so that what this process sees of the sources is what will be read.
+    pub(crate) fn is_led_from_here(&self) -> bool {
+        let own = gethostname().ok().and_then(|name| name.into_string().ok()).unwrap_or_default();
+        self.chosen.launcher.is_local() || self.chosen.hosts.iter().any(|host| names::same_name(host, &own))
+    }
+}
+
+/// Finds out where a session is to be, and checks what is asked of it. It is to go on for `keep` when its keeper is lost.
+pub(crate) fn plan(options: &SessionOptions, keep: Duration) -> Result<Planned, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
     let path = Path::new(OsStr::from_bytes(&prefix));
     if let Some(real) = fs::canonicalize(path).ok().filter(|real| real != path) {
@@ -121,6 +146,12 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             chosen.launcher.name
         )));
     }
+    Ok(Planned { options: options.clone(), keep, prefix, memory, deadlines, chosen, transport })
+}
+
+/// Starts all servers and waits until they are ready, or until `cancelled`.
+pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
+    let Planned { options, keep, prefix, memory, deadlines, chosen, transport } = planned;
     let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
     let data_dirs = data_dir::chosen(&options.data_dir).iter().map(std::path::absolute).collect::<Result<Vec<_>, _>>()?;
     sweep(&locate::runtime_dir(), &data_dirs)?;

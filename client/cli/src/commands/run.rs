@@ -1,4 +1,7 @@
-//! `dayfly run`: a session around one command. It ends whatever that command does.
+//! `dayfly run`: a session around one command. It ends whatever that command does. What can be known to fail fails before it begins
+//! (`preflight`).
+
+mod preflight;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -16,9 +19,9 @@ use tokio::time::timeout;
 
 use super::signals::Interruptions;
 use super::{down, exec, harden, stage_in};
-use crate::args::{Run, SessionOptions};
+use crate::args::Run;
 use crate::failure::{Failure, NOT_STARTED, complain};
-use crate::launch::{self, Started};
+use crate::launch::{self, Planned, Started};
 use crate::size;
 
 /// How long CMD may take to end after it was told to.
@@ -33,19 +36,13 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     if arguments.options.report.is_some() && stage_ins.len() > 1 {
         return Err(Failure::usage("--report is of one --stage-in; give the others in a session of 'dayfly up'"));
     }
-    for (number, (_, target)) in stage_ins.iter().enumerate() {
-        if stage_ins[..number].iter().any(|(_, earlier)| earlier == target) {
-            let target = target.display();
-            return Err(Failure::usage(format!(
-                "'{target}' is staged in to twice; several sources into one target are a glob or a @LIST"
-            )));
-        }
-    }
+    let planned = launch::plan(&arguments.session, Duration::ZERO).map_err(itself)?;
+    preflight::check(&arguments, &planned, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(arguments.session, Duration::ZERO, &mut interruptions).await.map_err(itself)? else {
+        let Some(mut started) = start(planned, &mut interruptions).await.map_err(itself)? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
         let mut loss = pin!(ever_lost(started.loss()));
@@ -93,13 +90,9 @@ async fn ever_lost(loss: Option<oneshot::Receiver<String>>) -> String {
 }
 
 /// Starts a session; `None` if it was interrupted.
-pub(super) async fn start(
-    options: SessionOptions,
-    keep: Duration,
-    interruptions: &mut Interruptions,
-) -> Result<Option<Started>, Failure> {
+pub(super) async fn start(planned: Planned, interruptions: &mut Interruptions) -> Result<Option<Started>, Failure> {
     let (cancel, cancelled) = oneshot::channel();
-    let mut starting = tokio::task::spawn_blocking(move || launch::start(&options, keep, cancelled));
+    let mut starting = tokio::task::spawn_blocking(move || launch::start(planned, cancelled));
     tokio::select! {
         started = &mut starting => started.map_err(Failure::new)?.map(Some),
         _ = interruptions.next() => {

@@ -16,7 +16,7 @@ use super::signals::Interruptions;
 use super::{down, harden};
 use crate::args::Up;
 use crate::failure::{FAILED, Failure, complain};
-use crate::launch::Started;
+use crate::launch::{self, Started};
 
 pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
     if arguments.foreground || arguments.background { keep(arguments) } else { start_keeper() }
@@ -57,11 +57,11 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
     }
     harden();
+    let planned = launch::plan(&arguments.session, arguments.keep.unwrap_or_default())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(arguments.session.clone(), arguments.keep.unwrap_or_default(), &mut interruptions).await?
-        else {
+        let Some(mut started) = start(planned, &mut interruptions).await? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
         if arguments.background {
