@@ -42,6 +42,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("no live node", Cause::OwnServer),
     ("has no node", Cause::OwnServer),
     ("its bytes are gone", Cause::Gone),
+    ("the dataset is not there any more", Cause::Gone),
     ("the session has ended", Cause::Gone),
     ("is not running", Cause::Gone),
     ("no session of yours is running", Cause::Gone),

@@ -3,6 +3,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
+use dayfly_meta::id::NodeId;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -43,7 +44,7 @@ impl Run {
     /// From every node that lives: every file, right, but for what dead nodes hold. Soon after the last fault, not at once.
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;
-        let live = self.cluster().location().live_nodes();
+        let live = self.location.live_nodes();
         let expected = 4 - self.dead.len();
         if live.len() != expected {
             return Err(format!("DIED: {} servers live, and should {expected}", live.len()));
@@ -105,8 +106,8 @@ impl Run {
 
     fn unsettled(&mut self, datasets: usize) -> Result<Vec<String>, String> {
         let mut excess = Vec::new();
-        for (node, pid) in self.cluster().pids() {
-            let before = self.descriptors[&node];
+        for (node, before) in &self.descriptors {
+            let Some(pid) = self.location.pid(NodeId(*node)) else { continue };
             excess.extend(Descriptors::of(pid).excess(before, datasets).map(|excess| format!("node {node}: {excess}")));
         }
         // With a dead node its exit status is 1.
@@ -151,13 +152,7 @@ impl Run {
     /// The last words of supervisor and servers.
     pub(crate) fn logs(&self) -> String {
         let mut said = String::new();
-        for entry in fs::read_dir(
-            self.cluster().runtime.path().join(format!("dayfly-{}", nix::unistd::geteuid())).join(&self.cluster().id),
-        )
-        .into_iter()
-        .flatten()
-        .flatten()
-        {
+        for entry in fs::read_dir(&self.location.folder).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|kind| kind == "log") {
                 let log = fs::read(entry.path()).unwrap_or_default();
                 let log = String::from_utf8_lossy(&log).into_owned();

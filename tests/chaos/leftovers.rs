@@ -6,13 +6,13 @@ use std::path::Path;
 use nix::sys::statvfs::statvfs;
 
 /// The descriptors of a process, by what they are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Descriptors {
     pub(crate) sockets: usize,
     /// Descriptors of processes.
     pub(crate) processes: usize,
-    /// Segments, catalogs, shared memory.
-    pub(crate) files: usize,
+    /// Segments, catalogs, shared memory: what they are, and how long.
+    pub(crate) files: Vec<(String, u64)>,
 }
 
 impl Descriptors {
@@ -24,7 +24,10 @@ impl Descriptors {
             match () {
                 () if target.starts_with("socket:") => found.sockets += 1,
                 () if target.contains("pidfd") => found.processes += 1,
-                () if target.contains("(deleted)") => found.files += 1,
+                () if target.contains("(deleted)") => {
+                    let len = fs::metadata(entry.path()).map_or(0, |metadata| metadata.len());
+                    found.files.push((target.rsplit('/').next().unwrap_or_default().to_owned(), len));
+                }
                 () => {}
             }
         }
@@ -32,10 +35,11 @@ impl Descriptors {
     }
 
     /// What is more than before, beyond `datasets` more datasets.
-    pub(crate) fn excess(self, before: Self, datasets: usize) -> Option<String> {
+    pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
         // A catalog, its locations and a segment each.
-        let is_excess =
-            self.sockets > before.sockets || self.processes > before.processes || self.files > before.files + 3 * datasets;
+        let is_excess = self.sockets > before.sockets
+            || self.processes > before.processes
+            || self.files.len() > before.files.len() + 3 * datasets;
         is_excess.then(|| format!("{self:?}, before {before:?} and {datasets} datasets fewer"))
     }
 }

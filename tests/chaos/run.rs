@@ -8,6 +8,9 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
+use dayfly_client::locate::Location;
+use dayfly_meta::id::NodeId;
+
 use crate::causes::{Event, Interval, Who, classify, explains};
 use crate::data::{Contents, Version};
 use crate::deadlines;
@@ -17,7 +20,7 @@ use crate::leftovers::{Descriptors, taken};
 use crate::log::Line;
 use crate::reader::{now_ms, visible};
 use crate::readers::{self, Reader};
-use crate::schedule::{Fault, NODES, READERS, Schedule, StageIn, Step, Twist, Victim};
+use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
 use crate::stages::{Ended, Expected, Stage, expected};
 
 /// The data dir of a run that may mount: what a few datasets and their copies take, and little more.
@@ -35,6 +38,8 @@ pub(crate) struct Tally {
 pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
+    /// Of the session, also when it has ended.
+    pub(crate) location: Location,
     /// A file system of its own for data; not without root.
     pub(crate) drive: Option<PathBuf>,
     pub(crate) taken_before: u64,
@@ -53,7 +58,7 @@ pub(crate) struct Run {
 
 /// Runs the schedule of a seed to its end.
 pub(crate) fn run(seed: u64) -> Result<Tally, String> {
-    let mut run = Run::start(Schedule::new(seed))?;
+    let mut run = Run::start(Schedule::new(seed));
     let steps = run.schedule.steps.clone();
     for (number, step) in steps.iter().enumerate() {
         run.step(step).map_err(|failure| format!("step {number} ({step}): {failure}{}", run.logs()))?;
@@ -66,7 +71,7 @@ pub(crate) fn run(seed: u64) -> Result<Tally, String> {
 }
 
 impl Run {
-    fn start(schedule: Schedule) -> Result<Self, String> {
+    fn start(schedule: Schedule) -> Self {
         let ground = Ground::new();
         let drive = ground.data.path().to_owned();
         let mut mount = Command::new("mount");
@@ -74,13 +79,17 @@ impl Run {
         let drive = mount.status().is_ok_and(|status| status.success()).then_some(drive);
         let taken_before = taken(ground.data.path());
         let stop = ground.at("stop");
-        let seed = schedule.seed;
-        let mut run = Self {
+        let nodes = NODES.to_string();
+        let arguments = ["up", "--local", &nodes, "--memory", schedule.memory, "--capacity", "140MiB"];
+        let id = ground.ok(&[&arguments[..], &schedule.options].concat()).trim().to_owned();
+        let cluster = Cluster { ground, id };
+        Self {
+            contents: Contents::new(schedule.seed),
             schedule,
-            cluster: None,
+            location: cluster.location(),
+            cluster: Some(cluster),
             drive,
             taken_before,
-            contents: Contents::new(seed),
             readers: Vec::new(),
             stop,
             shown: BTreeMap::new(),
@@ -90,14 +99,7 @@ impl Run {
             descriptors: BTreeMap::new(),
             datasets_before: 0,
             tally: Tally::default(),
-        };
-        let nodes = NODES.to_string();
-        let arguments =
-            [&["up", "--local", &nodes, "--memory", run.schedule.memory, "--capacity", "140MiB"], &run.schedule.options[..]]
-                .concat();
-        let id = ground.ok(&arguments).trim().to_owned();
-        run.cluster = Some(Cluster { ground, id });
-        Ok(run)
+        }
     }
 
     pub(crate) fn cluster(&self) -> &Cluster {
@@ -148,6 +150,7 @@ impl Run {
 
     /// Does what a fault is, for as long as it lasts.
     fn fault(&mut self, fault: Fault, lasts: u32, stage: &mut Option<Stage>, ended: &mut Option<Ended>) -> Result<(), String> {
+        let is_for_good = lasts == STOPPED_FOR_GOOD;
         let lasts = deadlines::of_schedule(lasts);
         let pid = self.pid_of(fault);
         self.begin(Event::Fault(fault));
@@ -162,6 +165,12 @@ impl Run {
                     self.readers[reader].was_stopped(begin.elapsed());
                 }
                 passed?;
+                if let (Victim::Server(node), true) = (victim, is_for_good) {
+                    self.dead.push(node);
+                    self.begin(Event::Fault(Fault::KillServer(node)));
+                    let gone = |run: &Self| !run.location.live_nodes().contains(&NodeId(node));
+                    self.wait_until("a server that was given up ends", deadlines::of_lease(), stage, ended, gone)?;
+                }
             }
             Fault::KillReader(reader) => {
                 self.readers[reader].kill();
@@ -192,10 +201,10 @@ impl Run {
             }
             Fault::KillSupervisor => {
                 self.is_over = true;
-                if let Some(pid) = self.cluster().location().keeper() {
+                if let Some(pid) = self.location.keeper() {
                     signal(pid, Signal::SIGKILL);
                 }
-                let gone = |run: &Self| run.cluster().location().live_nodes().is_empty();
+                let gone = |run: &Self| run.location.live_nodes().is_empty();
                 self.wait_until("servers without a supervisor end", deadlines::of_lease(), stage, ended, gone)?;
             }
         }
@@ -212,7 +221,7 @@ impl Run {
         match fault {
             Fault::Stop(Victim::Reader(reader)) | Fault::Drive(Victim::Reader(reader), _) => Some(self.readers[reader].pid()),
             Fault::Stop(Victim::Server(node)) | Fault::Drive(Victim::Server(node), _) | Fault::KillServer(node) => {
-                self.cluster().pids().get(&node).copied()
+                self.location.pid(NodeId(node))
             }
             _ => None,
         }
@@ -368,11 +377,11 @@ impl Run {
     fn agreed(&mut self, tag: u8, may_be: &[Option<Version>]) -> Result<Option<Version>, String> {
         let deadline = Instant::now() + deadlines::of_command();
         loop {
-            let nodes = self.cluster().location().live_nodes();
+            let nodes = self.location.live_nodes();
             let shown: Vec<Result<Option<Version>, String>> = nodes
                 .iter()
                 .map(|node| {
-                    let session = dayfly_client::Session::attach_to(&self.cluster().location(), *node);
+                    let session = dayfly_client::Session::attach_to(&self.location, *node);
                     let view = session.map(dayfly_client::View::new).map_err(|error| error.to_string())?;
                     Ok(visible(&view)?.into_iter().find(|version| version.tag == tag))
                 })

@@ -11,6 +11,8 @@ pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;
 const STEPS: usize = 7;
 const TAGS: u8 = 3;
+/// So long a server stands still that nobody waits for it any more.
+pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
 
 /// All that a run does.
 #[derive(Clone, Debug, PartialEq)]
@@ -158,8 +160,17 @@ impl Schedule {
             let is_staged = fault.is_none() || random.random_ratio(1, 2);
             let tag = random.random_range(0..TAGS);
             let stage = is_staged.then(|| stage(&mut random, tag, false));
-            // Mostly shorter than what makes a peer lost, sometimes longer.
-            let lasts = if random.random_ratio(1, 5) { random.random_range(1100..1600) } else { random.random_range(40..500) };
+            // Mostly shorter than what makes a peer lost.
+            let lasts = if random.random_ratio(1, 5) { random.random_range(500..800) } else { random.random_range(40..400) };
+            let lasts = match fault {
+                // Given up by its peers and by the supervisor, it ends.
+                Some(Fault::Stop(Victim::Server(node))) if number > 2 && killed.is_empty() && random.random_ratio(1, 4) => {
+                    killed.push(node);
+                    STOPPED_FOR_GOOD
+                }
+                Some(Fault::Stop(Victim::Reader(_))) if random.random_ratio(1, 3) => random.random_range(1100..1600),
+                _ => lasts,
+            };
             steps.push(Step { stage, fault, delay: random.random_range(0..200), lasts });
         }
         Self { seed, memory, options, faces, steps }
