@@ -1,6 +1,7 @@
 //! What an error may say, and what explains that it is said. An error whose words are in no row is a failure, and so is one that no
 //! fault of the run explains.
 
+use crate::data::Version;
 use crate::schedule::{Drive, Fault, READERS, Victim};
 
 /// What an error names as its cause.
@@ -55,6 +56,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
+    ("not there (any more)", Cause::Gone),
     ("refuses", Cause::Drive),
     ("No such file or directory", Cause::NoName),
     ("no such file or directory", Cause::NoName),
@@ -79,8 +81,8 @@ pub(crate) struct Interval {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
     Fault(Fault),
-    /// A dataset of this tag was replaced.
-    Replaced(u8),
+    /// This version was, perhaps, replaced.
+    Replaced(Version),
 }
 
 /// Who met an error.
@@ -90,10 +92,14 @@ pub(crate) struct Who {
     pub(crate) reader: Option<usize>,
 }
 
-/// Whether a fault explains an error that names this cause, and perhaps nodes, met by a reader or a command of a node.
-pub(crate) fn explains(event: Event, cause: Cause, nodes: &[u16], who: Who) -> bool {
+/// Whether a fault explains an error that names this cause, and perhaps nodes, met by a reader or a command of a node in what it did.
+pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], who: Who) -> bool {
     let fault = match event {
-        Event::Replaced(_) => return matches!(cause, Cause::Gone | Cause::NoName | Cause::Io),
+        // Of the version that takes its place nothing may fail. A walk over all may meet a name that is gone.
+        Event::Replaced(old) => {
+            let is_old = what.contains(&old.path_of_all()) || what == "list";
+            return is_old && matches!(cause, Cause::Gone | Cause::NoName | Cause::Io);
+        }
         Event::Fault(fault) => fault,
     };
     match fault {
@@ -144,11 +150,14 @@ fn a_message_tells_its_cause_and_its_nodes() {
 fn only_what_was_done_to_a_node_explains_errors_about_it() {
     let who = Who { node: 0, reader: Some(READERS - 1) };
     let killed = Event::Fault(Fault::KillServer(2));
-    assert!(explains(killed, Cause::NodeLost, &[2], who));
-    assert!(!explains(killed, Cause::NodeLost, &[1], who));
-    assert!(!explains(killed, Cause::Drive, &[2], who));
+    assert!(explains(killed, "", Cause::NodeLost, &[2], who));
+    assert!(!explains(killed, "", Cause::NodeLost, &[1], who));
+    assert!(!explains(killed, "", Cause::Drive, &[2], who));
     let drive = Event::Fault(Fault::Drive(Victim::Server(2), Drive::ReadFails { nth: 1 }));
-    assert!(explains(drive, Cause::Drive, &[2], who));
-    assert!(!explains(drive, Cause::NodeLost, &[2], who), "a drive that fails is no node that is lost");
-    assert!(!explains(Event::Fault(Fault::Tune(&[])), Cause::NodeLost, &[1], who));
+    assert!(explains(drive, "", Cause::Drive, &[2], who));
+    assert!(!explains(drive, "", Cause::NodeLost, &[2], who), "a drive that fails is no node that is lost");
+    let replaced = Event::Replaced(Version { tag: 1, generation: 3 });
+    assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], who));
+    assert!(!explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], who), "the new one");
+    assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], who));
 }

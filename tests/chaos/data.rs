@@ -25,6 +25,11 @@ impl Version {
         format!("/dayfly/t{}", self.tag)
     }
 
+    /// What the paths of all its files begin with.
+    pub(crate) fn path_of_all(self) -> String {
+        format!("/dayfly/t{}/g{}/", self.tag, self.generation)
+    }
+
     pub(crate) fn path(self, number: usize) -> String {
         format!("/dayfly/t{}/g{}/{number}", self.tag, self.generation)
     }

@@ -161,11 +161,12 @@ impl Reader {
         let numbers: Vec<usize> = (0..self.random.random_range(4..48)).map(|_| self.any_file(version)).collect();
         let paths: Vec<String> = numbers.iter().map(|&number| version.path(number)).collect();
         let paths: Vec<&[u8]> = paths.iter().map(|path| path.as_bytes()).collect();
+        let all = version.path_of_all();
         let delivery = if self.random.random() { Delivery::Given } else { Delivery::Arrival };
         let begin = || view.read_many(&paths, delivery, OnMissing::Tell).map_err(|error| error.to_string());
-        let mut batch = self.operation("begin a batch", begin)?;
+        let mut batch = self.operation(&format!("begin a batch of {all}"), begin)?;
         loop {
-            let next = self.operation("next of a batch", || match batch.next() {
+            let next = self.operation(&format!("next of a batch of {all}"), || match batch.next() {
                 None => Ok(None),
                 Some(Ok(delivered)) => match delivered.bytes {
                     Ok(_) => Ok(Some(delivered.index)),
@@ -202,11 +203,12 @@ impl Reader {
 
     fn read_order(&mut self, view: &View, version: Version) -> Result<(), Told> {
         let path = version.path(0);
-        let dataset = self.operation("find a dataset", || view.dataset_of(path.as_bytes()).map_err(|error| error.to_string()))?;
+        let dataset =
+            self.operation(&format!("find {path}"), || view.dataset_of(path.as_bytes()).map_err(|error| error.to_string()))?;
         let samples = Samples::of(dataset.catalog());
         let order: Vec<_> = samples.epoch(self.task.seed, u64::from(self.task.incarnation)).take(60).collect();
         let submit = || view.session().submit(&dataset, order.iter().copied()).map_err(|error| error.to_string());
-        let _order = self.operation("submit an order", submit)?;
+        let _order = self.operation(&format!("submit an order of {path}"), submit)?;
         for &sample in &order {
             let name = samples.entry(sample).and_then(|entry| dataset.catalog().entry(entry)).map(|entry| entry.name.to_vec());
             let Some(number) = name.and_then(|name| String::from_utf8(name).ok()?.parse::<usize>().ok()) else {
@@ -215,7 +217,7 @@ impl Reader {
             };
             let len = self.contents.get(version).lens.get(number).copied().unwrap_or(0);
             let mut buffer = vec![0xAA; len + 10];
-            let got = self.operation(&format!("read sample {sample:?}"), || {
+            let got = self.operation(&format!("read {path}, or rather {sample:?}"), || {
                 view.session().read_at(&dataset, sample, 0, &mut buffer, &mut None).map_err(|error| error.to_string())
             })?;
             self.check(version, number, 0, &buffer[..got], len);

@@ -80,7 +80,9 @@ impl Run {
         let taken_before = taken(ground.data.path());
         let stop = ground.at("stop");
         let nodes = NODES.to_string();
-        let arguments = ["up", "--local", &nodes, "--memory", schedule.memory, "--capacity", "140MiB"];
+        let divisor = deadlines::divisor().to_string();
+        let arguments =
+            ["up", "--local", &nodes, "--memory", schedule.memory, "--capacity", "140MiB", "--deadlines-divisor", &divisor];
         let id = ground.ok(&[&arguments[..], &schedule.options].concat()).trim().to_owned();
         let cluster = Cluster { ground, id };
         Self {
@@ -121,9 +123,11 @@ impl Run {
     fn step(&mut self, step: &Step) -> Result<(), String> {
         let expected = expected(step, &self.dead);
         let mut stage = step.stage.map(|plan| {
-            let is_replacing = self.shown.contains_key(&plan.version.tag);
-            self.begin(Event::Replaced(plan.version.tag));
-            Stage::start(self.cluster.as_ref().unwrap(), &mut self.contents, plan, is_replacing)
+            let old = self.shown.get(&plan.version.tag).copied();
+            if let Some(old) = old {
+                self.begin(Event::Replaced(old));
+            }
+            Stage::start(self.cluster.as_ref().unwrap(), &mut self.contents, plan, old.is_some())
         });
         let mut ended = None;
         let begin = Instant::now();
@@ -138,7 +142,7 @@ impl Run {
         }
         if let (Some(plan), Some(ended)) = (step.stage, ended) {
             self.judge(step, plan, expected, &ended)?;
-            self.end_event(|event| matches!(event, Event::Replaced(tag) if tag == plan.version.tag));
+            self.end_event(|event| matches!(event, Event::Replaced(_)));
         }
         // A moment in which only readers work.
         let begin = Instant::now();
@@ -303,7 +307,7 @@ impl Run {
             self.tally.operations += 1;
             if let Some(error) = error {
                 self.tally.errors += 1;
-                failures.extend(self.unexplained(&error, reader.who(), begin_ms, end_ms).map(|why| {
+                failures.extend(self.unexplained(&what, &error, reader.who(), begin_ms, end_ms).map(|why| {
                     format!(
                         "{why}: reader {} ({:?}) on node {}, {what}: {error}",
                         reader.task.reader, reader.task.face, reader.task.node
@@ -315,10 +319,11 @@ impl Run {
     }
 
     /// Why an error should not have been met, or not with these words.
-    pub(crate) fn unexplained(&self, error: &str, who: Who, begin_ms: u64, end_ms: u64) -> Option<&'static str> {
+    pub(crate) fn unexplained(&self, what: &str, error: &str, who: Who, begin_ms: u64, end_ms: u64) -> Option<&'static str> {
         let Some((cause, nodes)) = classify(error) else { return Some("NO CAUSE") };
         let is_then = |interval: &&Interval| interval.begin_ms <= end_ms && interval.end_ms.is_none_or(|end| end >= begin_ms);
-        let is_explained = self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, cause, &nodes, who));
+        let is_explained =
+            self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, what, cause, &nodes, who));
         if is_explained { None } else { Some("UNEXPLAINED") }
     }
 
@@ -348,7 +353,7 @@ impl Run {
             let Some((cause, nodes)) = classify(&ended.message) else { return Err(format!("NO CAUSE: {told}")) };
             let who = Who { node: plan.node, reader: None };
             let is_explained = is_source && cause == crate::causes::Cause::Source
-                || self.intervals.iter().any(|interval| explains(interval.event, cause, &nodes, who));
+                || self.intervals.iter().any(|interval| explains(interval.event, "", cause, &nodes, who));
             if !is_explained {
                 return Err(format!("UNEXPLAINED: {told}"));
             }
@@ -411,7 +416,7 @@ impl Run {
         }
         let message = text(&output.stderr);
         if !output.status.success()
-            && let Some(why) = self.unexplained(&message, Who { node: 0, reader: None }, begin_ms, now_ms())
+            && let Some(why) = self.unexplained("", &message, Who { node: 0, reader: None }, begin_ms, now_ms())
         {
             return Err(format!("{why}: dayfly {arguments:?}: {message}"));
         }
