@@ -112,7 +112,9 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], wh
         },
         Fault::KillServer(node) => match cause {
             Cause::NodeLost => nodes.contains(&node) || who.node == node,
-            Cause::OwnServer | Cause::Gone => who.node == node,
+            Cause::OwnServer => who.node == node,
+            // One that ends by itself says that it has given everything up.
+            Cause::Gone => who.node == node || nodes.contains(&node),
             Cause::NoName => who.node == node && who.reader.is_none(),
             Cause::Io => true,
             _ => false,

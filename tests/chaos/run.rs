@@ -161,6 +161,10 @@ impl Run {
         match fault {
             Fault::Stop(victim) => {
                 let Some(pid) = pid else { return Ok(()) };
+                if let (Victim::Server(node), true) = (victim, is_for_good) {
+                    self.dead.push(node);
+                    self.begin(Event::Fault(Fault::KillServer(node)));
+                }
                 let begin = Instant::now();
                 self.signal(victim, pid, Signal::SIGSTOP);
                 let passed = self.pass(lasts, stage, ended);
@@ -170,8 +174,6 @@ impl Run {
                 }
                 passed?;
                 if let (Victim::Server(node), true) = (victim, is_for_good) {
-                    self.dead.push(node);
-                    self.begin(Event::Fault(Fault::KillServer(node)));
                     let gone = |run: &Self| !run.location.live_nodes().contains(&NodeId(node));
                     self.wait_until("a server that was given up ends", deadlines::of_lease(), stage, ended, gone)?;
                 }
