@@ -35,6 +35,8 @@ const TABLE: &[(&str, Cause)] = &[
     ("Input/output error", Cause::Io),
     ("No space left on device", Cause::Full),
     ("no node has room left", Cause::Full),
+    ("no room for", Cause::Full),
+    ("it has just been given up", Cause::Gone),
     ("cannot write", Cause::Drive),
     ("failed to fill whole buffer", Cause::Drive),
     ("unexpected end of file", Cause::Drive),

@@ -14,8 +14,8 @@ use dayfly_meta::id::NodeId;
 use crate::causes::{Event, Interval, Who, classify, explains};
 use crate::data::{Contents, Version};
 use crate::deadlines;
-use crate::harness::{Cluster, Ground, signal, text};
-use crate::inject::{self, Injection};
+use crate::harness::{Cluster, Ground, signal, strace, text};
+use crate::inject;
 use crate::leftovers::{Descriptors, taken};
 use crate::log::Line;
 use crate::reader::{now_ms, visible};
@@ -186,11 +186,11 @@ impl Run {
                 self.readers[reader] = Reader::start(self.cluster(), task);
             }
             Fault::Drive(victim, drive) => {
-                let Some(pid) = pid.filter(|_| inject::is_possible()) else {
+                let Some(pid) = pid.filter(|_| strace::is_possible()) else {
                     self.tally.skipped += 1;
                     return Ok(());
                 };
-                let injection = Injection::begin(pid, victim, drive, self.cluster().work.path());
+                let injection = inject::begin(pid, victim, drive, self.cluster().work.path());
                 let passed = self.pass(lasts, stage, ended);
                 self.tally.injected += injection?.end();
                 passed?;

@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses its part of the harness")]
 
 pub(crate) mod samples;
+pub(crate) mod strace;
 pub(crate) mod twin;
 
 use std::collections::BTreeMap;
