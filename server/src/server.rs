@@ -98,6 +98,14 @@ struct Running {
 impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// As [`Self::start`], over a transport that has been decorated.
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
         let deadlines = config.deadlines;
@@ -105,6 +113,7 @@ impl Server {
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
+        let transport = decorate(transport);
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
@@ -290,7 +299,7 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
+            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));

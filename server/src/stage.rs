@@ -428,7 +428,9 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        let progress = stage.gauge.take();
+        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let request = Request::Report { stage: stage.number, progress, waits };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
