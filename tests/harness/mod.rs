@@ -6,6 +6,7 @@
 pub(crate) mod drive;
 pub(crate) mod inside;
 pub(crate) mod samples;
+pub(crate) mod strace;
 pub(crate) mod twin;
 
 use std::cell::Cell;
