@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
 use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
-use dayfly_meta::limits::{ARENA_LEN_MIN, ARENA_TIMEOUT, HEARTBEAT_TIMEOUT, REQUEST_TIMEOUT};
+use dayfly_meta::limits::ARENA_LEN_MIN;
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode, encode};
@@ -84,7 +85,7 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
     // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
     // waits for this process, which does not read.
-    std::thread::sleep(2 * REQUEST_TIMEOUT + Duration::from_secs(3));
+    std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
     churn(&cluster.view(0), &others);
     let (mut whole, mut wrong) = (0, 0);
     while let Some(delivered) = batch.next() {
@@ -194,8 +195,8 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     signal(server, Signal::SIGCONT);
     assert!(matches!(batch, Err(ClientError::Server(_))), "{batch:?}");
     assert!(error.to_string().contains("stood still"), "{error}");
-    assert!(first < 3 * HEARTBEAT_TIMEOUT, "{first:?}");
-    assert!(others < HEARTBEAT_TIMEOUT, "ten more took {others:?}");
+    assert!(first < 3 * Deadlines::DEFAULT.heartbeat, "{first:?}");
+    assert!(others < Deadlines::DEFAULT.heartbeat, "ten more took {others:?}");
     wait_until("it goes on", || {
         let file = view.open(&path(far[13])).unwrap();
         view.read_at(&file, 0, &mut [0; 20_000]).is_ok()
@@ -317,7 +318,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
         assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
     }
-    assert!(start.elapsed() < ARENA_TIMEOUT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < Deadlines::DEFAULT.arena, "{:?}", start.elapsed());
     assert!(idle.iter().all(|batch| batch.is_good()), "nobody had to lose anything");
     for (batch, numbers) in idle.iter().zip(small.chunks(83)) {
         assert!((0..83).all(|index| batch.get(index).unwrap() == content(numbers[index], 100_000)));
@@ -394,7 +395,7 @@ fn a_client_that_sends_while_it_is_sent_something_is_heard() {
     say(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
     assert!(matches!(hear(&mut stream), FromServer::Welcome { .. }));
     // None can be had, and to say so of all takes more than the socket's room: the server waits for this side to read.
-    say(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone() }).unwrap();
+    say(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     for number in 0..3000 {
         let sent = say(&mut stream, &FromClient::Release { leases: vec![number] });

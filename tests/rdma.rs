@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::PEER_LOST_TIMEOUT;
+use dayfly_meta::deadlines::Deadlines;
 use harness::Ground;
 use serde_json::Value;
 
@@ -118,7 +118,7 @@ fn a_whole_session_goes_by_rdma() {
     let start = Instant::now();
     let verified = cluster.output(&["verify", "--from-every-node", "/dayfly/unread"]);
     assert!(!verified.status.success() && harness::text(&verified.stderr).contains("node 3"), "{verified:?}");
-    assert!(start.elapsed() < Duration::from_secs(60) + PEER_LOST_TIMEOUT);
+    assert!(start.elapsed() < Duration::from_secs(60) + Deadlines::DEFAULT.peer_lost);
     let view = cluster.view(0);
     let (mut read, mut failed) = (0, 0);
     let walk = |folder: &str| -> Vec<String> {

@@ -25,8 +25,8 @@ pub(crate) struct Catalog {
 
 fn member(number: u64) -> Member {
     let path = format!("train/n{:08}/n{:08}_{number}.JPEG", number % 1000, number % 1000).into_bytes();
-    let block = StoredBlock { owner: NodeId((number % 4) as u16), checksum: number as u32, arrival: number as u32 };
-    let kind = MemberKind::File { size: 100_000 + number % 1000, blocks: vec![block] };
+    let block = StoredBlock { owner: NodeId((number % 4) as u16), arrival: number as u32 };
+    let kind = MemberKind::File { size: 100_000 + number % 1000, blocks: vec![block], checksums: vec![number as u32] };
     let key = MemberKey { source: 0, offset: number * 100_352 };
     Member { path, key, ticket: 0, mode: 0o644, mtime_s: 1_400_000_000, mtime_ns: 0, kind }
 }
@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     let (build_s, built) = time(|| -> Result<_, catalog::BuildError> {
         let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
         members.iter().try_for_each(|member| builder.add(&member.path, member, 1))?;
-        builder.finish()
+        builder.finish(&|| {})
     });
     let built = built?;
     println!("samples                          {}", arguments.samples);

@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
 use dayfly_meta::board::{Board, Counters};
@@ -17,7 +18,7 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
-use crate::heartbeat::Heartbeat;
+use crate::heartbeat::{Heartbeat, Patience};
 use crate::locate::Location;
 use crate::pool::Pool;
 use crate::socket::Socket;
@@ -87,7 +88,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::of(Board::map(&board, false)?)),
+            heartbeat: Arc::new(Heartbeat::of(Board::map(&board, false)?, socket.patience())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
@@ -147,6 +148,10 @@ impl Session {
         }
         let _no_fork = fork::hold();
         let (generation, all) = self.list(&known.all)?;
+        // A session that has ended since shows no dataset, which is not to say that none was there.
+        if self.is_gone() {
+            return Err(ClientError::Gone);
+        }
         self.datasets.store(Arc::new(Known { generation: Some(generation), all }));
         Ok(Datasets(self.datasets.load()))
     }
@@ -310,8 +315,9 @@ fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromS
     match socket.receive() {
         Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
         Ok((welcome, files)) => {
-            if let FromServer::Welcome { slot, connection, .. } = welcome {
-                socket.welcome(slot, connection);
+            if let FromServer::Welcome { slot, connection, server_timeout_ms, heartbeat_timeout_ms, .. } = welcome {
+                let [server, heartbeat] = [server_timeout_ms, heartbeat_timeout_ms].map(|ms| Duration::from_millis(ms.into()));
+                socket.welcome(slot, connection, Patience { server, heartbeat })?;
             }
             Ok((socket, welcome, files))
         }

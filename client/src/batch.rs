@@ -17,7 +17,6 @@ use dayfly_meta::segment::{Location, Place};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
 use crate::attach::Views;
-use crate::read::verify;
 use crate::{ClientError, Dataset, Session, fault};
 use far::{Far, Leased};
 
@@ -456,11 +455,12 @@ impl<'a> Batch<'a> {
     fn verify(&mut self, index: usize) {
         let Some(item) = &self.items[index] else { return };
         let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) else { return };
+        let chunk = Chunk { block: BlockId(blocks.start), index: 0 };
         if let (Ok(bytes), false) = (self.bytes(index), blocks.is_empty())
-            && let Err(error) = verify(&item.dataset, BlockId(blocks.start), bytes)
-            && !self.is_lost(index)
+            && self.session.verify(&item.dataset, chunk, bytes).is_err()
         {
-            self.states[index] = State::Failed(error);
+            // The copy that was looked at is bad; reading it by itself has it replaced, if there is another.
+            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
         }
     }
 

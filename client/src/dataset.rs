@@ -66,6 +66,11 @@ impl Dataset {
         self.locations.is_gone()
     }
 
+    /// Whether this node has a copy of the block that it does not own.
+    pub(crate) fn keeps(&self, block: BlockId) -> bool {
+        matches!(self.locations.find(block), Some(Location::Kept(_)))
+    }
+
     /// Where the bytes of a block lie that this node owns, for as long as the dataset is there: its segment, and the offset there.
     pub fn place(&self, block: BlockId) -> Option<(&File, u64)> {
         let Location::Owned(place) = self.locations.find(block)? else { return None };

@@ -75,12 +75,16 @@ pub enum ClientError {
     #[error("the server took the view's lease back, because others waited for its room; read it again")]
     Revoked,
     /// The bytes are not those that were staged in.
-    #[error("block {block} of '{path}' is damaged: its checksum is {found:08x}, at stage-in it was {expected:08x}")]
+    #[error(
+        "block {block} of '{path}' is damaged as node {node} reads it: its checksum is {found:08x}, at stage-in it was {expected:08x}"
+    )]
     Checksum {
         /// Which block of the dataset.
         block: u32,
         /// A sample that it is a piece of.
         path: String,
+        /// The node on which it was read.
+        node: u16,
         /// Taken at stage-in.
         expected: u32,
         /// Of what was read.

@@ -1,6 +1,6 @@
 //! Whether the node's server goes on. It advances a word of its board each second; this process has no thread to watch that, so it
-//! looks whenever it sends something and, while it waits for an answer, at each tick. Once the word has stood still for
-//! [`HEARTBEAT_TIMEOUT`], every request fails at once until the word moves again.
+//! looks whenever it sends something and, while it waits for an answer, at each tick. Once the word has stood still for so many
+//! ticks, every request fails at once until the word moves again.
 //!
 //! Time is counted in ticks that this process waited through. A process that was stopped itself, for however long, has counted
 //! one tick, and so does not take a server for dead that went on, or was stopped and continued with it.
@@ -9,35 +9,63 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dayfly_meta::board::Board;
-use dayfly_meta::limits::{CLIENT_TICK, HEARTBEAT_TIMEOUT};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::HEARTBEAT_TICKS;
 
-/// So many ticks without a heartbeat are enough.
-const TICKS_MAX: u32 = (HEARTBEAT_TIMEOUT.as_millis() / CLIENT_TICK.as_millis()) as u32;
-/// Ticks less far apart than this are one: they come a little early or late.
-const TICK_MS: u64 = CLIENT_TICK.as_millis() as u64 * 9 / 10;
+/// How long a client waits; the server says so.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// For an answer.
+    pub(crate) server: Duration,
+    /// For a heartbeat.
+    pub(crate) heartbeat: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { server: Deadlines::DEFAULT.server, heartbeat: Deadlines::DEFAULT.heartbeat }
+    }
+}
+
+impl Patience {
+    /// Between two looks.
+    pub(crate) fn tick(&self) -> Duration {
+        (self.heartbeat / HEARTBEAT_TICKS).max(Duration::from_millis(1))
+    }
+
+    /// The kernel's clock is coarser than ours: a tick may come this early.
+    pub(crate) fn shortest_tick(&self) -> Duration {
+        self.tick() * 9 / 10
+    }
+}
 
 /// The server's board, and what this process has seen of its heartbeat.
 pub(crate) struct Heartbeat {
     board: Board,
+    patience: Patience,
     /// The heartbeat that was seen last, and the ticks since.
     seen: AtomicU64,
     ticks: AtomicU32,
-    /// When the last tick was counted, in milliseconds from the start.
-    ticked_ms: AtomicU64,
+    /// When the last tick was counted, in microseconds from the start.
+    ticked_us: AtomicU64,
     start: Instant,
 }
 
 impl Heartbeat {
-    pub(crate) fn of(board: Board) -> Self {
+    pub(crate) fn of(board: Board, patience: Patience) -> Self {
         let seen = AtomicU64::new(board.heartbeat());
-        Self { board, seen, ticks: AtomicU32::new(0), ticked_ms: AtomicU64::new(0), start: Instant::now() }
+        Self { board, patience, seen, ticks: AtomicU32::new(0), ticked_us: AtomicU64::new(0), start: Instant::now() }
     }
 
     pub(crate) fn board(&self) -> &Board {
         &self.board
+    }
+
+    pub(crate) fn patience(&self) -> Patience {
+        self.patience
     }
 
     /// Fails while the server is known to stand still.
@@ -46,10 +74,10 @@ impl Heartbeat {
         if self.seen.swap(beat, Ordering::AcqRel) != beat {
             self.ticks.store(0, Ordering::Release);
         }
-        if self.ticks.load(Ordering::Acquire) < TICKS_MAX {
+        if self.ticks.load(Ordering::Acquire) < HEARTBEAT_TICKS {
             return Ok(());
         }
-        let message = format!("it has stood still for {} s", HEARTBEAT_TIMEOUT.as_secs());
+        let message = format!("it has stood still for {} s", self.patience.heartbeat.as_secs_f64());
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
     }
 
@@ -57,10 +85,10 @@ impl Heartbeat {
     pub(crate) fn tick(&self) -> io::Result<()> {
         self.check()?;
         // Threads that wait at the same time wait through the same tick.
-        let now = self.start.elapsed().as_millis() as u64;
-        let last = self.ticked_ms.load(Ordering::Acquire);
-        let is_next = now.saturating_sub(last) >= TICK_MS;
-        if is_next && self.ticked_ms.compare_exchange(last, now, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+        let now = self.start.elapsed().as_micros() as u64;
+        let last = self.ticked_us.load(Ordering::Acquire);
+        let is_next = now.saturating_sub(last) >= self.patience.shortest_tick().as_micros() as u64;
+        if is_next && self.ticked_us.compare_exchange(last, now, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             self.ticks.fetch_add(1, Ordering::AcqRel);
         }
         self.check()
@@ -70,12 +98,11 @@ impl Heartbeat {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     fn pair() -> (Board, Heartbeat) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(dayfly_meta::board::FILE_LEN).unwrap();
-        (Board::map(&file, true).unwrap(), Heartbeat::of(Board::map(&file, false).unwrap()))
+        (Board::map(&file, true).unwrap(), Heartbeat::of(Board::map(&file, false).unwrap(), Patience::default()))
     }
 
     #[test]
@@ -84,9 +111,9 @@ mod tests {
         // As a process finds it that was stopped for an hour: however late it is, a tick is one tick.
         let long_ago = client.start.checked_sub(Duration::from_secs(3600)).unwrap();
         let client = Heartbeat { start: long_ago, ..client };
-        (0..3 * TICKS_MAX).for_each(|_| client.tick().unwrap());
+        (0..3 * HEARTBEAT_TICKS).for_each(|_| client.tick().unwrap());
         assert_eq!(client.ticks.load(Ordering::Relaxed), 1, "within one tick");
-        client.ticks.store(TICKS_MAX, Ordering::Relaxed);
+        client.ticks.store(HEARTBEAT_TICKS, Ordering::Relaxed);
         assert!(client.check().is_err() && client.tick().is_err());
         server.beat();
         client.check().unwrap();
@@ -96,12 +123,12 @@ mod tests {
     #[test]
     fn a_server_that_stands_still_fails_after_enough_ticks_and_is_forgiven_at_once() {
         let (server, client) = pair();
-        std::thread::sleep(CLIENT_TICK);
-        let waited = (0..TICKS_MAX + 5).take_while(|_| {
-            client.ticked_ms.store(0, Ordering::Relaxed);
+        std::thread::sleep(client.patience.tick());
+        let waited = (0..HEARTBEAT_TICKS + 5).take_while(|_| {
+            client.ticked_us.store(0, Ordering::Relaxed);
             client.tick().is_ok()
         });
-        assert_eq!(waited.count() as u32, TICKS_MAX - 1);
+        assert_eq!(waited.count() as u32, HEARTBEAT_TICKS - 1);
         server.beat();
         assert!(client.tick().is_ok());
     }

@@ -19,6 +19,7 @@ mod pool;
 mod read;
 mod segment_map;
 mod socket;
+mod verify;
 mod view;
 
 pub use attach::{Datasets, Order, Session};

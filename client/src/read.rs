@@ -3,15 +3,14 @@
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
-use dayfly_meta::path::display;
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, RECHECKS_MAX};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::status::Source;
 
 use crate::attach::unexpected;
 use crate::{ClientError, Dataset, Session};
 
-/// A block's bytes, seen once by whoever asked for many.
+/// A block's bytes, compared with their checksums and seen once by whoever asked for many.
 pub struct BlockData<'a> {
     /// Which block.
     pub block: BlockId,
@@ -19,20 +18,22 @@ pub struct BlockData<'a> {
     pub bytes: &'a [u8],
     /// Whether it came from this node's own segment.
     pub is_local: bool,
+    /// Whether a copy on this node was bad, and these came from elsewhere.
+    pub was_bad: bool,
 }
 
 /// Chunks of a large block that are asked for at once; the server reads on behind them.
 const WINDOW: usize = 4;
 
 impl Session {
-    /// Reads from a sample; short only at its end. `verified` remembers the last block whose checksum was seen to be right.
+    /// Reads from a sample; short only at its end. `verified` remembers the last chunk whose checksum was seen to be right.
     pub fn read_at(
         &self,
         dataset: &Dataset,
         sample: SampleId,
         offset: u64,
         buffer: &mut [u8],
-        verified: &mut Option<BlockId>,
+        verified: &mut Option<Chunk>,
     ) -> Result<usize, ClientError> {
         let (size, blocks) = dataset.catalog().sample(sample).ok_or(ClientError::Protocol("an unknown sample"))?;
         let end = size.min(offset.saturating_add(buffer.len() as u64));
@@ -40,13 +41,15 @@ impl Session {
         while at < end {
             let part = at / BLOCK_SIZE_MAX;
             let within = at % BLOCK_SIZE_MAX;
-            let len = (end - at).min(BLOCK_SIZE_MAX - within) as usize;
             let block = BlockId(blocks.start + part as u32);
+            let step = if self.verifies_reads() { CHUNK_LEN } else { BLOCK_SIZE_MAX };
+            let len = (end - at).min(step - within % step) as usize;
             let start = (at - offset) as usize;
             let target = &mut buffer[start..start + len];
-            if self.verifies_reads() && *verified != Some(block) {
-                self.read_verified(dataset, block, within, target)?;
-                *verified = Some(block);
+            let chunk = Chunk::at(block, within);
+            if self.verifies_reads() && *verified != Some(chunk) {
+                self.read_verified(dataset, chunk, within - chunk.start(), target)?;
+                *verified = Some(chunk);
             } else {
                 self.read_part(dataset, block, within, target)?;
             }
@@ -56,30 +59,45 @@ impl Session {
     }
 
     /// Reads a part of a block: from what can be found without asking, or chunk by chunk as they come from the server.
-    fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
+    pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
-        let mut at = offset;
+        let (mut at, mut rechecks) = (offset, 0);
         while at < end {
             let rest = &mut buffer[(at - offset) as usize..];
-            if let Some(source) = dataset.read_here(&self.arena, block, at, rest)? {
-                self.check_not_gone(dataset)?;
-                self.count(source, 1, rest.len() as u64);
-                return Ok(());
-            }
-            at += self.read_far(dataset, block, at, rest)?;
+            let recheck = match dataset.read_here(&self.arena, block, at, rest) {
+                Ok(Some(source)) => {
+                    self.check_not_gone(dataset)?;
+                    self.count(source, 1, rest.len() as u64);
+                    return Ok(());
+                }
+                Ok(None) => false,
+                // The owner has another copy of what this node only keeps.
+                Err(ClientError::Segment(_)) if dataset.keeps(block) && rechecks < RECHECKS_MAX => true,
+                Err(error) => return Err(error),
+            };
+            rechecks += usize::from(recheck);
+            at += self.read_far(dataset, block, at, rest, recheck)?;
         }
         Ok(())
     }
 
-    /// Reads from the start of a range what the server has got of it, at least some unless it is here now; returns how much.
-    fn read_far(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<u64, ClientError> {
+    /// Reads from the start of a range what the server has got of it, at least some unless it is here now; returns how much. With
+    /// `recheck` the server first looks at the copies that this node has of it.
+    pub(crate) fn read_far(
+        &self,
+        dataset: &Dataset,
+        block: BlockId,
+        offset: u64,
+        buffer: &mut [u8],
+        recheck: bool,
+    ) -> Result<u64, ClientError> {
         let (_, block_len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
         let end = offset + buffer.len() as u64;
         let first = Chunk::at(block, offset);
         let chunks: Vec<Chunk> =
             Chunk::all(block, block_len).filter(|chunk| chunk.index >= first.index && chunk.start() < end).take(WINDOW).collect();
         let mut has_come = vec![false; chunks.len()];
-        self.fetch(dataset, &chunks, &mut |at, fetched, is_held| {
+        self.fetch(dataset, &chunks, recheck, &mut |at, fetched, is_held| {
             let chunk = chunks[at];
             let Some(len) = chunk.len_in(block_len) else { return Err(ClientError::Protocol("an unknown block")) };
             match fetched {
@@ -107,16 +125,7 @@ impl Session {
         Ok(until.saturating_sub(offset))
     }
 
-    fn read_verified(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
-        let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
-        let mut whole = vec![0; len as usize];
-        self.read_part(dataset, block, 0, &mut whole)?;
-        verify(dataset, block, &whole)?;
-        buffer.copy_from_slice(&whole[offset as usize..offset as usize + buffer.len()]);
-        Ok(())
-    }
-
-    /// Reads whole blocks, those that are not here in batches, and shows each to `see` once.
+    /// Reads whole blocks, those that are not here in batches, compares them, and shows each to `see` once.
     pub fn read_blocks(
         &self,
         dataset: &Dataset,
@@ -128,13 +137,17 @@ impl Session {
         for &block in blocks {
             let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
             buffer.resize(len as usize, 0);
-            if let Some(source) = dataset.read_here(&self.arena, block, 0, &mut buffer)? {
+            let found = dataset.read_here(&self.arena, block, 0, &mut buffer);
+            if let Ok(Some(source)) = found {
                 self.check_not_gone(dataset)?;
                 self.count(source, 1, len);
-                see(BlockData { block, bytes: &buffer, is_local: matches!(source, Source::Segment | Source::Kept) })?;
-            } else if len > CHUNK_LEN {
+                let was_bad = self.mend(dataset, block, &mut buffer)?;
+                let is_local = !was_bad && matches!(source, Source::Segment | Source::Kept);
+                see(BlockData { block, bytes: &buffer, is_local, was_bad })?;
+            } else if len > CHUNK_LEN || found.is_err() {
                 self.read_part(dataset, block, 0, &mut buffer)?;
-                see(BlockData { block, bytes: &buffer, is_local: false })?;
+                let was_bad = self.mend(dataset, block, &mut buffer)? || found.is_err();
+                see(BlockData { block, bytes: &buffer, is_local: false, was_bad })?;
             } else {
                 far.push(block);
             }
@@ -155,8 +168,8 @@ impl Session {
         let mut blocks = std::mem::take(far);
         while !blocks.is_empty() {
             let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
-            let (mut here, mut is_done) = (Vec::new(), vec![false; blocks.len()]);
-            self.fetch(dataset, &chunks, &mut |at, fetched, is_held| match fetched {
+            let (mut here, mut bad, mut is_done) = (Vec::new(), Vec::new(), vec![false; blocks.len()]);
+            self.fetch(dataset, &chunks, false, &mut |at, fetched, is_held| match fetched {
                 FetchedChunk::Leased { offset } => {
                     let (_, len) = dataset.catalog().block(blocks[at]).ok_or(ClientError::Protocol("an unknown block"))?;
                     buffer.resize(len as usize, 0);
@@ -170,7 +183,12 @@ impl Session {
                     self.check_not_gone(dataset)?;
                     self.count(Source::Asked, 1, len);
                     is_done[at] = true;
-                    see(BlockData { block: blocks[at], bytes: buffer, is_local: false })
+                    if self.verify(dataset, chunks[at], buffer).is_err() {
+                        // Not on this connection, which is busy with the others.
+                        bad.push(blocks[at]);
+                        return Ok(());
+                    }
+                    see(BlockData { block: blocks[at], bytes: buffer, is_local: false, was_bad: false })
                 }
                 FetchedChunk::Here => {
                     is_done[at] = true;
@@ -179,6 +197,13 @@ impl Session {
                 }
                 FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
             })?;
+            for block in bad {
+                let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
+                buffer.resize(len as usize, 0);
+                self.read_part(dataset, block, 0, buffer)?;
+                self.mend(dataset, block, buffer)?;
+                see(BlockData { block, bytes: buffer, is_local: false, was_bad: true })?;
+            }
             self.read_blocks(dataset, &here, see)?;
             let mut is_done = is_done.into_iter();
             blocks.retain(|_| is_done.next() == Some(false));
@@ -193,13 +218,14 @@ impl Session {
         &self,
         dataset: &Dataset,
         chunks: &[Chunk],
+        recheck: bool,
         see: &mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>,
     ) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
         // A failure of `see` is none of the connection's.
         let mut seen = Ok(());
         self.converse(|socket| {
-            socket.send(&FromClient::Fetch { dataset: dataset.id(), chunks: chunks.to_vec() })?;
+            socket.send(&FromClient::Fetch { dataset: dataset.id(), chunks: chunks.to_vec(), recheck })?;
             loop {
                 let (fetched, lease, token, is_last) = match socket.receive()?.0 {
                     FromServer::Fetched { chunks, lease, token, is_last } => (chunks, lease, token, is_last),
@@ -228,33 +254,5 @@ impl Session {
     /// What was copied before this passes was real.
     fn check_not_gone(&self, dataset: &Dataset) -> Result<(), ClientError> {
         if dataset.is_gone() || self.is_gone() { Err(ClientError::Gone) } else { Ok(()) }
-    }
-}
-
-/// Compares a block with the checksum taken at stage-in.
-pub(crate) fn verify(dataset: &Dataset, block: BlockId, bytes: &[u8]) -> Result<(), ClientError> {
-    let expected = dataset.catalog().checksum(block).ok_or(ClientError::Protocol("an unknown block"))?;
-    let found = crc32c::crc32c(bytes);
-    if found == expected {
-        return Ok(());
-    }
-    let path = dataset.path_of_block(block).map_or_else(String::new, |path| display(&path));
-    Err(ClientError::Checksum { block: block.0, path, expected, found })
-}
-
-impl BlockData<'_> {
-    /// Compares the bytes with the checksum taken at stage-in.
-    pub fn verify(&self, dataset: &Dataset) -> Result<(), ClientError> {
-        verify(dataset, self.block, self.bytes)
-    }
-}
-
-impl Dataset {
-    /// A path of the sample that a block is a piece of: looked for through the whole catalog, for messages only.
-    fn path_of_block(&self, block: BlockId) -> Option<Vec<u8>> {
-        let (sample, _) = self.catalog().block(block)?;
-        let entries =
-            (0..self.catalog().header().entries).filter_map(|id| self.catalog().entry(dayfly_meta::catalog::EntryId(id)));
-        entries.into_iter().find(|entry| entry.sample() == Some(sample)).map(|entry| self.catalog().path(&entry))
     }
 }

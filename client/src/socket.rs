@@ -3,12 +3,12 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::{CLIENT_TICK, DRIVES_MAX, SERVER_TIMEOUT};
+use dayfly_meta::limits::DRIVES_MAX;
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
@@ -17,16 +17,14 @@ use nix::sys::socket::{
     AddressFamily, ControlMessageOwned, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect, recv, recvmsg, send,
     setsockopt, shutdown, socket, sockopt,
 };
-use nix::sys::time::{TimeVal, TimeValLike};
+use nix::sys::time::TimeVal;
 
 use crate::ClientError;
-use crate::heartbeat::Heartbeat;
+use crate::heartbeat::{Heartbeat, Patience};
 use crate::kept::Kept;
 
 /// Descriptors beside one message: a catalog, locations, and a segment a drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
-/// A wait of so many ticks is too long.
-const TICKS_MAX: u128 = SERVER_TIMEOUT.as_millis() / CLIENT_TICK.as_millis();
 
 /// A connection to the server.
 pub(crate) struct Socket {
@@ -37,6 +35,7 @@ pub(crate) struct Socket {
     number: u32,
     /// Not known before the server has welcomed this process.
     heartbeat: Option<Arc<Heartbeat>>,
+    patience: Patience,
     /// The process that made it.
     home: u32,
 }
@@ -55,14 +54,12 @@ impl Socket {
     pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> io::Result<Self> {
         // By hand, for `UnixStream::connect` waits without a deadline while a stopped server's backlog is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        // A call that waits returns at each tick.
-        let tick = TimeVal::milliseconds(CLIENT_TICK.as_millis() as i64);
-        setsockopt(&socket, sockopt::SendTimeout, &tick)?;
-        setsockopt(&socket, sockopt::ReceiveTimeout, &tick)?;
+        let patience = heartbeat.as_ref().map(|heartbeat| heartbeat.patience()).unwrap_or_default();
+        set_tick(&socket, patience.tick())?;
         let address = UnixAddr::new(path)?;
-        wait(heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
+        wait(patience, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
         // As a file, which a stream socket can be read and written as.
-        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, number: 0, heartbeat, home: std::process::id() })
+        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, number: 0, heartbeat, patience, home: std::process::id() })
     }
 
     pub(crate) fn slot(&self) -> u32 {
@@ -74,8 +71,13 @@ impl Socket {
     }
 
     /// What the server has said of this connection.
-    pub(crate) fn welcome(&mut self, slot: u32, number: u32) {
-        (self.slot, self.number) = (slot, number);
+    pub(crate) fn welcome(&mut self, slot: u32, number: u32, patience: Patience) -> io::Result<()> {
+        (self.slot, self.number, self.patience) = (slot, number, patience);
+        set_tick(&*self.stream, patience.tick())
+    }
+
+    pub(crate) fn patience(&self) -> Patience {
+        self.patience
     }
 
     /// From here on no wait outlasts the server's heartbeat.
@@ -91,7 +93,7 @@ impl Socket {
         while sent < bytes.len() {
             // Not `write`: a server that has gone must not end the program by SIGPIPE.
             let send = || send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
-            sent += wait(self.heartbeat.as_deref(), send)?;
+            sent += wait(self.patience, self.heartbeat.as_deref(), send)?;
         }
         Ok(())
     }
@@ -113,7 +115,8 @@ impl Socket {
 
     fn fill(&self, mut buffer: &mut [u8]) -> io::Result<()> {
         while !buffer.is_empty() {
-            let got = wait(self.heartbeat.as_deref(), || recv(self.stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
+            let got =
+                wait(self.patience, self.heartbeat.as_deref(), || recv(self.stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
             if got == 0 {
                 return Err(closed());
             }
@@ -124,7 +127,7 @@ impl Socket {
 
     fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
         let mut space = nix::cmsg_space!([i32; DESCRIPTORS_MAX]);
-        wait(self.heartbeat.as_deref(), || {
+        wait(self.patience, self.heartbeat.as_deref(), || {
             let mut slices = [IoSliceMut::new(header)];
             let flags = MsgFlags::MSG_CMSG_CLOEXEC;
             let received = recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
@@ -142,8 +145,15 @@ impl Socket {
     }
 }
 
-/// Makes a call that returns at each tick until it has done something.
-fn wait<T>(heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
+/// From here on a call that waits returns at each tick.
+fn set_tick(socket: &impl AsFd, tick: Duration) -> io::Result<()> {
+    let tick = TimeVal::new(tick.as_secs() as i64, i64::from(tick.subsec_micros()));
+    setsockopt(socket, sockopt::SendTimeout, &tick)?;
+    Ok(setsockopt(socket, sockopt::ReceiveTimeout, &tick)?)
+}
+
+/// Makes such a call until it has done something.
+fn wait<T>(patience: Patience, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
     if let Some(heartbeat) = heartbeat {
         heartbeat.check()?;
     }
@@ -154,8 +164,8 @@ fn wait<T>(heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // A program that is interrupted all the time has its ticks, too. The kernel's clock is coarser than this one.
-        if tick_began.elapsed() < CLIENT_TICK * 9 / 10 {
+        // A program that is interrupted all the time has its ticks, too.
+        if tick_began.elapsed() < patience.shortest_tick() {
             continue;
         }
         tick_began = Instant::now();
@@ -163,8 +173,8 @@ fn wait<T>(heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<
         if let Some(heartbeat) = heartbeat {
             heartbeat.tick()?;
         }
-        if ticks >= TICKS_MAX {
-            let message = format!("nothing came for {} s", SERVER_TIMEOUT.as_secs());
+        if patience.tick() * ticks >= patience.server {
+            let message = format!("nothing came for {} s", patience.server.as_secs_f64());
             return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
     }

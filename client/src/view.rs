@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use dayfly_meta::catalog::{Attributes, Entry, EntryId, EntryKind};
+use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::path::display;
 use nix::libc;
@@ -201,9 +202,11 @@ impl View {
 
     /// Reads from an open file; short only at its end.
     pub fn read_at(&self, file: &OpenFile, offset: u64, buffer: &mut [u8]) -> Result<usize, ViewError> {
-        let mut verified = file.verified.load(Ordering::Acquire).checked_sub(1).map(|block| BlockId(block as u32));
+        let chunk = |word: u64| Chunk { block: BlockId((word >> 16) as u32), index: word as u16 };
+        let mut verified = file.verified.load(Ordering::Acquire).checked_sub(1).map(chunk);
         let count = self.session.read_at(&file.dataset, file.sample, offset, buffer, &mut verified)?;
-        file.verified.store(verified.map_or(0, |block| u64::from(block.0) + 1), Ordering::Release);
+        file.verified
+            .store(verified.map_or(0, |chunk| (u64::from(chunk.block.0) << 16 | u64::from(chunk.index)) + 1), Ordering::Release);
         Ok(count)
     }
 

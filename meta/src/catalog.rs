@@ -23,8 +23,9 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     use super::*;
+    use crate::chunk::Chunk;
     use crate::id::{BlockId, NodeId, SampleId};
-    use crate::limits::BLOCK_SIZE_MAX;
+    use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN};
     use crate::path::walk_order;
 
     fn scratch() -> io::Result<File> {
@@ -37,13 +38,10 @@ mod tests {
     }
 
     fn file(path: &[u8], number: u64, size: u64) -> Member {
-        let block = |part| StoredBlock {
-            owner: NodeId((part % 4) as u16),
-            checksum: (number * 10 + part) as u32,
-            arrival: part as u32 + 7,
-        };
+        let block = |part| StoredBlock { owner: NodeId((part % 4) as u16), arrival: part as u32 + 7 };
         let blocks = (0..size.div_ceil(BLOCK_SIZE_MAX)).map(block).collect();
-        member(path, number, MemberKind::File { size, blocks })
+        let checksums = (0..size.div_ceil(CHUNK_LEN)).map(|chunk| (number * 100 + chunk) as u32).collect();
+        member(path, number, MemberKind::File { size, blocks, checksums })
     }
 
     fn source() -> Source {
@@ -57,7 +55,7 @@ mod tests {
         let mut builder =
             CatalogBuilder::new(&scratch, About { seed: 5, created_s: 99, ..About::default() }, &[source()]).unwrap();
         sorted.into_iter().for_each(|(member, names)| builder.add(&member.path, member, *names).unwrap());
-        builder.finish().unwrap()
+        builder.finish(&|| {}).unwrap()
     }
 
     fn list(catalog: &Catalog, directory: &[u8]) -> Vec<String> {
@@ -93,7 +91,10 @@ mod tests {
         let lens: Vec<u64> = blocks.clone().map(|block| catalog.block(BlockId(block)).unwrap().1).collect();
         assert_eq!(lens, [BLOCK_SIZE_MAX, BLOCK_SIZE_MAX, 1]);
         assert!(blocks.clone().all(|block| catalog.block(BlockId(block)).unwrap().0 == large.sample().unwrap()));
-        assert_eq!(catalog.checksum(BlockId(blocks.start + 1)), Some(21));
+        let chunk = |part, index| catalog.chunk_checksum(Chunk { block: BlockId(blocks.start + part), index });
+        assert_eq!((chunk(0, 0), chunk(0, 15), chunk(0, 16)), (Some(200), Some(215), None));
+        assert_eq!((chunk(1, 0), chunk(2, 0), chunk(2, 1)), (Some(216), Some(232), None));
+        assert_eq!(catalog.checksum(BlockId(blocks.start + 2)), Some(232));
         assert_eq!(catalog.owner(BlockId(blocks.start + 1)), Some(NodeId(1)));
         assert_eq!(catalog.arrival(BlockId(blocks.start + 1)), Some(8));
         assert_eq!(catalog.block(BlockId(catalog.header().blocks)), None);
@@ -135,13 +136,15 @@ mod tests {
                     3 * BLOCK_SIZE_MAX + 1
                 }
             }
-            _ => [0, 1, BLOCK_SIZE_MAX, BLOCK_SIZE_MAX + 1][number as usize % 4],
+            3 => [0, 1, BLOCK_SIZE_MAX, BLOCK_SIZE_MAX + 1][number as usize % 4],
+            _ => [CHUNK_LEN, 0, CHUNK_LEN + 1, 1, CHUNK_LEN - 1][number as usize % 5],
         };
-        for kind in 0..4 {
+        for kind in 0..5 {
             let members: Vec<_> = (0..200)
                 .map(|number| (file(format!("{number:03}").as_bytes(), u64::from(number) + 1, sizes(kind, number)), 1))
                 .collect();
             let catalog = Catalog::open(&build(&members).file).unwrap();
+            catalog.check(4).unwrap();
             let mut next = 0;
             for sample in (0..200).map(SampleId) {
                 let (size, blocks) = catalog.sample(sample).unwrap();
@@ -149,6 +152,12 @@ mod tests {
                     assert_eq!(catalog.block(BlockId(block)), Some((sample, block_len(size, part))), "kind {kind}");
                     assert_eq!(block, next);
                     next += 1;
+                    let chunks = Chunk::all(BlockId(block), block_len(size, part)).count() as u16;
+                    for index in 0..=chunks {
+                        let within = u64::from(part) * (BLOCK_SIZE_MAX / CHUNK_LEN) + u64::from(index);
+                        let expected = (index < chunks).then(|| (u64::from(sample.0 + 1) * 100 + within) as u32);
+                        assert_eq!(catalog.chunk_checksum(Chunk { block: BlockId(block), index }), expected, "kind {kind}");
+                    }
                 }
             }
             assert_eq!(catalog.block(BlockId(next)), None);
@@ -172,10 +181,10 @@ mod tests {
             catalog.symlink_target(&entry);
             catalog.children(&entry, None).take(100).for_each(drop);
             if let Some((_, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) {
-                blocks
-                    .take(10)
-                    .map(BlockId)
-                    .for_each(|block| assert!(catalog.block(block).is_none() || catalog.owner(block).is_some()));
+                blocks.take(10).map(BlockId).for_each(|block| {
+                    assert!(catalog.block(block).is_none() || catalog.owner(block).is_some());
+                    let _ = (catalog.checksum(block), catalog.chunk_checksum(Chunk { block, index: u16::MAX }));
+                });
             }
             entry.sample().and_then(|sample| catalog.origin(sample));
         }

@@ -4,7 +4,9 @@
 
 pub mod board;
 pub mod catalog;
+pub mod checksum;
 pub mod chunk;
+pub mod deadlines;
 pub mod id;
 pub mod limits;
 pub mod locations;

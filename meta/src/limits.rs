@@ -1,11 +1,11 @@
-//! Every bound and deadline, with its reason. A full queue pushes back, a late answer is an error; nothing grows without
-//! a line here. Relations between bounds are asserted at compile time, at the end.
+//! Every bound, with its reason; deadlines are in [`crate::deadlines`]. A full queue pushes back; nothing grows without a line
+//! here. Relations between bounds are asserted at compile time, at the end.
 
 use std::time::Duration;
 
 /// A block is the unit of placement: a larger sample is cut, so that one node's disk or link is not its bottleneck.
 pub const BLOCK_SIZE_MAX: u64 = 64 << 20;
-/// A sample's blocks are listed in memory while it is staged in: 8 bytes each.
+/// A sample's blocks and the checksums of its chunks are listed in memory while it is staged in: 8 and 4 bytes each.
 pub const SAMPLE_SIZE_MAX: u64 = 64 << 40;
 /// Blocks at least this long start on a page, so that they can be mapped in place and read with direct I/O.
 pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
@@ -64,6 +64,14 @@ pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 /// Bytes that one shipped batch, or one piece of a large block, carries.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
+/// A batch that arrives damaged is sent so often before the stage-in fails.
+pub const SHIP_ATTEMPTS_MAX: usize = 3;
+/// A chunk that arrives damaged is fetched so often before its read fails.
+pub const FETCH_ATTEMPTS_MAX: usize = 2;
+/// Chunks of which a process says in one request that its node's copies are bad: the server reads each of them again.
+pub const RECHECKED_CHUNKS_MAX: usize = 16;
+/// How often a process has its server look at a bad copy before its read fails.
+pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session; more wait.
 pub const STAGE_INS_MAX: usize = 4;
 /// Stage-ins that other nodes than the lead have asked for, those that wait among them.
@@ -72,6 +80,23 @@ pub const FOLLOWED_MAX: usize = 64;
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
 pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
+/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
+/// batches, the members that are not in a run yet, and what is decoded ahead.
+pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+/// The least memory for stage-ins of a server that has so many workers.
+pub const fn stage_memory_min(workers: usize) -> u64 {
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX)) as u64;
+    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+}
+/// The most workers for which so much memory is enough.
+pub const fn stage_workers_max(memory: u64) -> usize {
+    let mut workers = 1;
+    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+        workers += 1;
+    }
+    workers
+}
 /// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
 /// And at least, however little memory there is.
@@ -84,6 +109,9 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
+/// cache stays the job's.
+pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
 /// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
@@ -125,6 +153,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
+/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+pub const PEER_SHARE: u64 = 4;
+/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+pub const STUCK_SHARE: u64 = 16;
+/// or are so many.
+pub const STUCK_REQUESTS_MAX: u32 = 16;
+/// So often a pull is asked again on another link, when its own has ended.
+pub const MOVES_MAX: u32 = 3;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
 /// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
@@ -144,8 +180,6 @@ pub const LEASE_SHARE: u64 = 4;
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// What is fetched ahead takes at most this part of the arena, when `tune --prefetch-memory` says nothing else.
 pub const PREFETCH_SHARE: u64 = 2;
-/// How long a server waits for processes to end the views they have, before it gives kept blocks up.
-pub const VIEWS_TIMEOUT: Duration = Duration::from_secs(2);
 /// Samples of all orders of a node together, 4 bytes each: an epoch of a large data set, or of a smaller one for each of many readers.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
@@ -154,10 +188,12 @@ pub const ORDER_PART_SAMPLES: usize = 64 << 10;
 pub const ORDERS_MAX: usize = 64;
 /// Requests for blocks that are fetched ahead, under way to one owner, at most.
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
-/// An order of which nothing was read for so long gives its blocks back until something is.
-pub const ORDER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
 pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
+pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+/// or once the first of them is so old.
+pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.
@@ -196,26 +232,12 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
-/// Connecting to a peer.
-pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The handshake of a new connection.
-pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
-/// A peer that could not be reached is not dialled again for so long.
-pub const REDIAL_INTERVAL: Duration = Duration::from_secs(1);
-/// A request to a peer, from its last progress.
-pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer from which no byte came for so long is lost.
-pub const PEER_LOST_TIMEOUT: Duration = Duration::from_secs(5);
-/// A sign of life is sent on an otherwise silent connection at this interval.
-pub const PING_INTERVAL: Duration = Duration::from_secs(1);
-/// A server says so often in shared memory that it serves.
-pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// A client gives up a server that has not said so for this long, counted in ticks during which the client itself ran.
-pub const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A client that waits for its server looks up so often.
-pub const CLIENT_TICK: Duration = Duration::from_millis(250);
-/// A client's wait for its server.
-pub const SERVER_TIMEOUT: Duration = Duration::from_secs(30);
+/// The kernel asks a silent asker for a sign of life so often,
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// and ends the connection after so many without an answer.
+pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
+pub const HEARTBEAT_TICKS: u32 = 20;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -224,31 +246,16 @@ pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 pub const TREE_WIDTH: usize = 16;
 /// Pairs that do not reach each other as they should, named at the start; all show in `status`.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
-/// Who started a server tells it so often that the session goes on, and hears that the server does.
-pub const LEASE_INTERVAL: Duration = Duration::from_secs(1);
-/// A server that does not hear it for so long ends. Counted in intervals, so that who was stopped does not find it run out.
-pub const LEASE_TIMEOUT: Duration = Duration::from_secs(6);
+/// Servers and keepers look this often whether their files still have their names.
+pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// What was started to start servers may take so long to end once they have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Preparing a dataset on a node: it reads the catalog from another node and checks it whole.
-pub const PREPARE_TIMEOUT: Duration = Duration::from_secs(300);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
-/// A batch's wait for room at its owner, whose drive may be slow: back pressure, not failure. Its sender waits a little longer;
-/// an owner that is dead is found by its silence much sooner.
-pub const LANDING_TIMEOUT: Duration = Duration::from_secs(60);
-/// See [`LANDING_TIMEOUT`].
-pub const OFFER_TIMEOUT: Duration = Duration::from_secs(70);
-/// A request's wait for room in the arena, all of which is leased.
-pub const ARENA_TIMEOUT: Duration = Duration::from_secs(15);
-/// A client that takes no bytes for so long is stuck or stopped: its leases are revoked.
-pub const STUCK_CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A request that has waited for room in the arena for so long asks all who have leases to give them back.
-pub const LEASE_RECALL_AFTER: Duration = Duration::from_millis(500);
-/// Who has been asked for so long loses its leases if somebody still waits, the largest holder first.
-pub const LEASE_RECALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a stage-in's workers report, and hear whether to go on.
-pub const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
+/// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
+pub const WAITS_TOLD_MAX: usize = 4;
 
 const _: () = {
     // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
@@ -260,12 +267,15 @@ const _: () = {
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
     assert!(BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16, "its chunks fit a word's bits");
     assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
+    assert!(CHUNK_LEN.is_multiple_of(BATCH_LEN_MAX as u64), "a piece of a large block lies in one chunk");
+    assert!(RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX, "one request has at most a block read again");
     assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client reads one chunk while another lands");
     assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
@@ -274,18 +284,5 @@ const _: () = {
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
     assert!(FOLLOWED_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
-    assert!(PING_INTERVAL.as_millis() * 3 <= PEER_LOST_TIMEOUT.as_millis(), "two pings may be late");
-    assert!(LANDING_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < OFFER_TIMEOUT.as_millis());
-    assert!(ARENA_TIMEOUT.as_millis() + REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis());
-    assert!(
-        LEASE_RECALL_AFTER.as_millis() + 2 * LEASE_RECALL_TIMEOUT.as_millis() < ARENA_TIMEOUT.as_millis(),
-        "room comes in time"
-    );
-    assert!(HEARTBEAT_INTERVAL.as_millis() * 3 <= HEARTBEAT_TIMEOUT.as_millis(), "two heartbeats may be late");
-    assert!(
-        CLIENT_TICK.as_millis() * 4 <= HEARTBEAT_TIMEOUT.as_millis()
-            && HEARTBEAT_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis()
-    );
-    assert!(REQUEST_TIMEOUT.as_millis() < SERVER_TIMEOUT.as_millis(), "a client outwaits its server's own deadline");
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -30,6 +30,9 @@ pub struct Metric {
 /// Names of [`crate::wire::status::Source`]s, in their order.
 pub const SOURCE_NAMES: [&str; crate::wire::status::SOURCES] = ["segment", "kept", "arena", "asked"];
 
+/// Names of [`crate::wire::status::Hop`]s, in their order.
+pub const HOP_NAMES: [&str; crate::wire::status::HOPS] = ["shipped", "fetched", "arena", "kept", "owned"];
+
 fn one(value: u64) -> Vec<(String, f64)> {
     vec![(String::new(), value as f64)]
 }
@@ -73,6 +76,8 @@ metrics! {
         |node| by_owner(node, |owner| owner.requests as f64);
     "dayfly_owner_busy_seconds_total" Counter "owner" "Time that requests to each owner took, added up."
         |node| by_owner(node, |owner| owner.busy_us as f64 / 1e6);
+    "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes were not those that were staged in, by where this node found that: shipped to it, fetched from their owner, in its arena, kept on its drives, or owned by it."
+        |node| HOP_NAMES.iter().zip(node.damaged).map(|(name, count)| ((*name).to_owned(), count as f64)).collect();
     "dayfly_wait_seconds" Gauge "quantile" "How long processes wait for what they ask the server for, since the session began."
         |node| ["0.5", "0.9", "0.99"].iter().zip(node.wait_us).map(|(name, us)| ((*name).to_owned(), us as f64 / 1e6)).collect();
     "dayfly_asking" Gauge "" "Processes' requests that the server works on."

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use dayfly_meta::board::Board;
 use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
 use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
 use dayfly_meta::locations::Locations;
@@ -113,7 +114,6 @@ pub(crate) struct Ticket {
 struct Load {
     at: u32,
     chunk: Chunk,
-    len: u64,
     is_block: bool,
     slot: Option<Slot>,
 }
@@ -126,13 +126,13 @@ pub(crate) struct Lease {
 
 impl Arena {
     /// `region` is mapped by clients through a descriptor that cannot write. `board` tells them which leases hold.
-    pub(crate) fn new(region: Region, board: Arc<Board>) -> io::Result<Self> {
+    pub(crate) fn new(region: Region, board: Arc<Board>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
         let marks_len = region.len() / ARENA_UNIT;
         let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
-        let ledger = Arc::new(Ledger::new(board, region.len()));
+        let ledger = Arc::new(Ledger::new(board, region.len(), deadlines));
         let inner = Inner {
             region,
             reader,
@@ -243,7 +243,7 @@ impl Arena {
         slot: Slot,
     ) {
         let ChunkInfo { len, owner, is_block } = wanted.info;
-        let load = Load { at: wanted.at, chunk: wanted.chunk, len, is_block, slot: Some(slot) };
+        let load = Load { at: wanted.at, chunk: wanted.chunk, is_block, slot: Some(slot) };
         let at = loads.iter().position(|ticket| ticket.owner == owner && ticket.takes(len));
         let ticket = match at {
             Some(at) => &mut loads[at],
@@ -314,6 +314,15 @@ impl Arena {
         drop(forgotten);
     }
 
+    /// Forgets a chunk whose bytes are bad, so that the next who wants it has it fetched. Nobody finds it any more from here on;
+    /// those who have leases keep their room until they let go.
+    pub(crate) fn discard(&self, key: &Key, lease: &Lease) {
+        let discarded = self.table().forget_one(key, |held| Arc::ptr_eq(held, lease.shared()));
+        if discarded {
+            lease.held().withdraw();
+        }
+    }
+
     fn table(&self) -> MutexGuard<'_, Table<Key, Held, Loading>> {
         self.inner.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -356,32 +365,24 @@ impl Ticket {
         self.loads.iter().map(|load| load.at)
     }
 
-    pub(crate) fn len(&self, number: usize) -> u64 {
-        self.loads.get(number).map_or(0, |load| load.len)
-    }
-
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Where the chunks shall land.
     pub(crate) fn take_slots(&mut self) -> Vec<Slot> {
         self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
     }
 
-    /// The chunks have landed, but for those of which `is_good` says no.
-    pub(crate) fn fill(mut self, slots: Vec<Slot>, is_good: impl Fn(usize) -> bool) -> Vec<(u32, Option<Lease>)> {
+    /// The chunks have landed, and were checked, in these slots; those without one cannot be had.
+    pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
         let arena = self.arena.clone();
         let mut filled = Vec::with_capacity(slots.len());
         let mut evicted = Vec::new();
         let mut table = arena.table();
-        for (number, (load, slot)) in std::mem::take(&mut self.loads).into_iter().zip(slots).enumerate() {
+        for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
             let key = (self.dataset.id(), load.chunk);
-            if !is_good(number) {
+            let Some(slot) = slot else {
                 table.give_up(&key);
                 filled.push((load.at, None));
                 continue;
-            }
+            };
             let held = Arc::new(arena.hold(&self.dataset, &load, slot));
             evicted.extend(table.fill(key, held.clone()));
             filled.push((load.at, Some(arena.lease(held))));
@@ -429,6 +430,12 @@ impl Drop for Ticket {
 }
 
 impl Held {
+    fn withdraw(&self) {
+        if let Some((locations, block, location)) = &self.published {
+            locations.withdraw(*block, *location);
+        }
+    }
+
     fn unit(&self) -> usize {
         (self.slot.offset() / ARENA_UNIT) as usize
     }
@@ -451,16 +458,23 @@ impl Resident for Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if let Some((locations, block, location)) = &self.published {
-            locations.withdraw(*block, *location);
-        }
+        self.withdraw();
     }
 }
 
 impl Lease {
-    fn held(&self) -> &Held {
+    fn shared(&self) -> &Arc<Held> {
         // Taken out only when it is dropped.
-        self.held.as_deref().unwrap_or_else(|| unreachable!("a lease holds"))
+        self.held.as_ref().unwrap_or_else(|| unreachable!("a lease holds"))
+    }
+
+    fn held(&self) -> &Held {
+        self.shared()
+    }
+
+    /// See [`Arena::discard`].
+    pub(crate) fn discard(&self, key: &Key) {
+        self.arena.discard(key, self);
     }
 
     /// Where the chunk lies in the arena.

@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{DatasetId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LOCAL_MESSAGE_LEN_MAX, ORDER_PART_SAMPLES, STUCK_CLIENT_TIMEOUT};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LOCAL_MESSAGE_LEN_MAX, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
@@ -88,7 +88,7 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
         clients.spawn(async move {
             let place = server.processes().enter(server.store().counters(), pid);
             let holder = server.arena().ledger().open(pid);
-            let client = Client::new(socket::split(stream), place, holder, server);
+            let client = Client::new(socket::split(stream, server.deadlines().send), place, holder, server);
             tokio::select! {
                 // Not the connection's end: a forked child may have it open.
                 () = end_of(pid) => {}
@@ -146,9 +146,12 @@ impl Client {
             match message {
                 FromClient::Hello { .. } => self.welcome().await?,
                 FromClient::Datasets => self.list_datasets().await?,
-                FromClient::Fetch { dataset, chunks } => match self.server.store().dataset(dataset) {
+                FromClient::Fetch { dataset, chunks, recheck } => match self.server.store().dataset(dataset) {
                     Some(_) if chunks.len() > BATCH_BLOCKS_MAX => self.refuse("too many blocks at once").await?,
-                    Some(dataset) => self.fetch(&dataset, &chunks).await?,
+                    Some(_) if recheck && chunks.len() > RECHECKED_CHUNKS_MAX => {
+                        self.refuse("too many bad copies at once").await?
+                    }
+                    Some(dataset) => self.fetch(&dataset, &chunks, recheck).await?,
                     None => self.refuse("the dataset is not there any more").await?,
                 },
                 FromClient::Release { leases } => self.holder.release(&leases),
@@ -167,7 +170,7 @@ impl Client {
     /// Sends what is wanted as it comes. What comes while the client has not taken the message before goes with the next one, so at
     /// most one message and one part wait for a slow client. One that takes nothing for long loses its leases, and no more: what it
     /// finds when it goes on names the old token, and it asks again.
-    async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> io::Result<()> {
+    async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let server = self.server.clone();
         let Some(budget) = self.holder.budget() else {
             let nothing = FromServer::Fetched { chunks: Vec::new(), lease: 0, token: 0, is_last: true };
@@ -175,6 +178,7 @@ impl Client {
         };
         let start = Instant::now();
         let _asking = server.reading().begin();
+        let bad = if recheck { server.fetcher().recheck(dataset, chunks).await } else { Vec::new() };
         // A connection that has leases does not wait for room, for others that have some may wait for its own. It is told of nothing,
         // and lets go first.
         let mut fetching = match budget.may_wait {
@@ -184,18 +188,23 @@ impl Client {
         self.holder.reserve(fetching.claimed_bytes);
         server.prefetcher().asked(dataset.id(), fetching.late.iter().filter_map(|&at| chunks.get(at as usize)));
         self.read_ahead.asked(server.fetcher(), dataset, chunks);
-        let sent = self.deliver(&mut fetching, || server.reading().end(start.elapsed())).await;
+        let sent = self.deliver(&mut fetching, &bad, || server.reading().end(start.elapsed())).await;
         self.holder.reserve(0);
         sent
     }
 
-    /// `at_end` is called when all has come.
-    async fn deliver(&mut self, fetching: &mut Fetching, at_end: impl Fn()) -> io::Result<()> {
+    /// `bad` says of chunks, by place in the request, why what is here cannot be read; `at_end` is called when all has come.
+    async fn deliver(&mut self, fetching: &mut Fetching, bad: &[Option<String>], at_end: impl Fn()) -> io::Result<()> {
+        let patience = self.server.deadlines().send;
         let Self { receiver, sender, holder, .. } = self;
+        let judge = |(at, fetched)| match (fetched, bad.get(at as usize).cloned().flatten()) {
+            (Fetched::Here, Some(reason)) => (at, Fetched::Failed(reason)),
+            (fetched, _) => (at, fetched),
+        };
         let mut pending = Part::new();
         // Messages on their way: whether it is the last, and how it goes.
         let mut sending: Option<(bool, BoxFuture<'_, io::Result<()>>)> = None;
-        let stuck = tokio::time::sleep(STUCK_CLIENT_TIMEOUT);
+        let stuck = tokio::time::sleep(patience);
         tokio::pin!(stuck);
         let mut is_stuck = false;
         loop {
@@ -210,7 +219,7 @@ impl Client {
                 let sender = &*sender;
                 let send: BoxFuture<'_, _> = Box::pin(async move { sender.send_patiently(&message, &[]).await });
                 sending = Some((is_last, send));
-                stuck.as_mut().reset(tokio::time::Instant::now() + STUCK_CLIENT_TIMEOUT);
+                stuck.as_mut().reset(tokio::time::Instant::now() + patience);
                 is_stuck = false;
             }
             let is_sending = sending.is_some();
@@ -228,7 +237,7 @@ impl Client {
                         return Ok(());
                     }
                 }
-                part = fetching.next(), if !fetching.is_done() => pending.extend(part.unwrap_or_default()),
+                part = fetching.next(), if !fetching.is_done() => pending.extend(part.unwrap_or_default().into_iter().map(judge)),
                 message = receiver.receive() => match message?.as_deref().map(decode::<FromClient>) {
                     Some(Ok(FromClient::Release { leases })) => holder.release(&leases),
                     Some(_) => return Err(io::Error::new(io::ErrorKind::InvalidData, "a request before the answer to another")),
@@ -279,6 +288,8 @@ impl Client {
             arena_len: self.server.arena().len(),
             slot: self.place.slot,
             connection: self.holder.connection(),
+            server_timeout_ms: config.deadlines.server.as_millis() as u32,
+            heartbeat_timeout_ms: config.deadlines.heartbeat.as_millis() as u32,
         };
         let (board, counters) = self.server.store().shared_files();
         let (arena, marks) = self.server.arena().files();

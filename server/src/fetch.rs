@@ -1,24 +1,30 @@
 //! The one read path: a chunk is here, or in the arena already, or is fetched from its owner. Equal wishes are joined; all chunks
 //! of one request that one owner has are asked for in one message, and can be used as soon as they have come.
 
+mod landed;
+mod recheck;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::limits::{ARENA_TIMEOUT, NODES_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Reply, Request};
-use dayfly_meta::wire::status::{OwnerStatus, Reads};
-use dayfly_transport::{Answer, Piece};
+use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
+use dayfly_transport::{Answer, Piece, Slot};
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
+use crate::blocking::Blocking;
 use crate::keep::Keeper;
-use crate::peers::Peers;
-use crate::stats::{OwnerCounter, ReadCounter};
+use crate::peers::{Peers, unread};
+use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
+use landed::{Filled, Landed};
 
 /// What became of a wish.
 pub(crate) enum Fetched {
@@ -42,6 +48,8 @@ pub(crate) struct Fetcher {
     served: ReadCounter,
     joined: AtomicU64,
     owners: Vec<OwnerCounter>,
+    damage: Arc<Damage>,
+    blocking: Arc<dyn Blocking>,
 }
 
 /// A request under way; dropping it lets go of it.
@@ -93,10 +101,10 @@ impl Fetching {
 }
 
 impl Fetcher {
-    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper) -> Self {
+    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners }
+        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
     }
 
     /// What came over the network.
@@ -133,7 +141,7 @@ impl Fetcher {
         if !claimed.is_empty() {
             return self.start(ready, claimed, true);
         }
-        let Some(slot) = self.arena.room_within(first.info.len, ARENA_TIMEOUT).await else {
+        let Some(slot) = self.arena.room_within(first.info.len, self.peers.deadlines().arena).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
             return Fetching::of(ready);
@@ -174,27 +182,55 @@ impl Fetcher {
         fetching
     }
 
-    /// One message to one owner.
+    /// One message to one owner, and one more for what came damaged, or could not be read there.
     async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> Part {
         let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
-        let (count, bytes, slots) = (chunks.len(), ticket.bytes(), ticket.take_slots());
-        let request = Request::Read { dataset: dataset.id(), chunks: chunks.clone() };
-        let start = Instant::now();
-        let pulled = self.peers.pull(owner, &request, slots, REQUEST_TIMEOUT).await;
-        let (missing, pulled) = match pulled {
-            Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => (missing, pulled),
-            Ok(_) => return failed(&dataset, ticket, &format!("node {owner} answers what was not asked")),
-            Err(error) => return failed(&dataset, ticket, &error.to_string()),
-        };
-        if let Some(counter) = self.owners.get(owner.index()) {
-            counter.add(count as u64, bytes, start.elapsed());
+        let mut wanted: Vec<usize> = (0..chunks.len()).collect();
+        let mut slots = ticket.take_slots();
+        let mut good: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
+        let mut reasons: Vec<Option<String>> = vec![None; chunks.len()];
+        for attempt in 1..=FETCH_ATTEMPTS_MAX {
+            let asked: Vec<Chunk> = wanted.iter().map(|&number| chunks[number]).collect();
+            let landed = match self.bring(owner, &dataset, &asked, std::mem::take(&mut slots)).await {
+                Ok(landed) => landed,
+                Err(reason) if attempt == 1 => return failed(&dataset, ticket, &reason),
+                Err(reason) => {
+                    wanted.iter().for_each(|&number| reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason)));
+                    break;
+                }
+            };
+            let mut damaged = Vec::new();
+            for (number, landed) in std::mem::take(&mut wanted).into_iter().zip(landed) {
+                let name = || name(&dataset, chunks[number]);
+                match landed {
+                    Landed::Good(slot) => good[number] = Some(slot),
+                    Landed::Missing => reasons[number] = Some(format!("node {owner} does not hold {}", name())),
+                    Landed::Damaged(slot, mismatch) => {
+                        self.damage.found(Hop::Fetched, owner, &name(), mismatch);
+                        let way = "its drive, its memory or the network is at fault";
+                        let reason = format!("node {owner} sent it damaged {attempt} times in a row: {mismatch}; {way}");
+                        reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
+                        damaged.push(number);
+                        slots.push(slot);
+                    }
+                    // Its neighbors are well; it may have been given up where it lay, or its drive may do better alone.
+                    Landed::Unread(slot, reason) => {
+                        reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
+                        damaged.push(number);
+                        slots.push(slot);
+                    }
+                }
+            }
+            wanted = damaged;
+            if wanted.is_empty() {
+                break;
+            }
         }
-        self.remote.add(count as u64, bytes);
-        let lens: Vec<u64> = (0..count).map(|number| ticket.len(number)).collect();
-        let is_good = |number: usize| pulled.lens[number] == lens[number] && !missing.contains(&(number as u32));
-        let filled = ticket.fill(pulled.slots, is_good);
-        let mut part = Part::with_capacity(count);
-        for (chunk, (at, lease)) in chunks.into_iter().zip(filled) {
+        // Room that came back with bytes that nobody shall see.
+        drop(slots);
+        let filled = ticket.fill(good);
+        let mut part = Part::with_capacity(chunks.len());
+        for ((chunk, (at, lease)), reason) in chunks.into_iter().zip(filled).zip(reasons) {
             let fetched = match lease {
                 Some(lease) => {
                     if keeps {
@@ -202,11 +238,39 @@ impl Fetcher {
                     }
                     Fetched::Leased(lease)
                 }
-                None => Fetched::Failed(format!("node {owner} does not hold {}", name(&dataset, chunk))),
+                None => Fetched::Failed(reason.unwrap_or_else(|| cannot_read(&dataset, chunk, "nothing came"))),
             };
             part.push((at, fetched));
         }
         part
+    }
+
+    /// Has an owner send chunks into slots, one each, and checks what came.
+    async fn bring(
+        &self,
+        owner: NodeId,
+        dataset: &Arc<Dataset>,
+        chunks: &[Chunk],
+        slots: Vec<Slot>,
+    ) -> Result<Vec<Landed>, String> {
+        let count = chunks.len();
+        let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
+        let request = Request::Read { dataset: dataset.id(), chunks: chunks.to_vec() };
+        let start = Instant::now();
+        let pulled = self.peers.pull_pieces(owner, &request, slots, self.peers.deadlines().request).await;
+        let filled = match pulled {
+            Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => {
+                let reason = unread(owner, &pulled.unread).to_string();
+                Filled { slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread.pieces, reason }
+            }
+            Ok(_) => return Err(format!("node {owner} answers what was not asked")),
+            Err(error) => return Err(error.to_string()),
+        };
+        if let Some(counter) = self.owners.get(owner.index()) {
+            counter.add(count as u64, bytes, start.elapsed());
+        }
+        self.remote.add(count as u64, bytes);
+        filled.check(&*self.blocking, dataset, chunks).await
     }
 
     /// The owner's side.
@@ -252,9 +316,12 @@ async fn join(arena: Arena, at: u32, key: Key, mut loading: Loading) -> Part {
 }
 
 fn failed(dataset: &Dataset, ticket: Ticket, reason: &str) -> Part {
-    let first = ticket.chunks().first().map_or_else(String::new, |&chunk| name(dataset, chunk));
-    let reason = format!("cannot read {first}: {reason}");
+    let reason = ticket.chunks().first().map_or_else(|| reason.to_owned(), |&chunk| cannot_read(dataset, chunk, reason));
     ticket.fail(&reason).into_iter().map(|at| (at, Fetched::Failed(reason.clone()))).collect()
+}
+
+fn cannot_read(dataset: &Dataset, chunk: Chunk, reason: &str) -> String {
+    format!("cannot read {}: {reason}", name(dataset, chunk))
 }
 
 /// Names a chunk for the user.

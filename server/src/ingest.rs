@@ -4,6 +4,7 @@
 //! Each block gets a number as it arrives; the catalog tells it back, and a table in a file tells where the block lies.
 
 mod arrivals;
+pub(crate) mod check;
 mod window;
 
 use std::collections::HashMap;
@@ -14,7 +15,7 @@ use std::time::Instant;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::Place;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::ShippedBlock;
+use dayfly_meta::wire::peer::{Damaged, ShippedBlock};
 use dayfly_stagein::pipeline::Gauge;
 use dayfly_transport::Slot;
 
@@ -54,11 +55,15 @@ pub(crate) enum Stored {
 pub(crate) enum IngestError {
     #[error("the batch's table contradicts its bytes")]
     Malformed,
+    #[error("the batch is damaged: the checksum of block {} is {:08x}, at its source it was {:08x}", .0.at, .0.found, .0.expected)]
+    Damaged(Damaged),
+    #[error("{0}")]
+    Room(String),
     #[error("a piece came of a block for which no room was asked")]
     NotReserved,
     #[error("more blocks than one node can number in a stage-in; stage the sources into several datasets")]
     Numbers,
-    #[error("cannot write a segment: {0}")]
+    #[error("{0}")]
     Write(#[from] io::Error),
 }
 
@@ -103,13 +108,16 @@ impl Ingest {
     }
 
     /// Stores a piece of such a block. Blocks; call it where that does no harm.
-    pub(crate) fn store_piece(&self, arrival: u32, offset: u64, bytes: &[u8]) -> Result<(), IngestError> {
+    pub(crate) fn store_piece(&self, arrival: u32, offset: u64, checksum: u32, bytes: &[u8]) -> Result<(), IngestError> {
         let (place, block_len) = self.state().in_pieces.get(&arrival).copied().ok_or(IngestError::NotReserved)?;
         let end = offset.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > block_len) {
             return Err(IngestError::Malformed);
         }
+        check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(place.drive));
         self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
@@ -121,6 +129,7 @@ impl Ingest {
         if total != Some(len) || len > slot.len() || len > BATCH_LEN_MAX || blocks.len() > BATCH_BLOCKS_MAX {
             return Err(IngestError::Malformed);
         }
+        check::batch(blocks, &slot[..len]).map_err(IngestError::Damaged)?;
         let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
         let mut state = self.state();
         let Some(drive) = self.drive_for(&state, room)? else { return Ok(Stored::Full(slot)) };
@@ -145,10 +154,11 @@ impl Ingest {
         window.map_or(Ok(()), |window| self.write(window))
     }
 
-    /// All that was shipped is written, and found by its number.
+    /// All that was shipped is on the drives, and found by its number.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
         self.write_out()?;
         self.segments.trim()?;
+        self.segments.sync()?;
         let count = self.state().next_arrival;
         Ok(self.arrivals.finish(count)?)
     }
@@ -166,6 +176,8 @@ impl Ingest {
 
     fn write(&self, window: Window) -> Result<(), IngestError> {
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
         window.write(&self.segments, &self.arrivals)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
@@ -189,6 +201,7 @@ impl State {
 mod tests {
     use std::os::unix::fs::FileExt;
 
+    use dayfly_meta::checksum::checksum;
     use dayfly_meta::id::DatasetId;
     use dayfly_transport::Region;
 
@@ -209,8 +222,14 @@ mod tests {
         slot
     }
 
+    /// A block whose bytes are all `byte`; one that is longer than a batch has no right checksum.
+    fn filled(len: u32, byte: u8, shuffle: u64) -> ShippedBlock {
+        let bytes = vec![byte; (len as usize).min(BATCH_LEN_MAX)];
+        ShippedBlock { len, checksum: checksum(&bytes), shuffle }
+    }
+
     fn block(len: u32, shuffle: u64) -> ShippedBlock {
-        ShippedBlock { len, shuffle }
+        filled(len, 0, shuffle)
     }
 
     fn read(ingest: &Ingest, arrival: u32, len: usize) -> Vec<u8> {
@@ -230,8 +249,9 @@ mod tests {
             let blocks: Vec<ShippedBlock> = lens
                 .iter()
                 .map(|&len| {
-                    block(
+                    filled(
                         len,
+                        len as u8,
                         u64::from(len).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29).wrapping_mul(0xbf58_476d_1ce4_e5b9),
                     )
                 })
@@ -242,7 +262,8 @@ mod tests {
         }
         let large = ingest.reserve(3 << 20).unwrap().unwrap();
         for piece in [2_u64, 0, 1] {
-            ingest.store_piece(large, piece << 20, &vec![piece as u8; 1 << 20]).unwrap();
+            let bytes = vec![piece as u8; 1 << 20];
+            ingest.store_piece(large, piece << 20, checksum(&bytes), &bytes).unwrap();
         }
         ingest.finish().unwrap();
         for (arrival, &len) in (0..).zip(&sizes) {
@@ -261,13 +282,37 @@ mod tests {
         let store = |blocks: &[ShippedBlock], bytes: &[u8]| ingest.store(blocks, slot(&region, bytes), bytes.len());
         assert!(matches!(store(&[block(10, 0)], &[0; 11]), Err(IngestError::Malformed)));
         assert!(matches!(store(&[block(u32::MAX, 0), block(u32::MAX, 0)], &[0; 10]), Err(IngestError::Malformed)));
-        assert!(matches!(ingest.store_piece(0, 0, &[0; 10]), Err(IngestError::NotReserved)));
+        assert!(matches!(ingest.store_piece(0, 0, 0, &[0; 10]), Err(IngestError::NotReserved)));
         assert!(matches!(ingest.reserve(BLOCK_SIZE_MAX + 1), Err(IngestError::Malformed)));
         assert!(matches!(store(&[block(60_000, 0)], &[0; 60_000]).unwrap(), Stored::Full(_)));
         assert!(matches!(store(&[block(20_000, 0)], &[0; 20_000]).unwrap(), Stored::At(0)));
         assert_eq!(ingest.reserve(30_000).unwrap(), None);
         let piece = ingest.reserve(1000).unwrap().unwrap();
-        assert!(matches!(ingest.store_piece(piece, 990, &[0; 11]), Err(IngestError::Malformed)));
-        assert!(matches!(ingest.store_piece(piece, u64::MAX, &[0; 11]), Err(IngestError::Malformed)));
+        assert!(matches!(ingest.store_piece(piece, 990, 0, &[0; 11]), Err(IngestError::Malformed)));
+        assert!(matches!(ingest.store_piece(piece, u64::MAX, 0, &[0; 11]), Err(IngestError::Malformed)));
+    }
+
+    /// Promise: "an owner compares every block and piece before it takes it".
+    #[test]
+    fn a_bit_that_flips_before_landing_is_refused_and_nothing_of_the_batch_is_stored() {
+        let (ingest, region, _folder) = ingest(1 << 24);
+        let blocks = [filled(100, 7, 0), filled(0, 0, 0), filled(5000, 9, 0)];
+        let whole: Vec<u8> = [vec![7; 100], vec![9; 5000]].concat();
+        for (bit, at) in [(0, 0), (99 * 8 + 7, 0), (100 * 8, 2), (5099 * 8 + 3, 2)] {
+            let mut bytes = whole.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let stored = ingest.store(&blocks, slot(&region, &bytes), bytes.len());
+            assert!(matches!(stored, Err(IngestError::Damaged(damaged)) if damaged.at == at), "bit {bit}");
+        }
+        assert_eq!(ingest.taken_bytes(), 0);
+        assert!(matches!(ingest.store(&blocks, slot(&region, &whole), whole.len()).unwrap(), Stored::At(0)));
+        let piece = ingest.reserve(2 << 20).unwrap().unwrap();
+        let mut bytes = vec![3; 1 << 20];
+        let expected = checksum(&bytes);
+        bytes[77] ^= 0x10;
+        let stored = ingest.store_piece(piece, 0, expected, &bytes);
+        assert!(matches!(stored, Err(IngestError::Damaged(Damaged { expected: sent, .. })) if sent == expected));
+        bytes[77] ^= 0x10;
+        ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
-use dayfly_meta::limits::{ORDER_IDLE_TIMEOUT, ORDER_SAMPLES_MAX, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
+use dayfly_meta::limits::{ORDER_SAMPLES_MAX, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
 use dayfly_meta::wire::status::{Depth, Policy, PrefetchStatus};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::sync::{Notify, Semaphore};
@@ -39,6 +39,7 @@ const PASSED_OVER_MAX: usize = 4096;
 pub(crate) struct Prefetcher {
     arena: Arena,
     fetcher: Arc<Fetcher>,
+    order_idle: Duration,
     policy: Mutex<Policy>,
     orders: Mutex<Vec<Weak<Order>>>,
     permits: Semaphore,
@@ -99,11 +100,12 @@ impl Order {
 }
 
 impl Prefetcher {
-    pub(crate) fn new(arena: Arena, fetcher: Arc<Fetcher>) -> Arc<Self> {
+    pub(crate) fn new(arena: Arena, fetcher: Arc<Fetcher>, order_idle: Duration) -> Arc<Self> {
         let zero = || AtomicU64::new(0);
         Arc::new(Self {
             arena,
             fetcher,
+            order_idle,
             policy: Mutex::default(),
             orders: Mutex::default(),
             permits: Semaphore::new(ORDERS_MAX),
@@ -394,7 +396,7 @@ impl Ahead<'_> {
         if hits > 0 {
             self.progressed = Instant::now();
             self.drop_overtaken();
-        } else if !self.window.is_empty() && self.progressed.elapsed() > ORDER_IDLE_TIMEOUT {
+        } else if !self.window.is_empty() && self.progressed.elapsed() > self.prefetcher.order_idle {
             self.give_back();
         }
         let elapsed = self.looked.elapsed();
@@ -437,7 +439,8 @@ impl Ahead<'_> {
 
     /// What has been there for long, while others behind it were read, will not be read.
     fn drop_overtaken(&mut self) {
-        let is_overtaken = |first: &Waiting| first.number < self.furthest && first.since.elapsed() > ORDER_IDLE_TIMEOUT;
+        let patience = self.prefetcher.order_idle;
+        let is_overtaken = |first: &Waiting| first.number < self.furthest && first.since.elapsed() > patience;
         while self.window.front().is_some_and(is_overtaken) {
             let overtaken = self.window.pop_front();
             self.window_bytes -= overtaken.map_or(0, |overtaken| overtaken.lease.len());

@@ -12,9 +12,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::board::Board;
+use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, HEARTBEAT_INTERVAL, REQUEST_TIMEOUT};
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode, encode};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
@@ -24,6 +27,7 @@ use tokio::time::MissedTickBehavior;
 
 use crate::Config;
 use crate::arena::Arena;
+use crate::blocking::{Blocking, Threads};
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
@@ -31,15 +35,12 @@ use crate::lead::Lead;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
-use crate::stats::Reading;
+use crate::stats::{Damage, Reading};
 use crate::store::{Dataset, Store, nameless_file};
 
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
 const EXCHANGE_LEN: u64 = 8 << 20;
 const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
-
-/// A last answer goes out within this, or its asker hears of the end by the connection's.
-const LAST_ANSWER_TIME: Duration = Duration::from_millis(50);
 
 /// Why a server could not start.
 #[derive(Debug, thiserror::Error)]
@@ -68,12 +69,12 @@ pub enum StartError {
     },
 }
 
-/// Tells this node's processes each second that the runtime which serves them goes on.
-async fn beat(board: Arc<Board>) {
-    let mut seconds = tokio::time::interval(HEARTBEAT_INTERVAL);
-    seconds.set_missed_tick_behavior(MissedTickBehavior::Delay);
+/// Tells this node's processes again and again that the runtime which serves them goes on.
+async fn beat(board: Arc<Board>, interval: Duration) {
+    let mut ticks = tokio::time::interval(interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        seconds.tick().await;
+        ticks.tick().await;
         board.beat();
     }
 }
@@ -82,6 +83,7 @@ async fn beat(board: Arc<Board>) {
 pub struct Server {
     config: Config,
     transport: Arc<dyn Transport>,
+    blocking: Arc<dyn Blocking>,
     address: SocketAddr,
     store: Store,
     arena: Arena,
@@ -93,6 +95,7 @@ pub struct Server {
     lead: Lead,
     processes: Arc<Processes>,
     reading: Reading,
+    damage: Arc<Damage>,
     /// Held while what is kept is thought over.
     planning: tokio::sync::Mutex<()>,
     running: Mutex<Option<Running>>,
@@ -109,32 +112,56 @@ struct Running {
 impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
-        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// As [`Self::start`], over a transport that has been decorated.
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
-        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose };
+        let deadlines = config.deadlines;
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
+    }
+
+    /// As [`Self::start`], on a network that is there already, by which peers reach us at `address`.
+    pub async fn start_on(
+        config: Config,
+        transport: Arc<dyn Transport>,
+        address: SocketAddr,
+        blocking: Arc<dyn Blocking>,
+    ) -> Result<Arc<Self>, StartError> {
+        let listen = |error| StartError::Listen { address, error };
+        let deadlines = config.deadlines;
+        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
-        let arena = Arena::new(region, store.board().clone()).map_err(StartError::Arena)?;
+        let arena = Arena::new(region, store.board().clone(), &deadlines).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
-        let peers = Arc::new(Peers::new(config.node, transport.clone()));
-        let (keeper, keeping) = Keeper::new(arena.len());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper));
+        let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
+        let damage = Arc::new(Damage::default());
+        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
-            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone()),
+            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
             config,
             transport,
+            blocking,
             address,
             store,
             arena,
             exchange,
             peers,
             stages: Stages::default(),
-            lead: Lead::default(),
+            lead: Lead::new(deadlines),
             processes: Arc::default(),
             reading: Reading::default(),
+            damage,
             planning: tokio::sync::Mutex::default(),
             running: Mutex::new(None),
             ended: watch::Sender::new(false),
@@ -144,7 +171,7 @@ impl Server {
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(keeping);
-        tasks.spawn(beat(server.store.board().clone()));
+        tasks.spawn(beat(server.store.board().clone(), deadlines.heartbeat_interval));
         let running = Running { _peers: serving, _clients: clients, _tasks: tasks };
         *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(server)
@@ -185,8 +212,16 @@ impl Server {
         &self.config
     }
 
+    pub(crate) fn deadlines(&self) -> &Deadlines {
+        &self.config.deadlines
+    }
+
     pub(crate) fn transport(&self) -> &dyn Transport {
         &*self.transport
+    }
+
+    pub(crate) fn blocking(&self) -> &Arc<dyn Blocking> {
+        &self.blocking
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -250,8 +285,8 @@ impl Server {
             };
         }
         let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
-        let slot = self.exchange.slot_within(room, REQUEST_TIMEOUT).await.ok_or_else(busy)?;
-        let (_, pulled) = self.peers.pull(node, &request, vec![slot], REQUEST_TIMEOUT).await?;
+        let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
+        let (_, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
         let (slot, len) = (pulled.slots.first(), pulled.lens.first());
         slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))
     }
@@ -264,17 +299,18 @@ impl Server {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
             Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.ingest().reserve(block_len).map_err(|error| error.to_string())?;
+                let arrival = self.stages.get(stage)?.reserve(self, block_len).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
-                // Those who stage in come before what is only kept.
-                self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
-                let begun = tokio::task::spawn_blocking(move || Stage::begin(&server, beginning)).await;
-                begun.map_err(|error| error.to_string())?.map(|()| done)
+                let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
+                begun.map_err(|error| error.to_string())??;
+                // Those who stage in come before what is only kept, which gives its room up when they need it.
+                self.pause_keeping();
+                Ok(done)
             }
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;
@@ -295,7 +331,7 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
+            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));
@@ -351,7 +387,7 @@ impl Server {
                 let server = self.clone();
                 // Its task is not this answer's, which has to go out first.
                 tokio::spawn(async move {
-                    tokio::time::sleep(LAST_ANSWER_TIME).await;
+                    tokio::time::sleep(server.deadlines().last_answer).await;
                     server.end();
                 });
                 Ok((Reply::Ended { freed_bytes }, Vec::new()))
@@ -364,13 +400,21 @@ impl Server {
         if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
     }
 
+    /// A dataset as peers may read it: one that is shown, or one that is prepared, for some of them show it before this node
+    /// does.
+    fn to_be_read(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let shown = || self.store.dataset(id);
+        // Between two looks it may have been shown and settled.
+        shown().or_else(|| self.stages.prepared(id)).or_else(shown)
+    }
+
     /// Does what a drive may take its time for, off the threads that move messages.
     pub(crate) async fn on_drives<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, String> {
         let server = self.clone();
-        tokio::task::spawn_blocking(move || work(&server)).await.map_err(|error| error.to_string())
+        self.blocking.run(move || work(&server)).await.map_err(|error| error.to_string())
     }
 
     /// Gets the catalog, checks it and makes the dataset ready to be shown.
@@ -385,7 +429,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) {
+        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
@@ -406,7 +450,7 @@ impl Server {
             stage.set_catalog(file);
         }
         let (stage, me, nodes) = (stage.clone(), self.config.node, self.peers.count());
-        let preparing = tokio::task::spawn_blocking(move || {
+        let preparing = self.blocking.run(move || {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
             let find = |arrival| ingest.find(arrival);
@@ -428,7 +472,7 @@ impl Service for PeerService {
         let server = &self.0;
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         if let Request::Read { dataset, chunks } = request {
-            let dataset = server.store.dataset(dataset).ok_or("the dataset is not there (any more)")?;
+            let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
                 Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
@@ -440,18 +484,19 @@ impl Service for PeerService {
         Ok(Answer { message: encode(&reply), pieces })
     }
 
-    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => {
-                Reply::Shipped { arrival: self.0.stages.get(stage)?.land(blocks, incoming).await? }
-            }
-            Request::ShipPiece { stage, arrival, offset } => {
-                self.0.stages.get(stage)?.land_piece(arrival, offset, incoming).await?;
-                Reply::Done
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
+            Request::ShipPiece { stage, arrival, offset, checksum } => {
+                self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }
             _ => return Err("only batches are offered".to_owned()),
         };
+        if let Reply::Damaged(Damaged { at, expected, found }) = reply {
+            let what = format!("block {at} of a batch");
+            self.0.damage.found(Hop::Shipped, from, &what, Mismatch { expected, found });
+        }
         Ok(encode(&reply))
     }
 }

@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{BATCH_LEN_MAX, LANDING_TIMEOUT, PEER_LOST_TIMEOUT, PROGRESS_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
@@ -20,19 +20,21 @@ use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-use crate::ingest::{Ingest, Stored};
+use crate::blocking::Blocking;
+use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
+use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
 use memory::Memory;
 use sink::ServerSink;
 
 /// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
 const CATALOG_FILE_LEN: u64 = 128;
 
-/// A batch that finds no room to land in waits for so long before what lies there is written out early.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// Others may take the room that was made for one.
+const ROOM_ATTEMPTS_MAX: usize = 8;
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -47,6 +49,17 @@ impl Stages {
 
     pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
         self.lock().remove(&number)
+    }
+
+    /// Those that are under way.
+    pub(crate) fn all(&self) -> Vec<Arc<Stage>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// A dataset that is prepared here and that other nodes may show already.
+    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let stages: Vec<Arc<Stage>> = self.all();
+        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -80,6 +93,8 @@ pub(crate) struct Stage {
     seed: u64,
     selection: Selection,
     memory: Memory,
+    deadlines: Deadlines,
+    blocking: Arc<dyn Blocking>,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
@@ -89,6 +104,8 @@ pub(crate) struct Stage {
     /// Room for the catalog, taken while files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
+    /// Set together with the gauge's flag: ends the waits of workers at once.
+    cancelled: watch::Sender<bool>,
     /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -124,6 +141,8 @@ impl Stage {
             seed,
             selection,
             memory,
+            deadlines: *server.deadlines(),
+            blocking: server.blocking().clone(),
             ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
             landing,
             gauge,
@@ -131,6 +150,7 @@ impl Stage {
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
+            cancelled: watch::Sender::new(false),
             tasks: Mutex::default(),
         });
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
@@ -155,36 +175,104 @@ impl Stage {
         &self.gauge
     }
 
+    /// Ends the workers at their next step, and every wait of theirs now.
+    fn cancel(&self) {
+        self.gauge.cancel();
+        self.cancelled.send_replace(true);
+    }
+
+    /// What `work` gives, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled: no worker waits longer than that,
+    /// whatever a drive or a peer does.
+    async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
+        let mut cancelled = self.cancelled.subscribe();
+        tokio::select! {
+            biased;
+            // The sender lives as long as `self`.
+            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(StageInError::Cancelled),
+            done = work => Ok(done),
+        }
+    }
+
     /// Room for a batch to land in.
     async fn landing_slot(&self, len: u64) -> Result<Slot, String> {
-        if let Some(slot) = self.landing.slot_within(len, PATIENCE).await {
+        if let Some(slot) = self.landing.slot_within(len, self.deadlines.landing_patience).await {
             return Ok(slot);
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
-        let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
+        let written = self.blocking.run(move || ingest.write_out()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        let slot = self.landing.slot_within(len, LANDING_TIMEOUT).await;
+        let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
     }
 
-    /// Takes a peer's batch; its first block's number, or `None` if there is no room for it.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Option<u32>, String> {
+    /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
+    pub(crate) async fn land(
+        &self,
+        server: &Arc<Server>,
+        blocks: Vec<ShippedBlock>,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
-        let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())? {
-            Stored::At(first) => Ok(Some(first)),
-            Stored::Full(_) => Ok(None),
+        match self.store(server, blocks.into(), slot, len).await {
+            Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
+            Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
         }
     }
 
+    /// Stores a batch; where there is no room for it, out of what is only kept.
+    async fn store(
+        &self,
+        server: &Arc<Server>,
+        blocks: Arc<[ShippedBlock]>,
+        slot: Slot,
+        len: usize,
+    ) -> Result<Stored, IngestError> {
+        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let mut slot = slot;
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
+            let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
+            match stored.map_err(|error| IngestError::Room(error.to_string()))?? {
+                Stored::Full(full) if attempts_left > 0 && server.make_room(room).await.map_err(IngestError::Room)? => {
+                    slot = full
+                }
+                stored => return Ok(stored),
+            }
+        }
+        Err(IngestError::Room("no room for a batch".to_owned()))
+    }
+
+    /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
+    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64) -> Result<Option<u32>, String> {
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let ingest = self.ingest.clone();
+            let reserved = self.blocking.run(move || ingest.reserve(block_len)).await;
+            let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+            if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
+                return Ok(reserved);
+            }
+        }
+        Ok(None)
+    }
+
     /// Takes a piece of a block for which a peer has asked for room.
-    pub(crate) async fn land_piece(&self, arrival: u32, offset: u64, incoming: Incoming) -> Result<(), String> {
+    pub(crate) async fn land_piece(
+        &self,
+        (arrival, offset): (u32, u64),
+        checksum: u32,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, &slot[..len])).await;
-        stored.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+        let stored = self.blocking.run(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
+        match stored.map_err(|error| error.to_string())? {
+            Ok(()) => Ok(Reply::Done),
+            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
     async fn landed(&self, incoming: Incoming) -> Result<(Slot, usize), String> {
@@ -203,7 +291,7 @@ impl Stage {
         let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
         let runs = runs.unwrap_or_else(|| Err("no runs".to_owned()))?;
         let ingest = self.ingest.clone();
-        let finished = tokio::task::spawn_blocking(move || ingest.finish()).await;
+        let finished = self.blocking.run(move || ingest.finish()).await;
         finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
     }
@@ -230,14 +318,12 @@ impl Stage {
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Takes room for the catalog of so many files, as far as there is any.
-    fn keep_catalog_room(&self, files: u64) {
+    /// Takes room for the catalog of so many files, as far as there is any; how much is missing.
+    fn keep_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(room) = &mut *room {
-            let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
-            // If there is none, that will be told when the catalog comes.
-            let _ = room.grow(more);
-        }
+        let Some(room) = &mut *room else { return 0 };
+        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        if room.grow(more) { 0 } else { more }
     }
 
     /// The room that was kept for the catalog, and where.
@@ -255,7 +341,8 @@ impl Stage {
     /// Shows what was prepared.
     pub(crate) fn commit(&self, server: &Server, replaces: Option<DatasetId>) -> Result<(), String> {
         let mut outcome = self.outcome();
-        let dataset = outcome.prepared.take().ok_or("no dataset was prepared")?;
+        // It stays among the prepared ones too, so that there is no moment at which a peer finds it nowhere.
+        let dataset = outcome.prepared.clone().ok_or("no dataset was prepared")?;
         outcome.shown = Some(dataset.id());
         outcome.replaced = server.store().show(dataset, replaces);
         Ok(())
@@ -281,7 +368,10 @@ impl Stage {
         if let Some(replaced) = outcome.replaced.take() {
             server.store().show(replaced, None);
         }
-        outcome.prepared = None;
+        // Peers that show it already may be reading it: what is sent to them from here on does not count.
+        if let Some(prepared) = outcome.prepared.take() {
+            prepared.set_gone(true);
+        }
         self.ingest.segments().give_up();
     }
 
@@ -291,7 +381,7 @@ impl Stage {
     }
 
     fn stop(&self) {
-        self.gauge.cancel();
+        self.cancel();
         self.runs.send_if_modified(|runs| {
             let is_open = runs.is_none();
             runs.get_or_insert_with(|| Err("the stage-in is over".to_owned()));
@@ -311,38 +401,50 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Runs the workers, then keeps their runs; a failure is told to the lead.
+/// Runs the workers, then keeps their runs. The first failure is told to the lead at once, while other workers still run: without
+/// that the lead would wait for the failed worker's unit, and the other workers for the lead.
 async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
-        let (server, stage, placement) = (server.clone(), stage.clone(), placement.clone());
-        workers.spawn_blocking(move || run_worker(&server, &stage, placement));
+        let (server, stage, placement, blocking) = (server.clone(), stage.clone(), placement.clone(), server.blocking().clone());
+        let worker = move || run_worker(&server, &stage, placement);
+        workers.spawn(blocking.run(worker));
     }
     let mut all = Vec::new();
     let mut failure = None;
     while let Some(ended) = workers.join_next().await {
-        match ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string())) {
+        let ended = ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string()));
+        match ended.and_then(|ended| ended.map_err(|error| error.to_string())) {
             Ok(mut runs) => all.append(&mut runs),
-            Err(reason) => {
-                // The others need not go on; the first failure is the one that counts.
-                stage.gauge.cancel();
-                if failure.is_none() {
-                    failure = Some(reason);
-                }
+            // The first failure is the one that counts: the others end because of it.
+            Err(reason) if failure.is_none() => {
+                stage.cancel();
+                tell_failure(&server, &stage, &reason).await;
+                failure = Some(reason);
             }
+            Err(_) => {}
         }
     }
-    let runs = match failure {
-        None => Ok(Arc::new(all)),
-        Some(reason) => {
-            let fail = Request::Fail { stage: stage.number, reason: reason.clone() };
-            if let Err(error) = server.ask(stage.lead, fail, REQUEST_TIMEOUT).await {
-                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+    stage.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), Err)));
+}
+
+/// Tells the lead that the stage-in failed here. A lead that is pressed gets as much patience as for a report; one that does not hear
+/// it at all gives this node up by its silence, as this node does the lead.
+async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
+    let start = Instant::now();
+    loop {
+        let fail = Request::Fail { stage: stage.number, reason: reason.to_owned() };
+        match server.ask(stage.lead, fail, server.deadlines().request).await {
+            Err(PeerError::Transport(_)) if start.elapsed() < server.deadlines().peer_lost => {
+                tokio::time::sleep(server.deadlines().progress_interval).await
             }
-            Err(reason)
+            Err(error) => {
+                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+                return;
+            }
+            Ok(_) => return,
         }
-    };
-    stage.runs.send_replace(Some(runs));
+    }
 }
 
 /// One worker: takes units from the lead until there are none.
@@ -359,10 +461,15 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
-        let reply = runtime.block_on(server.ask(stage.lead, request, 2 * REQUEST_TIMEOUT));
+        let reply = server.blocking().wait_for(stage.unless_cancelled(server.ask(
+            stage.lead,
+            request,
+            2 * server.deadlines().request,
+        )))?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
+            // A stage-in that was cancelled meanwhile ends at the next request.
             Reply::Wait => {}
             Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
             _ => return Err(StageInError::Cancelled),
@@ -374,21 +481,29 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
-        tokio::time::sleep(PROGRESS_INTERVAL).await;
-        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        tokio::time::sleep(server.deadlines().progress_interval).await;
+        let progress = stage.gauge.take();
+        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let request = Request::Report { stage: stage.number, progress, waits };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
-            match server.ask(stage.lead, request.clone(), REQUEST_TIMEOUT).await {
+            match server.ask(stage.lead, request.clone(), server.deadlines().request).await {
                 // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
-                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < PEER_LOST_TIMEOUT => {
-                    tokio::time::sleep(PROGRESS_INTERVAL).await;
+                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < server.deadlines().peer_lost => {
+                    tokio::time::sleep(server.deadlines().progress_interval).await;
                 }
                 reply => break reply,
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Go { files }) => {
+                let missing = stage.keep_catalog_room(files);
+                // If there is none, that will be told when the catalog comes.
+                if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
+                    stage.keep_catalog_room(files);
+                }
+            }
             Ok(Reply::Undone) => {
                 is_undone = true;
                 break;
@@ -400,7 +515,7 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         }
     }
-    stage.gauge.cancel();
+    stage.cancel();
     if server.stages().remove(stage.number).is_some() {
         // Not from within: this very task is among those that `abort` ends.
         tokio::spawn(async move { if stage.is_shown() && !is_undone { stage.settle(&server) } else { stage.abort(&server) } });

@@ -3,7 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dayfly_meta::wire::status::{OwnerStatus, Reads};
+use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::metrics::HOP_NAMES;
+use dayfly_meta::wire::status::{HOPS, Hop, OwnerStatus, Reads};
 
 /// Reads that are counted.
 #[derive(Default)]
@@ -44,6 +47,36 @@ impl OwnerCounter {
             requests: self.requests.load(Ordering::Relaxed),
             busy_us: self.busy_us.load(Ordering::Relaxed),
         }
+    }
+}
+
+/// Damaged bytes that were found, by where.
+#[derive(Default)]
+pub(crate) struct Damage {
+    counts: [AtomicU64; HOPS],
+}
+
+impl Damage {
+    /// Counts a find, and warns of it. A network or a drive that damages much must not fill the log, so only the first finds
+    /// of a hop are told, and then ever fewer: the second, the fourth, the eighth.
+    pub(crate) fn found(&self, hop: Hop, owner: NodeId, what: &str, Mismatch { expected, found }: Mismatch) {
+        let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            let (hop, expected, found) = (HOP_NAMES[hop as usize], format!("{expected:08x}"), format!("{found:08x}"));
+            tracing::warn!(hop, node = %owner, what, expected, found, count, "bytes differ from what was staged in");
+        }
+    }
+
+    /// As [`Self::found`], of bytes that cannot be read at all.
+    pub(crate) fn unreadable(&self, hop: Hop, owner: NodeId, what: &str, error: &str) {
+        let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        if count.is_power_of_two() {
+            tracing::warn!(hop = HOP_NAMES[hop as usize], node = %owner, what, error, count, "a copy cannot be read");
+        }
+    }
+
+    pub(crate) fn get(&self) -> [u64; HOPS] {
+        std::array::from_fn(|hop| self.counts[hop].load(Ordering::Relaxed))
     }
 }
 

@@ -92,6 +92,19 @@ pub enum StageInError {
         /// Why.
         reason: String,
     },
+    /// Bytes changed between the source and the network, in a worker's memory.
+    #[error(
+        "a block changed in the memory of node {node} after it was read: its checksum is {found:08x}, at the source it was \
+         {expected:08x}; have that node's memory tested, and stage in without it"
+    )]
+    Corrupted {
+        /// The worker's node.
+        node: NodeId,
+        /// The checksum taken while the source was read.
+        expected: u32,
+        /// The checksum now.
+        found: u32,
+    },
     /// More members than can be told apart.
     #[error("'{}' holds too many members for an archive within an archive; unpack it before", path.display())]
     Crowded {
@@ -120,6 +133,7 @@ impl StageInError {
             | Self::NoRoom { .. }
             | Self::Scratch(_)
             | Self::Ship { .. }
+            | Self::Corrupted { .. }
             | Self::Cancelled => false,
         }
     }

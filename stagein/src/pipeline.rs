@@ -17,8 +17,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
+use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, SAMPLE_SIZE_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::{display, group};
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};
@@ -28,7 +29,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use batch::{Batch, BatchTable, Piece};
 
 use crate::StageInError;
-pub use crate::gauge::Gauge;
+pub use crate::gauge::{Activity, Gauge};
 use crate::runs::RunWriter;
 use crate::selection::Selector;
 pub use crate::source::compressed::stage::Decoders;
@@ -97,6 +98,7 @@ pub struct Worker<S: Sink> {
     seed: u64,
     decoders: Decoders,
     gauge: Arc<Gauge>,
+    activity: Activity,
     counts: Counts,
     ticket: u32,
     /// Source bytes read for the present unit, and how long its thread waited for them.
@@ -127,6 +129,7 @@ impl<S: Sink> Worker<S> {
             // Another than the placement's, or what a node owns would be stored in the order of the ring.
             seed: orders.seed ^ 0x5eed_0f0f_da1f_1700,
             decoders: orders.decoders,
+            activity: gauge.activity(),
             gauge,
             counts: Counts::default(),
             ticket: 0,
@@ -147,6 +150,7 @@ impl<S: Sink> Worker<S> {
         for unit in units {
             (self.counts, self.ticket, self.source_bytes) = (Counts::default(), unit.ticket, 0);
             (self.has_flushed, self.withdrawn) = (false, false);
+            self.activity.begin(Step::Reading, unit.work.path());
             let range = self.read_unit(unit)?;
             let (mut counts, source_bytes, withdrawn) = (std::mem::take(&mut self.counts), self.source_bytes, self.withdrawn);
             // Of several, none can be begun at a wrong place; their remarks together must fit a message.
@@ -156,6 +160,7 @@ impl<S: Sink> Worker<S> {
             reports.push(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn });
         }
         self.flush()?;
+        self.activity.end();
         self.gauge.busy(Step::Shipping, self.shipping);
         self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
         Ok(reports)
@@ -187,6 +192,7 @@ impl<S: Sink> Worker<S> {
         self.counts.hard_links += u64::from(matches!(member.kind, MemberKind::HardLink(_)));
         self.members_len += member.memory_len();
         self.members.push(member);
+        self.gauge.step();
         self.flush_if_many()
     }
 
@@ -210,8 +216,8 @@ impl<S: Sink> Worker<S> {
             return Err(StageInError::TooLarge { sample: display(&member.path), size });
         }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
-        let unknown = StoredBlock { owner: NodeId(0), checksum: 0, arrival: 0 };
-        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize] };
+        let unknown = StoredBlock { owner: NodeId(0), arrival: 0 };
+        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize], checksums: Vec::new() };
         let index = self.members.len();
         self.members_len += member.memory_len();
         self.members.push(member);
@@ -252,7 +258,12 @@ impl<S: Sink> Worker<S> {
         failed: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let owner = self.owner(index, part)?;
-        self.append(owner, (index, part), len, &mut |space| data.read_exact(space).map_err(failed))
+        let checksum = self.append(owner, (index, part), len, &mut |space| {
+            data.read_exact(space).map_err(failed)?;
+            Ok(checksum(space))
+        })?;
+        self.add_checksum(index, checksum);
+        Ok(())
     }
 
     fn take_large_block(
@@ -265,24 +276,29 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let (owner, arrival) = loop {
             let owner = self.owner(index, part)?;
-            if let Some(arrival) = self.sink.reserve(owner, block_len)? {
+            let reserved = self.storing(|sink| sink.reserve(owner, block_len));
+            if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
             self.mark_full(owner);
         };
-        let mut checksum = 0;
+        let mut chunk = 0;
         let mut offset = 0;
         while offset < block_len {
             let len = (block_len - offset).min(BATCH_LEN_MAX as u64) as usize;
             let mut buffer = self.take_buffer(owner)?;
             let space = &mut buffer[..len];
             data.read_exact(space).map_err(failed)?;
-            checksum = crc32c::crc32c_append(checksum, space);
+            let checksum = checksum(space);
+            chunk = combine(chunk, checksum, len as u64);
             self.make_way()?;
-            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset })?;
+            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset, checksum })?;
             offset += len as u64;
+            if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
+                self.add_checksum(index, std::mem::take(&mut chunk));
+            }
         }
-        self.set_block(index, part, StoredBlock { owner, checksum, arrival });
+        self.set_block(index, part, StoredBlock { owner, arrival });
         Ok(())
     }
 
@@ -308,14 +324,23 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Puts a small block into its owner's open batch; `fill` writes its bytes.
+    /// Notes the checksum of a member's next chunk.
+    fn add_checksum(&mut self, index: usize, checksum: u32) {
+        if let Some(MemberKind::File { checksums, .. }) = self.members.get_mut(index).map(|member| &mut member.kind) {
+            checksums.push(checksum);
+            self.members_len += size_of::<u32>();
+        }
+    }
+
+    /// Puts a small block into its owner's open batch; `fill` writes its bytes and returns their checksum as they were read
+    /// from the source. Returns the same.
     fn append(
         &mut self,
         owner: NodeId,
         (index, part): (usize, u32),
         len: usize,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), StageInError>,
-    ) -> Result<(), StageInError> {
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<u32, StageInError>,
+    ) -> Result<u32, StageInError> {
         let has_room = |batch: &Batch<S::Buffer>| batch.len() + len <= BATCH_LEN_MAX && batch.blocks().len() < BATCH_BLOCKS_MAX;
         let mut batch = match self.open.remove(&owner) {
             Some(batch) if has_room(&batch) => batch,
@@ -327,11 +352,10 @@ impl<S: Sink> Worker<S> {
             }
         };
         let filled = fill(batch.space(len));
-        if filled.is_ok() {
+        if let Ok(checksum) = filled {
             let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
-            let checksum = crc32c::crc32c(batch.space(len));
-            batch.push((index, part), ShippedBlock { len: len as u32, shuffle });
-            self.set_block(index, part, StoredBlock { owner, checksum, arrival: 0 });
+            batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle });
+            self.set_block(index, part, StoredBlock { owner, arrival: 0 });
         }
         // While a buffer was waited for, a batch that came back may have opened another one for this owner.
         if let Some(other) = self.open.insert(owner, batch) {
@@ -346,7 +370,7 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             let start = Instant::now();
-            let buffer = self.sink.buffer(owner);
+            let buffer = self.storing(|sink| sink.buffer(owner));
             self.shipping += start.elapsed();
             if let Some(buffer) = buffer? {
                 return Ok(buffer);
@@ -371,6 +395,14 @@ impl<S: Sink> Worker<S> {
         self.sink.ship(owner, batch)
     }
 
+    /// Calls the sink, which may wait.
+    fn storing<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
+        self.activity.go_on(Step::Shipping);
+        let result = call(&mut self.sink);
+        self.activity.go_on(Step::Reading);
+        result
+    }
+
     fn make_way(&mut self) -> Result<(), StageInError> {
         while self.sink.in_flight() >= BATCHES_IN_FLIGHT_MAX {
             self.settle()?;
@@ -384,7 +416,7 @@ impl<S: Sink> Worker<S> {
             return Err(StageInError::Cancelled);
         }
         let start = Instant::now();
-        let settled = self.sink.settle();
+        let settled = self.storing(S::settle);
         self.shipping += start.elapsed();
         let (node, batch) = match settled? {
             Settled::Piece => return Ok(()),
@@ -409,11 +441,15 @@ impl<S: Sink> Worker<S> {
     /// Gives blocks whose owner was full to the next on the ring.
     fn place_returned(&mut self) -> Result<(), StageInError> {
         while let Some(batch) = self.returned.pop_front() {
-            for ((index, part), _, bytes) in batch.iter() {
+            if self.gauge.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            for ((index, part), block, bytes) in batch.iter() {
                 let owner = self.owner(index, part)?;
                 self.append(owner, (index, part), bytes.len(), &mut |space| {
                     space.copy_from_slice(bytes);
-                    Ok(())
+                    // Taken when they were read: if they have changed since, their next owner notices.
+                    Ok(block.checksum)
                 })?;
             }
         }

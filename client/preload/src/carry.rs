@@ -16,7 +16,8 @@ use std::time::Instant;
 
 use dayfly_client::kept::Kept;
 use dayfly_client::{OpenFile, View};
-use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX, SERVER_TIMEOUT};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX};
 
 use crate::memory::{self, Errno};
 use crate::offset::{EMPTY, FILLED};
@@ -106,7 +107,7 @@ fn carrier<'a>(view: &View, description: &'a Reference) -> Result<&'a Kept, Faul
     let carrier = description.offset.carrier().ok_or(libc::EIO)?;
     let filled = description.offset.filled();
     let me = std::process::id().max(FILLED + 1);
-    let deadline = Instant::now() + SERVER_TIMEOUT;
+    let deadline = Instant::now() + Deadlines::DEFAULT.server;
     loop {
         match filled.compare_exchange(EMPTY, me, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => break,

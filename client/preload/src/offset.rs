@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize
 use std::time::Instant;
 
 use dayfly_client::kept::Kept;
-use dayfly_meta::limits::SERVER_TIMEOUT;
+use dayfly_meta::deadlines::Deadlines;
 
 use crate::next;
 use crate::table::Description;
@@ -139,7 +139,7 @@ impl Offset {
 
     #[cold]
     fn value_later(&self) -> Option<(&AtomicU64, u64)> {
-        let deadline = Instant::now() + SERVER_TIMEOUT;
+        let deadline = Instant::now() + Deadlines::DEFAULT.server;
         loop {
             let cell = self.cell();
             match cell.load(Ordering::Acquire) {

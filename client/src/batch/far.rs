@@ -53,7 +53,7 @@ impl Batch<'_> {
             none => none.insert(self.session.take_socket()?),
         };
         self.far.is_under_way = true;
-        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect() };
+        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect(), recheck: false };
         self.far.asked = asked.into_iter().map(Some).collect();
         socket.send(&request)
     }

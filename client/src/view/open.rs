@@ -25,7 +25,7 @@ pub struct OpenFile {
     entry: EntryId,
     pub(super) sample: SampleId,
     stat: Stat,
-    /// The last block whose checksum was seen to be right, plus one.
+    /// The last chunk whose checksum was seen to be right: its block and, in the lower 16 bits, its index; plus one.
     pub(super) verified: AtomicU64,
 }
 

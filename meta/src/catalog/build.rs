@@ -9,11 +9,12 @@ use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord,
-    OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
+    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord,
+    NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
 };
+use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
-use crate::limits::{ENTRIES_MAX, PAGE_SIZE};
+use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
 use crate::wire::control::Grouping;
@@ -33,6 +34,9 @@ pub enum BuildError {
     /// More blocks than a dataset may have.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
     Blocks,
+    /// A file whose blocks or checksums are not as many as its size says: a run that did not arrive as it was written.
+    #[error("'{0}' came with other blocks or checksums than its size calls for")]
+    Shape(String),
     /// The members did not come in walk order: a defect of the merge.
     #[error("'{0}' came out of order")]
     Order(String),
@@ -94,6 +98,8 @@ struct OpenDirectory {
     subdirectories: u32,
 }
 
+/// Bytes of a column that are copied at a time.
+const COPY_LEN: u64 = 16 << 20;
 /// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
 const PATCH_LEN: usize = 16;
 
@@ -131,7 +137,7 @@ impl<'a> CatalogBuilder<'a> {
         self.last_path = path.to_vec();
         match &member.kind {
             MemberKind::Directory => self.open_directory(path, member.mode, member.mtime_s, member.mtime_ns),
-            MemberKind::File { size, blocks } => self.add_file(path, member, *size, blocks, names),
+            MemberKind::File { size, blocks, checksums } => self.add_file(path, member, *size, (blocks, checksums), names),
             MemberKind::Symlink(target) => self.add_symlink(path, member, target),
             MemberKind::HardLink(_) => Err(BuildError::HardLink(display(path))),
         }
@@ -142,7 +148,7 @@ impl<'a> CatalogBuilder<'a> {
         path: &[u8],
         member: &Member,
         size: u64,
-        blocks: &[StoredBlock],
+        (blocks, checksums): (&[StoredBlock], &[u32]),
         names: u32,
     ) -> Result<(), BuildError> {
         if let Some(&sample) = self.shared.get(&member.key) {
@@ -152,13 +158,13 @@ impl<'a> CatalogBuilder<'a> {
         if first_block + blocks.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
+        self.add_checksums(path, first_block as u32, size, (blocks.len(), checksums))?;
         let sample = (self.columns[Column::Samples as usize].len / WIDTHS[Column::Samples as usize]) as u32;
         self.write_node(Column::Samples, member, size, names, first_block as u32)?;
         let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
         self.write(Column::Origins, &origin.encode())?;
         for block in blocks {
             self.write(Column::Owners, &block.owner.0.to_le_bytes())?;
-            self.write(Column::Checksums, &block.checksum.to_le_bytes())?;
             self.write(Column::Arrivals, &block.arrival.to_le_bytes())?;
         }
         if names > 1 {
@@ -166,6 +172,28 @@ impl<'a> CatalogBuilder<'a> {
         }
         self.bytes += size;
         self.add_entry(path, EntryKind::File, sample).map(drop)
+    }
+
+    /// Adds the checksums of a file whose blocks begin at `block`.
+    fn add_checksums(&mut self, path: &[u8], block: u32, size: u64, shape: (usize, &[u32])) -> Result<(), BuildError> {
+        let (blocks, checksums) = shape;
+        // The only block that is shorter than the others is the last, so chunks of blocks are chunks of the file.
+        if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
+            return Err(BuildError::Shape(display(path)));
+        }
+        let mut next = self.columns[Column::Checksums as usize].len / WIDTHS[Column::Checksums as usize];
+        if next + checksums.len() as u64 > ENTRIES_MAX {
+            return Err(BuildError::Blocks);
+        }
+        for (block, part) in (block..).zip(0..blocks as u32) {
+            let chunks = block_len(size, part).div_ceil(CHUNK_LEN);
+            if chunks > 1 {
+                self.write(Column::Larges, &LargeRecord { block, first: next as u32 }.encode())?;
+            }
+            next += chunks;
+        }
+        checksums.iter().try_for_each(|checksum| self.write(Column::Checksums, &checksum.to_le_bytes()).map(drop))?;
+        Ok(())
     }
 
     fn add_symlink(&mut self, path: &[u8], member: &Member, target: &[u8]) -> Result<(), BuildError> {
@@ -247,8 +275,9 @@ impl<'a> CatalogBuilder<'a> {
         Ok(offset)
     }
 
-    /// Joins the columns, fills in what is known only now, and makes the path index.
-    pub fn finish(mut self) -> Result<Built, BuildError> {
+    /// Joins the columns, fills in what is known only now, and makes the path index. Calls `step` as it goes forward, for of a large
+    /// dataset that takes minutes.
+    pub fn finish(mut self, step: &dyn Fn()) -> Result<Built, BuildError> {
         if self.open.is_empty() {
             self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
@@ -271,12 +300,12 @@ impl<'a> CatalogBuilder<'a> {
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
                 // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
-                io::copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to)?;
+                copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
             let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
             from.rewind()?;
-            io::copy(&mut from, &mut to)?;
+            copy(&mut from, &mut to, step)?;
         }
         let header = HeaderRecord {
             seed: self.about.seed,
@@ -287,8 +316,8 @@ impl<'a> CatalogBuilder<'a> {
         };
         write_start(&file, &header, end)?;
         let mut map = map_private_file(&file)?;
-        apply_patches(&mut map, &extents, self.patches)?;
-        fill_index(&mut map, &extents, self.hashes)?;
+        apply_patches(&mut map, &extents, self.patches, step)?;
+        fill_index(&mut map, &extents, self.hashes, step)?;
         let checksum = crc32c::crc32c(&map);
         drop(map);
         let count = |column: Column| extents[column as usize].count;
@@ -312,10 +341,19 @@ fn rewound(writer: BufWriter<File>) -> io::Result<BufReader<File>> {
     Ok(BufReader::new(file))
 }
 
-fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>) -> io::Result<()> {
+/// Copies to the end, a piece at a time.
+fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
+    while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
+        step();
+    }
+    Ok(())
+}
+
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
     let mut patches = rewound(patches)?;
     let mut patch = [0; PATCH_LEN];
     while read_whole(&mut patches, &mut patch)? {
+        step();
         let [entry, next, row, links] = std::array::from_fn(|word| &patch[word * 4..word * 4 + 4]);
         let number = |word: &[u8]| word.iter().rev().fold(0_usize, |value, &byte| value << 8 | usize::from(byte));
         let entry_at = extents[Column::Entries as usize].offset as usize + number(entry) * 20;
@@ -326,12 +364,13 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter
     Ok(())
 }
 
-fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>) -> io::Result<()> {
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
     let mut hashes = rewound(hashes)?;
     let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;
     while read_whole(&mut hashes, &mut hash)? {
+        step();
         let (mut bucket, fingerprint) = index_bucket(u64::from_le_bytes(hash), buckets);
         entry += 1;
         let slot = (u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes();

@@ -2,8 +2,8 @@
 //! the catalog's own numbers succeeds, walks end, and every name can be exported as a file's.
 
 use super::layout::{BUCKET_LEN, Column, EntryKind};
-use super::map::{Catalog, CatalogError, EntryId};
-use crate::limits::{NAME_LEN_MAX, SYMLINK_LEN_MAX};
+use super::map::{Catalog, CatalogError, EntryId, block_len};
+use crate::limits::{CHUNK_LEN, NAME_LEN_MAX, SYMLINK_LEN_MAX};
 
 impl Catalog {
     /// Checks every record, against each other and against the number of nodes.
@@ -65,12 +65,26 @@ impl Catalog {
         let header = *self.header();
         let mut end = 0;
         let mut bytes = 0_u64;
+        // Of checksums, and of blocks of more than one chunk.
+        let (mut checksums, mut larges) = (0_u64, 0_u64);
         for sample in 0..header.samples {
             let sample = crate::id::SampleId(sample);
             match self.sample(sample) {
                 Some((size, blocks)) if blocks.start == end => {
                     end = blocks.end;
                     bytes = bytes.saturating_add(size);
+                    for (part, block) in (0..).zip(blocks) {
+                        let chunks = block_len(size, part).div_ceil(CHUNK_LEN);
+                        if chunks > 1 {
+                            let is_named =
+                                |large: super::layout::LargeRecord| (large.block, u64::from(large.first)) == (block, checksums);
+                            if !self.large(larges).is_some_and(is_named) {
+                                return damaged("where a block's checksums lie");
+                            }
+                            larges += 1;
+                        }
+                        checksums += chunks;
+                    }
                 }
                 _ => return damaged("a sample's blocks"),
             }
@@ -83,6 +97,9 @@ impl Catalog {
         }
         if end != header.blocks || bytes != header.bytes {
             return damaged("the number of blocks or bytes");
+        }
+        if (checksums, larges) != (self.columns[Column::Checksums as usize].count, self.columns[Column::Larges as usize].count) {
+            return damaged("the number of checksums");
         }
         if (0..header.sources).any(|source| self.source(source).is_none()) {
             return damaged("a source");

@@ -8,7 +8,7 @@ use crate::wire::control::Grouping;
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout; any change below raises it.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 /// Magic, version, header length and checksum, file length.
 pub(crate) const START_LEN: usize = 32;
 /// Bound on the rkyv header: it has no part that grows with the dataset.
@@ -28,8 +28,10 @@ pub(crate) enum Column {
     Others,
     /// `u16` per block: the node that owns it.
     Owners,
-    /// `u32` per block: the CRC32C of its bytes, taken at stage-in.
+    /// `u32` per chunk, in the order of blocks: the CRC32C of its bytes, taken at stage-in.
     Checksums,
+    /// [`LargeRecord`]s of the blocks of more than one chunk, in the order of blocks: few, so the others cost nothing.
+    Larges,
     /// `u32` per block: its number among all that arrived at its owner, by which the owner finds it.
     Arrivals,
     /// Buckets of eight `u64` slots, a cache line each: XXH3-64 of a path names the bucket, a full one overflows into the
@@ -42,9 +44,9 @@ pub(crate) enum Column {
 }
 
 /// How many columns there are.
-pub(crate) const COLUMNS: usize = 10;
+pub(crate) const COLUMNS: usize = 11;
 /// Bytes of one record of each column.
-pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 4, BUCKET_LEN as u64, 20, 1];
+pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 8, 4, BUCKET_LEN as u64, 20, 1];
 /// Slots of an index bucket, and its length in bytes.
 pub(crate) const BUCKET_SLOTS: usize = 8;
 /// See [`BUCKET_SLOTS`].
@@ -183,6 +185,27 @@ impl OriginRecord {
 
     pub(crate) fn decode(bytes: &[u8; 12]) -> Self {
         Self { source: u32_at(bytes, 0), offset: u64_at(bytes, 4) }
+    }
+}
+
+/// Where the checksums of a block of more than one chunk begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LargeRecord {
+    pub(crate) block: u32,
+    /// The row in `Checksums` of its first chunk.
+    pub(crate) first: u32,
+}
+
+impl LargeRecord {
+    pub(crate) fn encode(self) -> [u8; 8] {
+        let mut bytes = [0; 8];
+        bytes[..4].copy_from_slice(&self.block.to_le_bytes());
+        bytes[4..].copy_from_slice(&self.first.to_le_bytes());
+        bytes
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 8]) -> Self {
+        Self { block: u32_at(bytes, 0), first: u32_at(bytes, 4) }
     }
 }
 
@@ -328,6 +351,8 @@ mod tests {
         assert_eq!(NodeRecord::decode(&node.encode()), node);
         let origin = OriginRecord { source: 5, offset: u64::MAX };
         assert_eq!(OriginRecord::decode(&origin.encode()), origin);
+        let large = LargeRecord { block: 7, first: u32::MAX };
+        assert_eq!(LargeRecord::decode(&large.encode()), large);
         let start = Start { header_len: 1, header_checksum: 2, file_len: 3 };
         assert_eq!(Start::decode(&start.encode()), Some(start));
         for kind in KINDS {
@@ -342,7 +367,8 @@ mod tests {
     fn golden_bytes() {
         let entry = EntryRecord { name_offset: 5, name_len: 3, kind: EntryKind::Directory, parent: 1, next: 2, node: 4 };
         assert_eq!(entry.encode(), [3, 1, 5, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0]);
+        assert_eq!(LargeRecord { block: 5, first: 0x0201 }.encode(), [5, 0, 0, 0, 1, 2, 0, 0]);
         let start = Start { header_len: 16, header_checksum: 0x01020304, file_len: 4096 };
-        assert_eq!(&start.encode(), b"DAYFLYCT\x02\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
+        assert_eq!(&start.encode(), b"DAYFLYCT\x03\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
     }
 }

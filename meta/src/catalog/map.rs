@@ -9,9 +9,11 @@ use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, NodeRecord, OriginRecord,
-    START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
+    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
+    OriginRecord, START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
+use crate::checksum::combine;
+use crate::chunk::Chunk;
 use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
@@ -150,7 +152,8 @@ impl Catalog {
         };
         let is_of_blocks = |column| count(column).map(|count| count == header.blocks);
         if header.entries == 0
-            || !is_of_blocks(Column::Checksums)?
+            || count(Column::Checksums)? < header.blocks
+            || count(Column::Larges)? > header.blocks
             || !is_of_blocks(Column::Arrivals)?
             || count(Column::Origins)? != header.samples
         {
@@ -349,9 +352,44 @@ impl Catalog {
         self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
     }
 
-    /// The CRC32C of a block's bytes, taken at stage-in.
+    /// The CRC32C of a block's bytes, combined from those of its chunks.
     pub fn checksum(&self, block: BlockId) -> Option<u32> {
-        self.record(Column::Checksums, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
+        let (_, len) = self.block(block)?;
+        Chunk::all(block, len).try_fold(0, |whole, chunk| Some(combine(whole, self.chunk_checksum(chunk)?, chunk.len_in(len)?)))
+    }
+
+    /// The CRC32C of a chunk's bytes, taken while its source was read.
+    pub fn chunk_checksum(&self, chunk: Chunk) -> Option<u32> {
+        let block = u64::from(chunk.block.0);
+        if block >= u64::from(self.header.blocks) {
+            return None;
+        }
+        let (start, end) = (self.first_checksum(block)?, self.first_checksum(block + 1)?);
+        let row = start.checked_add(u64::from(chunk.index)).filter(|&row| row < end)?;
+        self.record(Column::Checksums, row).map(|bytes| u32::from_le_bytes(*bytes))
+    }
+
+    /// The row of a block's first checksum. Blocks that `Larges` does not name have one checksum each, so counting back from
+    /// the next one that it names, or from the end, leads there.
+    fn first_checksum(&self, block: u64) -> Option<u64> {
+        let larges = self.columns[Column::Larges as usize].count;
+        let (mut low, mut high) = (0, larges);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if u64::from(self.large(middle)?.block) < block { low = middle + 1 } else { high = middle }
+        }
+        let end = (u64::from(self.header.blocks), self.columns[Column::Checksums as usize].count);
+        let (named, first) = if low < larges {
+            let LargeRecord { block, first } = self.large(low)?;
+            (u64::from(block), u64::from(first))
+        } else {
+            end
+        };
+        first.checked_sub(named.checked_sub(block)?)
+    }
+
+    pub(super) fn large(&self, row: u64) -> Option<LargeRecord> {
+        self.record(Column::Larges, row).map(LargeRecord::decode)
     }
 
     /// Where a sample's bytes lie on the PFS.

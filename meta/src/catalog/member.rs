@@ -8,6 +8,7 @@ use std::io::{self, Read, Write};
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::NodeId;
+use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
 
 /// A member's place in the order of all members, and its sample's origin: sources in the order given, members in the
@@ -26,8 +27,6 @@ pub struct MemberKey {
 pub struct StoredBlock {
     /// The node that holds it.
     pub owner: NodeId,
-    /// CRC32C of its bytes as they were read from the source.
-    pub checksum: u32,
     /// Its number among all that arrived at that node in this stage-in.
     pub arrival: u32,
 }
@@ -41,6 +40,8 @@ pub enum MemberKind {
         size: u64,
         /// One a block, in order.
         blocks: Vec<StoredBlock>,
+        /// CRC32C of each chunk's bytes as they were read from the source, in order.
+        checksums: Vec<u32>,
     },
     /// A directory.
     Directory,
@@ -78,7 +79,9 @@ impl Member {
     /// About how much memory it takes.
     pub fn memory_len(&self) -> usize {
         let heap = match &self.kind {
-            MemberKind::File { blocks, .. } => blocks.capacity() * size_of::<StoredBlock>(),
+            MemberKind::File { blocks, checksums, .. } => {
+                blocks.capacity() * size_of::<StoredBlock>() + checksums.capacity() * size_of::<u32>()
+            }
             MemberKind::Symlink(target) | MemberKind::HardLink(target) => target.capacity(),
             MemberKind::Directory => 0,
         };
@@ -86,8 +89,12 @@ impl Member {
     }
 }
 
-/// A record's bound in a run: a path, a target and the blocks of a sample of 64 TiB.
-const RECORD_LEN_MAX: usize = 16 << 20;
+/// A record's bound in a run: a path, a target, and the blocks and chunks of a sample of 64 TiB.
+const RECORD_LEN_MAX: usize = 80 << 20;
+const _: () = assert!(
+    SAMPLE_SIZE_MAX / BLOCK_SIZE_MAX * size_of::<StoredBlock>() as u64 + SAMPLE_SIZE_MAX / CHUNK_LEN * 4 + (1 << 20)
+        <= RECORD_LEN_MAX as u64
+);
 
 /// Appends a member to a run.
 pub fn write_member(run: &mut impl Write, member: &Member) -> io::Result<()> {
@@ -139,9 +146,9 @@ mod tests {
             mtime_ns: 5,
             kind,
         };
-        let blocks = vec![StoredBlock { owner: NodeId(3), checksum: 9, arrival: 4 }];
+        let blocks = vec![StoredBlock { owner: NodeId(3), arrival: 4 }];
         let members = [
-            member(b"a", MemberKind::File { size: 3, blocks }),
+            member(b"a", MemberKind::File { size: 3, blocks, checksums: vec![9] }),
             member(b"b\xff", MemberKind::HardLink(b"a".to_vec())),
             member(b"", MemberKind::Directory),
         ];

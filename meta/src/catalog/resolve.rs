@@ -296,7 +296,7 @@ mod tests {
                 let target = || words[2].as_bytes().to_vec();
                 let kind = match words[0] {
                     "d" => MemberKind::Directory,
-                    "f" => MemberKind::File { size: 0, blocks: Vec::new() },
+                    "f" => MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() },
                     "s" => MemberKind::Symlink(target()),
                     _ => MemberKind::HardLink(target()),
                 };

@@ -24,6 +24,9 @@ pub enum FromClient {
         dataset: DatasetId,
         /// At most [`crate::limits::BATCH_BLOCKS_MAX`].
         chunks: Vec<Chunk>,
+        /// The caller found this node's copies of them unreadable or wrong. The server looks for itself, and gives up those
+        /// that are. At most [`crate::limits::RECHECKED_CHUNKS_MAX`] then.
+        recheck: bool,
     },
     /// The order in which samples will be read, to be fetched ahead: a part of it, after those sent before. It ends with the
     /// connection. Answer to the last part: `Ordered`.
@@ -72,6 +75,10 @@ pub enum FromServer {
         slot: u32,
         /// The connection's word in the board.
         connection: u32,
+        /// How long the client waits for the server, in milliseconds.
+        server_timeout_ms: u32,
+        /// And for a heartbeat, when it waits.
+        heartbeat_timeout_ms: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {

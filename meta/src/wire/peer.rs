@@ -40,6 +40,8 @@ pub enum Request {
         arrival: u32,
         /// Where in the block the piece goes.
         offset: u64,
+        /// CRC32C of its bytes as they were read from the source.
+        checksum: u32,
     },
     /// To the lead: begin a stage-in, asked for on this node. Reply: `Followed`.
     StageIn(StageIn),
@@ -81,6 +83,8 @@ pub enum Request {
         stage: u64,
         /// Counted since the last report.
         progress: Counted,
+        /// What this node's threads wait for, if nothing was counted.
+        waits: Vec<String>,
     },
     /// To the lead: the stage-in failed here. Reply: `Done`.
     Fail {
@@ -192,6 +196,9 @@ pub enum Reply {
         /// The first block's number among all that arrived here; the others' follow.
         arrival: Option<u32>,
     },
+    /// The offered bytes are not those that were read from the source; nothing of them is stored. Look at your own, and send
+    /// them again.
+    Damaged(Damaged),
     /// A unit to read, or several small ones.
     Units(Vec<Unit>),
     /// There is none now, but there may be: ask again.
@@ -229,8 +236,21 @@ pub enum Reply {
 pub struct ShippedBlock {
     /// Its length.
     pub len: u32,
+    /// CRC32C of its bytes as they were read from the source.
+    pub checksum: u32,
     /// Blocks are stored in the order of these: random numbers, the same for what is to lie together.
     pub shuffle: u64,
+}
+
+/// A shipped block, or a piece of one, that is not what was read from the source.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Damaged {
+    /// Its place in the batch.
+    pub at: u32,
+    /// The checksum that was sent with it.
+    pub expected: u32,
+    /// The checksum of what arrived.
+    pub found: u32,
 }
 
 /// A piece of a source, for one worker.
@@ -267,6 +287,18 @@ pub enum Work {
         /// Paths below it.
         entries: Vec<TreeEntry>,
     },
+}
+
+impl Work {
+    /// The source, or the root of the tree.
+    pub fn path(&self) -> &[u8] {
+        match self {
+            Self::Tar { path, .. } => path,
+            Self::TarRange(range) => &range.path,
+            Self::Zip(part) => &part.path,
+            Self::Tree { root, .. } => root,
+        }
+    }
 }
 
 /// A file as it was when it was looked at: by these one tells that it was changed.

@@ -38,6 +38,25 @@ impl Reads {
     }
 }
 
+/// Where a node found bytes that were not those that were staged in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Hop {
+    /// In a batch that was shipped to it.
+    Shipped,
+    /// In what an owner sent it.
+    Fetched,
+    /// In its arena, after they had come.
+    Arena,
+    /// Among what it keeps of other nodes' blocks.
+    Kept,
+    /// In a segment, among the blocks that it owns.
+    Owned,
+}
+
+/// Number of [`Hop`]s.
+pub const HOPS: usize = 5;
+
 /// How much to fetch ahead of readers that have said what they will read.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
@@ -133,6 +152,8 @@ pub struct NodeStatus {
     pub samples: u64,
     /// Blocks it holds as owner.
     pub blocks: u64,
+    /// Blocks and chunks that it found damaged, by [`Hop`].
+    pub damaged: [u64; HOPS],
     /// Bytes of these.
     pub held_bytes: u64,
     /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find. What is only kept makes way for
@@ -140,6 +161,12 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// What it may take.
     pub capacity_bytes: u64,
+    /// What a stage-in may still take: less than the capacity leaves, where others have filled the drives. What is only kept makes way.
+    pub free_bytes: u64,
+    /// Bytes that all its files take, as its file systems count them: what is only kept, and what is set aside for it, among them.
+    pub taken_bytes: u64,
+    /// Of these, what is only kept.
+    pub kept_room_bytes: u64,
     /// Size of the arena, and how much of it holds blocks.
     pub arena_bytes: u64,
     /// See `arena_bytes`.
@@ -150,6 +177,10 @@ pub struct NodeStatus {
     pub clients: u64,
     /// Those that read most.
     pub busiest: Vec<ClientStatus>,
+    /// Units that this node reads at a time in one stage-in.
+    pub stage_in_workers: u64,
+    /// Its memory for all stage-ins that run at once, in bytes.
+    pub stage_in_memory_bytes: u64,
     /// Resident memory of the server, in bytes; shared parts included.
     pub memory_bytes: u64,
     /// What this node's clients read, by [`Source`].

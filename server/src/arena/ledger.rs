@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::board::Board;
-use dayfly_meta::limits::{CHUNK_LEN, LEASE_RECALL_AFTER, LEASE_RECALL_TIMEOUT, LEASE_SHARE};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::{CHUNK_LEN, LEASE_SHARE};
 use tokio::time::{Duration, Instant};
 
 /// What the ledger counts and keeps until it ends.
@@ -24,6 +25,9 @@ pub(crate) struct Ledger<L> {
     /// Bytes that one process, and all together, may have.
     share: u64,
     ceiling: u64,
+    /// See [`Deadlines`].
+    recall_after: Duration,
+    recall: Duration,
     books: Mutex<Books<L>>,
 }
 
@@ -62,10 +66,11 @@ pub(crate) struct Budget {
 
 impl<L: Leased> Ledger<L> {
     /// Of an arena of `len` bytes.
-    pub(crate) fn new(board: Arc<Board>, len: u64) -> Self {
+    pub(crate) fn new(board: Arc<Board>, len: u64, deadlines: &Deadlines) -> Self {
         let books = Books { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
         let share = len / LEASE_SHARE;
-        Self { board, share, ceiling: len - share, books: Mutex::new(books) }
+        let Deadlines { recall_after, recall, .. } = *deadlines;
+        Self { board, share, ceiling: len - share, recall_after, recall, books: Mutex::new(books) }
     }
 
     /// Opens an account for a connection of a process; of an unknown one, in another container perhaps, by the number 0.
@@ -83,7 +88,7 @@ impl<L: Leased> Ledger<L> {
     /// Makes room for a request that has waited for so long: asks all who have leases to give them back, and revokes those of
     /// the largest process that was asked in vain. Says whether anything was revoked, so that room is worth another look.
     pub(super) fn recall(&self, waited: Duration) -> bool {
-        if waited < LEASE_RECALL_AFTER {
+        if waited < self.recall_after {
             return false;
         }
         let mut books = self.books();
@@ -94,7 +99,7 @@ impl<L: Leased> Ledger<L> {
                 self.board.set_recalled(connection, true);
             }
         }
-        let is_late = |account: &Account<L>| account.recalled_at.is_some_and(|asked| now - asked >= LEASE_RECALL_TIMEOUT);
+        let is_late = |account: &Account<L>| account.recalled_at.is_some_and(|asked| now - asked >= self.recall);
         let late = books.connections.iter().filter(|(_, account)| account.leased > 0 && is_late(account));
         let largest = late.max_by_key(|(_, account)| (books.processes.get(&account.process), account.leased));
         let Some((&connection, account)) = largest else { return false };
@@ -255,7 +260,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(FILE_LEN).unwrap();
         let board = Arc::new(Board::map(&file, true).unwrap());
-        (Arc::new(Ledger::new(board.clone(), 32 * MIB)), board)
+        (Arc::new(Ledger::new(board.clone(), 32 * MIB, &Deadlines::DEFAULT)), board)
     }
 
     fn grant(holder: &Holder<Spy>, board: &Arc<Board>, bytes: u64) -> (u64, u64) {
@@ -293,24 +298,24 @@ mod tests {
         let (large, small) = (ledger.open(1), ledger.open(2));
         let (_, large_token) = grant(&large, &board, 6 * MIB);
         let (number, small_token) = grant(&small, &board, MIB);
-        assert!(!ledger.recall(LEASE_RECALL_AFTER / 2) && !board.is_recalled(large.connection()));
-        assert!(!ledger.recall(LEASE_RECALL_AFTER), "asked first");
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after / 2) && !board.is_recalled(large.connection()));
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after), "asked first");
         assert!(board.is_recalled(large.connection()) && board.is_recalled(small.connection()));
-        tokio::time::advance(LEASE_RECALL_TIMEOUT).await;
-        assert!(ledger.recall(LEASE_RECALL_TIMEOUT));
+        tokio::time::advance(Deadlines::DEFAULT.recall).await;
+        assert!(ledger.recall(Deadlines::DEFAULT.recall));
         assert!(!board.holds(large.connection(), large_token) && board.holds(small.connection(), small_token));
         // Who was revoked is told once, and may lease again.
         assert!(!board.is_recalled(large.connection()) && large.budget().is_some_and(|budget| budget.may_wait));
         // The spy must not find that its own release was not told of: only revoking is.
         ledger.books().connections.get_mut(&small.connection()).unwrap().leases.get_mut(&number).unwrap()[0].granted = None;
         small.release(&[number, 99]);
-        assert!(!board.is_recalled(small.connection()) && !ledger.recall(LEASE_RECALL_TIMEOUT));
+        assert!(!board.is_recalled(small.connection()) && !ledger.recall(Deadlines::DEFAULT.recall));
         grant(&small, &board, MIB);
-        assert!(!ledger.recall(LEASE_RECALL_TIMEOUT) && board.is_recalled(small.connection()));
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall) && board.is_recalled(small.connection()));
         ledger.end_recall();
         assert!(!board.is_recalled(small.connection()));
-        tokio::time::advance(LEASE_RECALL_TIMEOUT).await;
-        assert!(!ledger.recall(LEASE_RECALL_TIMEOUT), "asked anew");
+        tokio::time::advance(Deadlines::DEFAULT.recall).await;
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall), "asked anew");
         drop(small);
         let next = ledger.open(3);
         assert!(next.connection() < 2 && !board.holds(next.connection(), small_token));

@@ -139,6 +139,16 @@ impl<K: Clone + Eq + std::hash::Hash, H: Resident, W: Clone> Table<K, H, W> {
         forgotten.into_inner()
     }
 
+    /// Forgets what is held of one key, if it is meant; says whether it did. Whoever has references keeps them.
+    pub(super) fn forget_one(&mut self, key: &K, is_meant: impl Fn(&Arc<H>) -> bool) -> bool {
+        let entry = Entry::Key(key.clone());
+        let found = matches!(self.held.peek(&entry), Some(Some(held)) if is_meant(held));
+        if found {
+            self.held.remove(&entry);
+        }
+        found
+    }
+
     /// Bytes held.
     pub(super) fn weight(&self) -> u64 {
         self.held.weight()

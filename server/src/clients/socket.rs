@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
+use std::time::Duration;
 
-use dayfly_meta::limits::STUCK_CLIENT_TIMEOUT;
 use dayfly_meta::wire::encode;
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::FromServer;
@@ -28,12 +28,14 @@ pub(super) struct Receiver {
 /// What goes to it.
 pub(super) struct Sender {
     stream: Arc<UnixStream>,
+    /// A client that takes no bytes for so long is stuck or stopped.
+    patience: Duration,
 }
 
 /// The two sides of a connection.
-pub(super) fn split(stream: UnixStream) -> (Receiver, Sender) {
+pub(super) fn split(stream: UnixStream, patience: Duration) -> (Receiver, Sender) {
     let stream = Arc::new(stream);
-    (Receiver { stream: stream.clone(), buffer: Vec::with_capacity(BUFFER_LEN) }, Sender { stream })
+    (Receiver { stream: stream.clone(), buffer: Vec::with_capacity(BUFFER_LEN) }, Sender { stream, patience })
 }
 
 impl Receiver {
@@ -68,7 +70,7 @@ impl Sender {
     /// Sends a message; the descriptors travel with its first byte. A client that takes nothing for long is given up.
     pub(super) async fn send(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let send = self.send_patiently(message, files);
-        timeout(STUCK_CLIENT_TIMEOUT, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+        timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
     /// The same, for as long as it takes: the caller sees to it that a client which takes nothing keeps nothing from others.

@@ -2,28 +2,26 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::{FOLLOWED_MAX, PING_INTERVAL, REQUEST_TIMEOUT};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::FOLLOWED_MAX;
 use dayfly_meta::wire::control::{Event, StageIn};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_transport::TransportError;
 use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::stage::NODE_SILENT_TIMEOUT;
 use super::{LEAD, lead_one};
 use crate::clients::EVENTS_QUEUE_LEN;
 use crate::peers::PeerError;
 use crate::server::Server;
 
-/// An answer waits so long for something to tell; well within the asker's patience.
-const NEXT_WAIT: Duration = PING_INTERVAL;
-const _: () = assert!(NEXT_WAIT.as_millis() * 2 <= REQUEST_TIMEOUT.as_millis());
-
 /// What the lead has to tell other nodes, by the number that each was given.
 #[derive(Default)]
-pub(crate) struct Following(Mutex<State>);
+pub(crate) struct Following {
+    state: Mutex<State>,
+    deadlines: Deadlines,
+}
 
 #[derive(Default)]
 struct State {
@@ -51,6 +49,10 @@ impl Followed {
 }
 
 impl Following {
+    pub(super) fn new(deadlines: Deadlines) -> Self {
+        Self { state: Mutex::default(), deadlines }
+    }
+
     /// Begins a stage-in on this node, the lead; its number here.
     pub(crate) fn begin(&self, server: &Arc<Server>, request: StageIn) -> Result<u64, String> {
         if server.config().node != LEAD {
@@ -80,16 +82,18 @@ impl Following {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Until it was left, or nobody has asked for too long: then it is, and so the stage-in is cancelled.
     async fn watch(&self, number: u64) {
         loop {
-            sleep(PING_INTERVAL).await;
+            sleep(self.deadlines.ping_interval).await;
             let mut state = self.state();
             match state.followed.get(&number) {
-                Some(followed) if followed.asked_at().elapsed() > NODE_SILENT_TIMEOUT => drop(state.followed.remove(&number)),
+                Some(followed) if followed.asked_at().elapsed() > self.deadlines.node_silent => {
+                    drop(state.followed.remove(&number))
+                }
                 Some(_) => continue,
                 None => {}
             }
@@ -102,7 +106,8 @@ impl Following {
         let followed = self.state().followed.get(&number).cloned();
         let followed = followed.ok_or("cancelled, for it was not asked about for too long")?;
         *followed.asked_at() = Instant::now();
-        let next = timeout(NEXT_WAIT, async {
+        // Well within the asker's patience.
+        let next = timeout(self.deadlines.ping_interval, async {
             let mut telling = followed.telling.lock().await;
             if telling.told <= heard {
                 telling.last = telling.events.recv().await;
@@ -127,7 +132,7 @@ impl Following {
 
 /// Has the lead stage in, from another node. Tells `events` how it goes; their receiver's going away cancels it.
 pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    let number = match server.ask(LEAD, Request::StageIn(request), REQUEST_TIMEOUT).await {
+    let number = match server.ask(LEAD, Request::StageIn(request), server.deadlines().request).await {
         Ok(Reply::Followed { number }) => number,
         other => {
             // Whoever asked may be gone; so also below.
@@ -136,6 +141,7 @@ pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc:
         }
     };
     let end = tokio::select! {
+        biased;
         end = tell(server, number, &events) => end,
         () = events.closed() => None,
     };
@@ -143,7 +149,7 @@ pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc:
         let _ = events.send(end).await;
     }
     // If it does not hear this, it notices that nobody asks.
-    let _ = server.ask(LEAD, Request::Leave { number }, REQUEST_TIMEOUT).await;
+    let _ = server.ask(LEAD, Request::Leave { number }, server.deadlines().request).await;
 }
 
 /// How it ends.
@@ -151,9 +157,9 @@ async fn tell(server: &Arc<Server>, number: u64, events: &mpsc::Sender<Event>) -
     let mut heard = 0;
     loop {
         let request = Request::Follow { number, heard };
-        let mut told = server.ask(LEAD, request.clone(), REQUEST_TIMEOUT).await;
+        let mut told = server.ask(LEAD, request.clone(), server.deadlines().request).await;
         if matches!(told, Err(PeerError::Transport(_))) {
-            told = server.ask(LEAD, request, REQUEST_TIMEOUT).await;
+            told = server.ask(LEAD, request, server.deadlines().request).await;
         }
         match told {
             Ok(Reply::Told(None)) => {}
@@ -182,6 +188,8 @@ fn lost(answered: Result<Reply, PeerError>) -> Event {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn failed(reason: &str) -> Event {
@@ -212,7 +220,7 @@ mod tests {
         let number = following.enter(events).unwrap();
         assert!(timeout(Duration::from_secs(60), following.watch(number)).await.is_err(), "it is asked about often enough");
         assert!(!sender.is_closed());
-        let long_ago = Instant::now().checked_sub(NODE_SILENT_TIMEOUT + Duration::from_secs(1)).unwrap();
+        let long_ago = Instant::now().checked_sub(Deadlines::DEFAULT.node_silent + Duration::from_secs(1)).unwrap();
         *following.state().followed[&number].asked_at() = long_ago;
         following.watch(number).await;
         assert!(sender.is_closed());

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::PROGRESS_INTERVAL;
 
 /// Intervals of all nodes together, so that they fit a summary, and those of one node.
 const ALL_INTERVALS_MAX: usize = 32 << 10;
@@ -18,8 +17,8 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    pub(super) fn new(nodes: usize) -> Self {
-        Self { start: Instant::now(), interval: PROGRESS_INTERVAL, nodes: vec![Vec::new(); nodes] }
+    pub(super) fn new(nodes: usize, interval: Duration) -> Self {
+        Self { start: Instant::now(), interval, nodes: vec![Vec::new(); nodes] }
     }
 
     pub(super) fn add(&mut self, node: NodeId, bytes: u64) {
@@ -53,11 +52,13 @@ impl Rates {
 mod tests {
     use super::*;
 
+    const INTERVAL: Duration = Duration::from_millis(200);
+
     #[test]
     fn nothing_is_lost_when_intervals_grow() {
-        let mut rates = Rates::new(2);
+        let mut rates = Rates::new(2, INTERVAL);
         for step in 0..5000_u32 {
-            rates.add_at(PROGRESS_INTERVAL * step, NodeId((step % 2) as u16), 1);
+            rates.add_at(INTERVAL * step, NodeId((step % 2) as u16), 1);
         }
         let (nodes, interval_ms) = rates.read();
         assert_eq!(nodes.iter().map(|rates| rates.iter().sum::<u64>()).collect::<Vec<_>>(), [2500, 2500]);

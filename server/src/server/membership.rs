@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, REQUEST_TIMEOUT, START_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, START_TIMEOUT, TREE_WIDTH};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_transport::Agreement;
 use futures_util::future::{join_all, try_join_all};
@@ -50,10 +50,15 @@ impl Server {
         try_join_all(telling).await
     }
 
+    /// Ends the session on all other nodes, as far as they can be told.
+    pub async fn end_others(self: &Arc<Self>) {
+        drop(self.end_all_but(&[]).await);
+    }
+
     /// Ends the session on all other nodes but these, and gives up what is here. Returns how many they are, the bytes freed, and who could not be told.
     pub(crate) async fn end_all_but(self: &Arc<Self>, but: &[u16]) -> (u16, u64, Vec<String>) {
         let others = self.peers.nodes().filter(|node| *node != self.config.node && !but.contains(&node.0));
-        let ending = join_all(others.map(|node| self.peers.ask(node, &ASK_TO_END, REQUEST_TIMEOUT)));
+        let ending = join_all(others.map(|node| self.peers.ask(node, &ASK_TO_END, self.deadlines().request)));
         let (mut nodes, mut freed_bytes, mut untold) = (0, 0, Vec::new());
         for ended in ending.await {
             match ended {

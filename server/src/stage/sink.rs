@@ -4,8 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{BATCH_LEN_MAX, REQUEST_TIMEOUT};
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
+use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
 use dayfly_transport::{Region, Slot};
@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 
 use super::Stage;
-use crate::ingest::Stored;
+use crate::ingest::{IngestError, Stored, check};
 use crate::server::Server;
 
 type Outcome = Result<Settled<Slot>, StageInError>;
@@ -39,8 +39,47 @@ impl ServerSink {
     }
 }
 
+/// Stores on this node what needs no offer.
+async fn here(server: Arc<Server>, store: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+    let stored = server.blocking().run(store).await;
+    stored.map_err(|error| failed(server.config().node, error))?
+}
+
 fn failed(node: NodeId, reason: impl ToString) -> StageInError {
     StageInError::Ship { node, reason: reason.to_string() }
+}
+
+/// Why this very node did not take a batch of its own worker.
+fn not_stored(me: NodeId, error: IngestError) -> StageInError {
+    match error {
+        IngestError::Damaged(damaged) => corrupted(me, damaged),
+        error => failed(me, error),
+    }
+}
+
+fn corrupted(me: NodeId, Damaged { expected, found, .. }: Damaged) -> StageInError {
+    StageInError::Corrupted { node: me, expected, found }
+}
+
+/// Offers bytes to their owner. If they arrive damaged, they are sent again, unless it is here that they have changed since
+/// they were read from the source.
+async fn offer(
+    server: &Server,
+    owner: NodeId,
+    request: &Request,
+    (mut slot, len): (Slot, usize),
+    check: impl Fn(&[u8]) -> Result<(), Damaged>,
+) -> Result<(Reply, Slot), StageInError> {
+    for _ in 0..SHIP_ATTEMPTS_MAX {
+        let (reply, back) = server.peers().offer(owner, request, slot, len).await.map_err(|error| failed(owner, error))?;
+        if !matches!(reply, Reply::Damaged(_)) {
+            return Ok((reply, back));
+        }
+        check(&back[..len]).map_err(|damaged| corrupted(server.config().node, damaged))?;
+        slot = back;
+    }
+    let way = "its network card, its memory or the network between is at fault";
+    Err(failed(owner, format_args!("a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; {way}")))
 }
 
 impl Sink for ServerSink {
@@ -51,36 +90,37 @@ impl Sink for ServerSink {
             return Ok(self.shipping.slot(BATCH_LEN_MAX as u64));
         }
         // What stays here is put where what comes from others lands: it is kept there until it is written.
-        let slot = self.runtime.block_on(self.stage.landing_slot(BATCH_LEN_MAX as u64));
+        let slot = self.stage.landing_slot(BATCH_LEN_MAX as u64);
+        let slot = self.server.blocking().wait_for(self.stage.unless_cancelled(slot))?;
         slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
     fn ship(&mut self, owner: NodeId, batch: Batch<Slot>) -> Result<(), StageInError> {
         if self.is_here(owner) {
-            let stage = self.stage.clone();
-            let store = move || {
+            let (server, stage) = (self.server.clone(), self.stage.clone());
+            let store = async move {
                 let (slot, table) = batch.into_parts();
-                let stored = stage.ingest().store(&table.blocks, slot, table.len);
-                match stored.map_err(|error| failed(owner, error))? {
+                let stored = stage.store(&server, table.blocks.as_slice().into(), slot, table.len).await;
+                match stored.map_err(|error| not_stored(owner, error))? {
                     Stored::At(first) => Ok(Settled::Stored(first, table)),
                     Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
                 }
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(store, &self.runtime);
             return Ok(());
         }
         let (server, stage) = (self.server.clone(), self.stage.clone());
         let offer = async move {
             let (slot, table) = batch.into_parts();
             let request = Request::Ship { stage: stage.number(), blocks: table.blocks.clone() };
-            match server.peers().offer(owner, &request, slot, table.len).await {
-                Ok((Reply::Shipped { arrival: Some(first) }, _)) => {
+            let check = |bytes: &[u8]| check::batch(&table.blocks, bytes);
+            match offer(&server, owner, &request, (slot, table.len), check).await? {
+                (Reply::Shipped { arrival: Some(first) }, _) => {
                     stage.gauge().shipped(table.len as u64);
                     Ok(Settled::Stored(first, table))
                 }
-                Ok((Reply::Shipped { arrival: None }, slot)) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
-                Ok(_) => Err(failed(owner, "it answers what was not asked")),
-                Err(error) => Err(failed(owner, error)),
+                (Reply::Shipped { arrival: None }, slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
+                _ => Err(failed(owner, "it answers what was not asked")),
             }
         };
         self.under_way.spawn_on(offer, &self.runtime);
@@ -89,24 +129,23 @@ impl Sink for ServerSink {
 
     fn ship_piece(&mut self, owner: NodeId, piece: Piece<Slot>) -> Result<(), StageInError> {
         let (server, stage) = (self.server.clone(), self.stage.clone());
-        let Piece { buffer, len, arrival, offset } = piece;
+        let Piece { buffer, len, arrival, offset, checksum } = piece;
         if self.is_here(owner) {
             let store = move || {
-                let stored = stage.ingest().store_piece(arrival, offset, &buffer[..len]);
-                stored.map(|()| Settled::Piece).map_err(|error| failed(owner, error))
+                let stored = stage.ingest().store_piece(arrival, offset, checksum, &buffer[..len]);
+                stored.map(|()| Settled::Piece).map_err(|error| not_stored(owner, error))
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
         }
         let offer = async move {
-            let request = Request::ShipPiece { stage: stage.number(), arrival, offset };
-            match server.peers().offer(owner, &request, buffer, len).await {
-                Ok((Reply::Done, _)) => {
+            let request = Request::ShipPiece { stage: stage.number(), arrival, offset, checksum };
+            match offer(&server, owner, &request, (buffer, len), |bytes| check::piece(checksum, bytes)).await? {
+                (Reply::Done, _) => {
                     stage.gauge().shipped(len as u64);
                     Ok(Settled::Piece)
                 }
-                Ok(_) => Err(failed(owner, "it answers what was not asked")),
-                Err(error) => Err(failed(owner, error)),
+                _ => Err(failed(owner, "it answers what was not asked")),
             }
         };
         self.under_way.spawn_on(offer, &self.runtime);
@@ -118,8 +157,8 @@ impl Sink for ServerSink {
     }
 
     fn settle(&mut self) -> Outcome {
-        // Each offer has its own deadline, and a drive that stands still is met by those; so this wait has one.
-        match self.runtime.block_on(self.under_way.join_next()) {
+        // Each offer has its own deadline; a drive of this node that stands still is met by the lead's, which cancels.
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
             None => Ok(Settled::Piece),
@@ -128,10 +167,12 @@ impl Sink for ServerSink {
 
     fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
+            let reserved = self.runtime.block_on(self.stage.reserve(&self.server, block_len));
+            return reserved.map_err(|reason| failed(owner, reason));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
-        match self.runtime.block_on(self.server.ask(owner, request, REQUEST_TIMEOUT)) {
+        let asked = self.server.ask(owner, request, self.server.deadlines().request);
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
             Err(error) => Err(failed(owner, error)),

@@ -17,8 +17,9 @@ use std::time::Duration;
 
 use async_rdma::{ConnectionType, MRManageStrategy, MTU, MrToken, QueuePairEndpoint, RdmaBuilder, RemoteMr};
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{MESSAGE_LEN_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::MESSAGE_LEN_MAX;
 use dayfly_meta::wire::status::Network;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -26,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use crate::rdma::{Choice, Found, find};
 use crate::{
     Ability, Agreement, Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
-    TransportError,
+    TransportError, Unread,
 };
 use buffer::{BUFFER_LEN, Buffer, Buffers, Counters};
 
@@ -77,13 +78,14 @@ pub struct AsyncRdma<T> {
     inner: T,
     found: Result<Found, String>,
     counters: Arc<Counters>,
+    deadlines: Deadlines,
 }
 
 impl<T: Transport> AsyncRdma<T> {
     /// Looks for a card; that there is none is told in [`Transport::ability`].
-    pub fn new(inner: T, choice: &Choice) -> Self {
+    pub fn new(inner: T, choice: &Choice, deadlines: Deadlines) -> Self {
         let found = find(choice).map_err(|error| error.to_string());
-        Self { inner, found, counters: Arc::default() }
+        Self { inner, found, counters: Arc::default(), deadlines }
     }
 }
 
@@ -115,7 +117,7 @@ impl<T: Transport> Transport for AsyncRdma<T> {
         let found = self.found.as_ref().map_err(|why| refused(why.clone()))?;
         let mut rdma = queue_pair(found).map_err(|error| refused(error.to_string()))?;
         let setting_up = join(&[], &rdma.get_qp_endpoint(), SET_UP);
-        let answered = inner.pull(setting_up, Vec::new(), REQUEST_TIMEOUT).await?;
+        let answered = inner.pull(setting_up, Vec::new(), self.deadlines.request).await?;
         let far: QueuePairEndpoint = serde_json::from_slice(&answered.message)
             .map_err(|_| refused("its end of a queue pair makes no sense".to_owned()))?;
         rdma.ibv_connect(far).await.map_err(|error| refused(error.to_string()))?;
@@ -124,7 +126,7 @@ impl<T: Transport> Transport for AsyncRdma<T> {
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
         let (found, counters) = (self.found.clone(), self.counters.clone());
-        self.inner.serve(Arc::new(Welcome { found, counters, service, peers: Mutex::default() })).await
+        self.inner.serve(Arc::new(Welcome { found, counters, service, peers: Mutex::default(), deadlines: self.deadlines })).await
     }
 
     fn ability(&self) -> Ability {
@@ -208,7 +210,7 @@ impl Connection for AsyncConnection {
                     at += len as usize;
                 }
                 lens.resize(slots.len(), 0);
-                return Ok(Pulled { message, slots, lens });
+                return Ok(Pulled { message, slots, lens, unread: Unread::default() });
             }
         }
         if message.len() >= MESSAGE_LEN_MAX {
@@ -244,6 +246,7 @@ struct Welcome {
     service: Arc<dyn Service>,
     /// The queue pair that each peer has set up last.
     peers: Mutex<HashMap<NodeId, Arc<Buffers>>>,
+    deadlines: Deadlines,
 }
 
 impl Welcome {
@@ -271,10 +274,13 @@ impl Welcome {
         if !fits || total > place.buffer.len.min(BUFFER_LEN) {
             return Err("the answer does not fit".to_owned());
         }
-        let moved = match buffers.take(REQUEST_TIMEOUT).await {
+        let moved = match buffers.take(self.deadlines.request).await {
             Some(buffer) => {
-                let filled = buffer.fill(pieces).await.map_err(|error| format!("cannot read what it holds: {error}"))?;
-                filled.write_to(RemoteMr::new(place.buffer), total).await.is_ok()
+                match buffer.fill(pieces).await {
+                    Ok(filled) => filled.write_to(RemoteMr::new(place.buffer), total).await.is_ok(),
+                    // By the inner transport only those pieces fail that cannot be read.
+                    Err(_) => false,
+                }
             }
             None => false,
         };
@@ -287,7 +293,8 @@ impl Welcome {
         let (message, place) = split::<Place>(message).ok_or("a request that makes no sense")?;
         let len = place.lens.first().copied().unwrap_or(0);
         let failed = Arc::new(Mutex::new(false));
-        let landing = AsyncLanding { buffers: self.buffers(from)?, place, failed: failed.clone() };
+        let landing =
+            AsyncLanding { buffers: self.buffers(from)?, place, failed: failed.clone(), patience: self.deadlines.request };
         let answered = self.service.offered(from, message.to_vec(), Incoming { len, landing: Box::new(landing) }).await;
         let has_failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
         let (message, moved) = match answered {
@@ -326,6 +333,7 @@ struct AsyncLanding {
     buffers: Arc<Buffers>,
     place: Place,
     failed: Arc<Mutex<bool>>,
+    patience: Duration,
 }
 
 #[async_trait]
@@ -333,7 +341,7 @@ impl Landing for AsyncLanding {
     async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
         let len = self.place.lens.first().copied().unwrap_or(0) as usize;
         let read = async {
-            let buffer = self.buffers.take(REQUEST_TIMEOUT).await.ok_or(io::ErrorKind::TimedOut)?;
+            let buffer = self.buffers.take(self.patience).await.ok_or(io::ErrorKind::TimedOut)?;
             buffer.read_from(RemoteMr::new(self.place.buffer), len).await
         };
         match read.await {

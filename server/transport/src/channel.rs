@@ -6,8 +6,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{CHANNEL_MESSAGE_LEN_MAX, CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PEER_LOST_TIMEOUT};
+use dayfly_meta::limits::CHANNEL_MESSAGE_LEN_MAX;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
@@ -24,7 +25,7 @@ const HOST: NodeId = NodeId(u16::MAX - 1);
 const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Sends messages.
-pub struct Sender(WriteHalf);
+pub struct Sender(WriteHalf, Duration);
 
 /// Receives messages.
 pub struct Receiver(ReadHalf);
@@ -42,12 +43,12 @@ pub struct Channel {
 }
 
 impl Channel {
-    fn new(stream: TcpStream, keys: Keys) -> io::Result<Self> {
+    fn new(stream: TcpStream, keys: Keys, deadlines: &Deadlines) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         // As it is, where the listener takes both versions.
         let (local, far) = (stream.local_addr()?.ip().to_canonical(), stream.peer_addr()?.ip().to_canonical());
         let (read, write) = split(stream, Some(keys));
-        Ok(Self { sender: Sender(write), receiver: Receiver(read), local, far })
+        Ok(Self { sender: Sender(write, deadlines.peer_lost), receiver: Receiver(read), local, far })
     }
 }
 
@@ -59,7 +60,7 @@ impl Sender {
         }
         let len = (message.len() as u32).to_le_bytes();
         let mut slices = [IoSlice::new(&len), IoSlice::new(message)];
-        timeout(PEER_LOST_TIMEOUT, self.0.write_all(&mut slices)).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+        timeout(self.1, self.0.write_all(&mut slices)).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 }
 
@@ -86,10 +87,11 @@ pub struct Listener {
 
 impl Listener {
     /// Binds it, at any port.
-    pub async fn bind(session: SessionId, key: Arc<Key>, address: IpAddr) -> io::Result<(Self, u16)> {
+    pub async fn bind(session: SessionId, key: Arc<Key>, deadlines: Deadlines, address: IpAddr) -> io::Result<(Self, u16)> {
         let listener = TcpListener::bind(SocketAddr::new(address, 0)).await?;
         let port = listener.local_addr()?.port();
-        Ok((Self { door: Door::new(listener), identity: Identity { session, key, node: HOST, purpose: Purpose::Channel } }, port))
+        let identity = Identity { session, key, node: HOST, purpose: Purpose::Channel, deadlines };
+        Ok((Self { door: Door::new(listener, deadlines.handshake), identity }, port))
     }
 
     /// The next guest who has the key.
@@ -99,7 +101,7 @@ impl Listener {
             let identity = identity.clone();
             async move {
                 let (_, keys) = handshake::accept(&mut stream, &identity).await?;
-                Channel::new(stream, keys)
+                Channel::new(stream, keys, &identity.deadlines)
             }
         };
         self.door.admit(shake).await
@@ -108,19 +110,20 @@ impl Listener {
 
 /// Comes to a listener as a guest, at the first of its addresses at which it is to be found. An error of the kind `ConnectionReset` says
 /// that there is one, which did not let us in: it has another key, or more guests than it can listen to at once.
-pub async fn dial(session: SessionId, key: &Arc<Key>, addresses: &[SocketAddr]) -> io::Result<Channel> {
+pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addresses: &[SocketAddr]) -> io::Result<Channel> {
     let mut dialling = tokio::task::JoinSet::new();
     for (place, &address) in addresses.iter().enumerate() {
-        let identity = Identity { session, key: key.clone(), node: GUEST, purpose: Purpose::Channel };
+        let identity = Identity { session, key: key.clone(), node: GUEST, purpose: Purpose::Channel, deadlines };
         dialling.spawn(async move {
             // In their order, if the first are there: so all guests come by the same network.
             sleep(ADDRESS_INTERVAL * place as u32).await;
             let at = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
             let late = |_| io::Error::from(io::ErrorKind::TimedOut);
-            let connecting = timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await.map_err(late).flatten();
+            let connecting = timeout(deadlines.connect, TcpStream::connect(address)).await.map_err(late).flatten();
             let mut stream = connecting.map_err(at)?;
-            let shaking = timeout(HANDSHAKE_TIMEOUT, handshake::dial(&mut stream, &identity, HOST)).await.map_err(late).flatten();
-            Channel::new(stream, shaking.map_err(at)?)
+            let shaking =
+                timeout(deadlines.handshake, handshake::dial(&mut stream, &identity, HOST)).await.map_err(late).flatten();
+            Channel::new(stream, shaking.map_err(at)?, &deadlines)
         });
     }
     let (mut failed, mut kind) = (Vec::new(), io::ErrorKind::NotConnected);
@@ -144,7 +147,9 @@ mod tests {
 
     async fn listener(key: u8) -> (Listener, Vec<SocketAddr>) {
         let (listener, port) =
-            Listener::bind(SessionId([1; 8]), Arc::new(Key::new([key; 32])), IpAddr::from([127, 0, 0, 1])).await.unwrap();
+            Listener::bind(SessionId([1; 8]), Arc::new(Key::new([key; 32])), Deadlines::DEFAULT, IpAddr::from([127, 0, 0, 1]))
+                .await
+                .unwrap();
         // Nobody is at the first.
         (listener, vec!["127.0.0.2:1".parse().unwrap(), SocketAddr::from(([127, 0, 0, 1], port))])
     }
@@ -153,7 +158,7 @@ mod tests {
     async fn messages_of_any_length_come_through_and_end_with_the_channel() {
         let (mut listener, addresses) = listener(1).await;
         let key = Arc::new(Key::new([1; 32]));
-        let (near, far) = tokio::join!(dial(SessionId([1; 8]), &key, &addresses), listener.accept());
+        let (near, far) = tokio::join!(dial(SessionId([1; 8]), &key, Deadlines::DEFAULT, &addresses), listener.accept());
         let (mut near, mut far) = (near.unwrap(), far);
         let lens = [0, 1, 65_519, 65_520, 300_000, CHANNEL_MESSAGE_LEN_MAX];
         let sending = tokio::spawn(async move {
@@ -174,7 +179,7 @@ mod tests {
         let (mut listener, addresses) = listener(1).await;
         let stranger = Arc::new(Key::new([2; 32]));
         let accepting = tokio::time::timeout(Duration::from_millis(500), listener.accept());
-        let (dialled, accepted) = tokio::join!(dial(SessionId([1; 8]), &stranger, &addresses), accepting);
+        let (dialled, accepted) = tokio::join!(dial(SessionId([1; 8]), &stranger, Deadlines::DEFAULT, &addresses), accepting);
         assert!(accepted.is_err());
         let why = dialled.err().unwrap().to_string();
         assert!(why.contains("127.0.0.2:1"), "every address is told of: {why}");

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{CHUNK_LEN, REQUEST_TIMEOUT};
+use dayfly_meta::limits::CHUNK_LEN;
 use serde::{Deserialize, Serialize};
 
 use crate::Key;
@@ -62,7 +63,8 @@ impl Service for Zeros {
 }
 
 fn identity(key: [u8; 32], node: u16) -> Identity {
-    Identity { session: SessionId(*b"doctor\0\0"), key: Arc::new(Key::new(key)), node: NodeId(node), purpose: Purpose::Peer }
+    let (session, purpose, deadlines) = (SessionId(*b"doctor\0\0"), Purpose::Peer, Deadlines::DEFAULT);
+    Identity { session, key: Arc::new(Key::new(key)), node: NodeId(node), purpose, deadlines }
 }
 
 /// Answers probes that know the key.
@@ -103,9 +105,9 @@ async fn try_one(key: [u8; 32], address: SocketAddr, options: &Options) -> Resul
 }
 
 async fn pull(connection: &Arc<dyn Connection>, region: &Region, len: u64) -> Result<Duration, String> {
-    let slot = region.slot_within(len, REQUEST_TIMEOUT).await.ok_or("no room for an answer")?;
+    let slot = region.slot_within(len, Deadlines::DEFAULT.request).await.ok_or("no room for an answer")?;
     let start = Instant::now();
-    let pulled = connection.pull(Vec::new(), vec![slot], REQUEST_TIMEOUT).await.map_err(|error| error.to_string())?;
+    let pulled = connection.pull(Vec::new(), vec![slot], Deadlines::DEFAULT.request).await.map_err(|error| error.to_string())?;
     if pulled.lens != [len] { Err("the answer is too short".to_owned()) } else { Ok(start.elapsed()) }
 }
 

@@ -20,6 +20,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits;
 use dayfly_meta::wire::status::Network;
@@ -153,6 +154,7 @@ pub(crate) struct Limits {
     pub(crate) window: u32,
     pub(crate) staging_len: u64,
     pub(crate) messages_len: u64,
+    pub(crate) deadlines: Deadlines,
 }
 
 impl Default for Limits {
@@ -167,6 +169,7 @@ impl Default for Limits {
             window: limits::RDMA_WINDOW,
             staging_len: limits::RDMA_STAGING_LEN,
             messages_len: limits::RDMA_MESSAGES_LEN,
+            deadlines: Deadlines::DEFAULT,
         }
     }
 }
@@ -194,6 +197,7 @@ pub struct Rdma<T> {
 /// What connections, the listener and status share.
 struct Core {
     preference: Preference,
+    deadlines: Deadlines,
     card: Result<Card, RdmaError>,
     /// Why the card is of no use after all.
     spoilt: OnceLock<String>,
@@ -225,7 +229,8 @@ impl Card {
         let (staging, messages) = (device.region(limits.staging_len)?, device.region(limits.messages_len / 4 * 3)?);
         let answers = device.region(limits.messages_len / 4)?;
         let engine = Arc::new(Engine::start(&device, limits)?);
-        let (turns, direct, outcomes) = (Turns::new(limits::DRIVE_READERS_MAX), Arc::default(), Arc::default());
+        let (turns, direct, outcomes) =
+            (Turns::new(limits::DRIVE_READERS_MAX, limits.deadlines.landing), Arc::default(), Arc::default());
         Ok(Self { engine, device, limits, staging, messages, answers, turns, direct, outcomes })
     }
 }
@@ -258,24 +263,25 @@ impl Core {
 
 impl<T: Transport> Rdma<T> {
     /// Opens a card, as far as that is wanted and there is one. That there is none is told in [`Transport::ability`].
-    pub fn new(inner: T, preference: Preference, choice: &Choice) -> Self {
-        Self::with_limits(inner, preference, choice, Limits::default())
+    pub fn new(inner: T, preference: Preference, choice: &Choice, deadlines: Deadlines) -> Self {
+        Self::with_limits(inner, preference, choice, Limits { deadlines, ..Limits::default() })
     }
 
     pub(crate) fn with_limits(inner: T, preference: Preference, choice: &Choice, limits: Limits) -> Self {
         let card = if preference == Preference::Tcp { Err(RdmaError::Declined) } else { Card::open(choice, limits) };
-        Self::with_card(inner, preference, card)
+        Self::with_card(inner, preference, card, limits.deadlines)
     }
 
     /// No card is opened, for this reason.
     pub fn without(inner: T, preference: Preference, reason: RdmaError) -> Self {
-        Self::with_card(inner, preference, Err(reason))
+        // Without a card there is nothing to wait for.
+        Self::with_card(inner, preference, Err(reason), Deadlines::DEFAULT)
     }
 
-    fn with_card(inner: T, preference: Preference, card: Result<Card, RdmaError>) -> Self {
+    fn with_card(inner: T, preference: Preference, card: Result<Card, RdmaError>, deadlines: Deadlines) -> Self {
         let (spoilt, agreement, fallen_back, known) =
             (OnceLock::new(), watch::Sender::default(), Mutex::default(), Mutex::default());
-        Self { inner, core: Arc::new(Core { preference, card, spoilt, agreement, fallen_back, known }) }
+        Self { inner, core: Arc::new(Core { preference, deadlines, card, spoilt, agreement, fallen_back, known }) }
     }
 }
 

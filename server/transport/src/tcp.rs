@@ -4,6 +4,8 @@ mod answer;
 mod dial;
 pub(crate) mod door;
 pub(crate) mod handshake;
+mod link;
+mod links;
 mod reader;
 pub(crate) mod seal;
 mod serve;
@@ -14,6 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::wire::status::Network;
 use tokio::net::TcpListener;
@@ -32,6 +35,8 @@ pub struct Identity {
     pub node: NodeId,
     /// What connections are for.
     pub purpose: Purpose,
+    /// How long we wait for our peers.
+    pub deadlines: Deadlines,
 }
 
 /// What a handshake is for: both ends must mean the same.
@@ -112,3 +117,8 @@ pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
+
+#[cfg(test)]
+pub(crate) mod relay;
+#[cfg(test)]
+mod tests;

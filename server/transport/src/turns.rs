@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use dayfly_meta::id::NodeId;
 use tokio::sync::oneshot;
@@ -10,6 +11,8 @@ use tokio::sync::oneshot;
 /// A number of places, for which peers wait in queues of their own.
 #[derive(Clone)]
 pub(crate) struct Turns {
+    /// How long an answer waits for a place.
+    pub(crate) patience: Duration,
     state: Arc<Mutex<State>>,
 }
 
@@ -26,8 +29,8 @@ pub(crate) struct Turn {
 }
 
 impl Turns {
-    pub(crate) fn new(places: usize) -> Self {
-        Self { state: Arc::new(Mutex::new(State { free: places, waiting: BTreeMap::new(), last: NodeId(0) })) }
+    pub(crate) fn new(places: usize, patience: Duration) -> Self {
+        Self { patience, state: Arc::new(Mutex::new(State { free: places, waiting: BTreeMap::new(), last: NodeId(0) })) }
     }
 
     /// Waits for a place.
@@ -92,7 +95,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn peers_take_turns_however_much_one_asks() {
-        let turns = Turns::new(1);
+        let turns = Turns::new(1, Duration::from_secs(60));
         let held = turns.take(NodeId(1)).await;
         let order = Arc::new(Mutex::new(Vec::new()));
         let mut tasks = tokio::task::JoinSet::new();

@@ -166,7 +166,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let Some(path) = self.path_of(archive, &found.name, false)? else { return Ok(()) };
         let Found { key, mode, mtime_s, mtime_ns, .. } = found;
-        let kind = MemberKind::File { size: 0, blocks: Vec::new() };
+        let kind = MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() };
         let member = Member { path, key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind };
         self.take_file(member, size, data, damaged).or_else(|error| self.forgive(error))?;
         self.flush_if_many()

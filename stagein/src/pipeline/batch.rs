@@ -90,4 +90,6 @@ pub struct Piece<B> {
     pub arrival: u32,
     /// Where in the block it goes.
     pub offset: u64,
+    /// CRC32C of its bytes as they were read from the source.
+    pub checksum: u32,
 }

@@ -67,7 +67,8 @@ impl MemorySink {
         let Some(left) = self.room[owner.index()].checked_sub(batch.len() as u64) else { return Settled::Full(owner, batch) };
         self.room[owner.index()] = left;
         let first = self.arrivals;
-        for (_, _, bytes) in batch.iter() {
+        for (_, block, bytes) in batch.iter() {
+            assert_eq!(block.checksum, checksum(bytes), "a block travels with its checksum");
             self.stored.insert((owner, self.arrivals), bytes.to_vec());
             self.arrivals += 1;
         }
@@ -101,6 +102,7 @@ impl Sink for &mut MemorySink {
         match self.under_way.pop_front().unwrap() {
             UnderWay::Batch(owner, batch) => Ok(self.take(owner, batch)),
             UnderWay::Piece(owner, piece) => {
+                assert_eq!(piece.checksum, checksum(&piece.buffer[..piece.len]), "a piece travels with its checksum");
                 let block = self.stored.get_mut(&(owner, piece.arrival)).unwrap();
                 block[piece.offset as usize..][..piece.len].copy_from_slice(&piece.buffer[..piece.len]);
                 Ok(Settled::Piece)
@@ -125,7 +127,7 @@ fn placement(nodes: usize) -> Arc<Placement> {
 fn planned(paths: &[&Path], selection: &Selection) -> Result<Plan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
-    plan(&wanted, tempfile::tempfile().unwrap(), &|| false)
+    plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())
 }
 
 /// What a stage-in found.
@@ -205,13 +207,13 @@ fn run_within(
                 continue;
             }
             let mut bytes = Vec::new();
-            if let MemberKind::File { size, blocks } = &member.kind {
+            if let MemberKind::File { size, blocks, checksums } = &member.kind {
                 for block in blocks {
-                    let stored = &sink.stored[&(block.owner, block.arrival)];
-                    assert_eq!(block.checksum, crc32c::crc32c(stored), "{}", display(&member.path));
-                    bytes.extend_from_slice(stored);
+                    bytes.extend_from_slice(&sink.stored[&(block.owner, block.arrival)]);
                 }
                 assert_eq!(bytes.len() as u64, *size);
+                let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
+                assert_eq!(*checksums, expected, "{}", display(&member.path));
             }
             assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "one place twice");
         }

@@ -1,4 +1,5 @@
-//! `dayfly verify`: every block read back, as a program on another node would, and checked.
+//! `dayfly verify`: every block read back, as a program on another node would, and checked. A bad copy that a node only keeps is
+//! replaced on the way.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
@@ -52,8 +53,13 @@ pub(super) fn run(arguments: Verify) -> Result<ExitCode, Failure> {
     if !failures.is_empty() {
         return Err(Failure::silent());
     }
-    let Tally { blocks, bytes, remote, samples } = checker.tally;
-    let (blocks, bytes, remote, samples) = (blocks.into_inner(), bytes.into_inner(), remote.into_inner(), samples.into_inner());
+    let [blocks, bytes, remote, replaced, samples] = {
+        let Tally { blocks, bytes, remote, replaced, samples } = checker.tally;
+        [blocks, bytes, remote, replaced, samples].map(AtomicU64::into_inner)
+    };
+    if replaced > 0 {
+        say!("{replaced} bad copies of other nodes' blocks were found and fetched again from their owners");
+    }
     let seconds = start.elapsed().as_secs_f64().max(0.001);
     say!(
         "verified {samples} samples from {} nodes: {blocks} blocks read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
@@ -80,6 +86,7 @@ struct Tally {
     blocks: AtomicU64,
     bytes: AtomicU64,
     remote: AtomicU64,
+    replaced: AtomicU64,
 }
 
 struct Checker<'a> {
@@ -126,10 +133,10 @@ impl Checker<'_> {
         self.bar.inc_length(lens.sum());
         for chunk in wanted.chunks(CHUNK) {
             session.read_blocks(dataset, chunk, &mut |data| {
-                data.verify(dataset)?;
                 self.tally.blocks.fetch_add(1, Ordering::Relaxed);
                 self.tally.bytes.fetch_add(data.bytes.len() as u64, Ordering::Relaxed);
                 self.tally.remote.fetch_add(u64::from(!data.is_local), Ordering::Relaxed);
+                self.tally.replaced.fetch_add(u64::from(data.was_bad), Ordering::Relaxed);
                 self.bar.inc(data.bytes.len() as u64);
                 Ok(())
             })?;

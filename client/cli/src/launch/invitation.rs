@@ -4,6 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_server::{Ability, Agreement, Preference};
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
@@ -64,6 +65,7 @@ pub(crate) struct Settings {
     pub(crate) capacity: Option<u64>,
     pub(crate) memory: u64,
     pub(crate) stage_in_memory: Option<u64>,
+    pub(crate) stage_in_workers: Option<u16>,
     pub(crate) prefix: Vec<u8>,
     pub(crate) verify_reads: bool,
     pub(crate) encrypt: bool,
@@ -72,6 +74,7 @@ pub(crate) struct Settings {
     pub(crate) rdma_device: Option<String>,
     pub(crate) service_level: u8,
     pub(crate) traffic_class: u8,
+    pub(crate) deadlines: Deadlines,
 }
 
 /// From a server.

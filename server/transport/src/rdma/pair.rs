@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{CONNECT_TIMEOUT, MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL};
+use dayfly_meta::limits::{MESSAGE_LEN_MAX, RDMA_FAILURES_MAX, RDMA_RETRY_INTERVAL};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -18,6 +18,7 @@ use super::engine::QueueId;
 use super::message::{Ask, Hello, Request};
 use super::queue::QueuePair;
 use super::{Card, Core, lock};
+use crate::budget::{Budget, Progress};
 use crate::{Answer, Connection, Incoming, Offered, Pulled, Service, Slot, TransportError};
 
 /// The last byte of each message of the inner transport tells whom it is for: the service above,
@@ -56,7 +57,8 @@ pub(super) async fn connect(
             let _ = timeout(FIRST_TIMEOUT, tried).await;
         }
     }
-    Ok(Arc::new(PairedConnection { link, address, _keeper: keeper }))
+    let budget = Budget::new(core.deadlines.look_interval);
+    Ok(Arc::new(PairedConnection { link, address, budget, _keeper: keeper }))
 }
 
 struct Link {
@@ -107,10 +109,14 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
     let hold = link.inner.pull(message(HOLD), Vec::new(), FOREVER);
     let serve = async {
         // Nothing is trusted before a write has come through.
-        match asker.ask(Ask::Ping, &[], Vec::new(), None, CONNECT_TIMEOUT).await {
+        match asker.ask(Ask::Ping, &[], Vec::new(), None, (Progress::new(), None), link.core.deadlines.connect).await {
             Outcome::Done { .. } => {}
             Outcome::Late => {
-                return format!("no write of node {} came through within {} s", link.inner.peer(), CONNECT_TIMEOUT.as_secs());
+                return format!(
+                    "no write of node {} came through within {} s",
+                    link.inner.peer(),
+                    link.core.deadlines.connect.as_secs_f64()
+                );
             }
             Outcome::Failed(..) => return asker.ended().await,
             Outcome::Refused(reason) => return reason,
@@ -137,10 +143,10 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
     }
     asker.end(&reason);
     // The engine ends it within less, unless its card has failed altogether.
-    let _ = timeout(CONNECT_TIMEOUT, asker.ended()).await;
+    let _ = timeout(link.core.deadlines.connect, asker.ended()).await;
     if !link.inner.is_lost() {
         // The far side may not have noticed.
-        let _ = link.inner.pull(message(END), Vec::new(), CONNECT_TIMEOUT).await;
+        let _ = link.inner.pull(message(END), Vec::new(), link.core.deadlines.connect).await;
     }
     reason
 }
@@ -151,7 +157,7 @@ async fn set_up(link: &Link) -> Result<Asker, String> {
     let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
     let hello = our_hello(card, &pair)?;
     let message = [&hello.encode()[..], &[SET_UP]].concat();
-    let answered = link.inner.pull(message, Vec::new(), CONNECT_TIMEOUT).await.map_err(|error| error.to_string())?;
+    let answered = link.inner.pull(message, Vec::new(), link.core.deadlines.connect).await.map_err(|error| error.to_string())?;
     let far = Hello::decode(&answered.message).ok_or("its end of a queue pair makes no sense")?;
     let (pair, far) = join(pair, far).await?;
     Ok(Asker::start(&card.engine, pair, hello.nonce, &far, &card.messages))
@@ -183,6 +189,8 @@ async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T, String> + 
 struct PairedConnection {
     link: Arc<Link>,
     address: SocketAddr,
+    /// Of what goes by the queue pair; the inner transport has its own.
+    budget: Arc<Budget>,
     /// Dropping the connection ends its queue pair.
     _keeper: Option<Keeper>,
 }
@@ -216,11 +224,14 @@ impl Connection for PairedConnection {
         if !slots.is_empty()
             && let Some(asker) = self.asker()
         {
-            slots = match asker.ask(Ask::Pull, &message, slots, None, limit).await {
-                Outcome::Done { lens, message, slots } => {
+            let progress = Progress::new();
+            let held = self.budget.take(&slots, &progress, limit).await;
+            let held = held.map_err(|denied| denied.tell(self.peer(), self.address, limit))?;
+            slots = match asker.ask(Ask::Pull, &message, slots, None, (progress, held), limit).await {
+                Outcome::Done { lens, message, slots, unread } => {
                     let mut lens: Vec<u64> = lens.into_iter().map(u64::from).collect();
                     lens.resize(slots.len(), 0);
-                    return Ok(Pulled { message, slots, lens });
+                    return Ok(Pulled { message, slots, lens, unread });
                 }
                 Outcome::Refused(reason) => return Err(self.refused(reason)),
                 Outcome::Late => return Err(self.late(limit)),
@@ -241,7 +252,7 @@ impl Connection for PairedConnection {
         let mut slots = vec![payload];
         let mut again = Vec::new();
         if let Some(asker) = self.asker() {
-            slots = match asker.ask(Ask::Offer, &message, slots, Some(len), limit).await {
+            slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
                 Outcome::Done { message, mut slots, .. } => {
                     let payload = slots.pop().ok_or_else(|| self.refused("it kept what was offered".to_owned()))?;
                     return Ok(Offered { message, payload });
@@ -341,6 +352,7 @@ impl Welcome {
             direct: card.direct.clone(),
             service: self.service.clone(),
             outcomes: card.outcomes.clone(),
+            deadlines: self.core.deadlines,
         };
         answerer.run((from, nonce), queue, requests).await;
         Ok(b"the far end of the queue pair failed".to_vec())

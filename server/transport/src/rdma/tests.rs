@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
 use nix::sys::resource::{Resource, setrlimit};
 use tokio::time::sleep;
@@ -183,6 +184,7 @@ fn a_role_of_these_tests() {
                 key: Arc::new(Key::new([3; 32])),
                 node: NodeId(1),
                 purpose: Purpose::Peer,
+                deadlines: Deadlines::DEFAULT,
             };
             let listen = words.next().unwrap_or("127.0.0.1:0").parse().unwrap();
             let (tcp, address) = Tcp::bind(identity, listen).await.unwrap();
@@ -208,7 +210,7 @@ fn a_role_of_these_tests() {
             let limit = words.next().unwrap().parse().unwrap();
             setrlimit(Resource::RLIMIT_MEMLOCK, limit, limit).unwrap();
             let (tcp, _) = tcp(0).await;
-            let auto = Rdma::new(tcp, Preference::Auto, &Choice::default());
+            let auto = Rdma::new(tcp, Preference::Auto, &Choice::default(), Deadlines::DEFAULT);
             assert!(auto.region(128 << 20).is_ok(), "TCP does without");
             println!("ability {:?}", auto.ability().rdma);
         }),
@@ -241,7 +243,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     for request in waiting {
         assert!(matches!(request.await.unwrap(), Err(TransportError::Lost { .. })));
     }
-    assert!(start.elapsed() < limits::PEER_LOST_TIMEOUT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < Deadlines::DEFAULT.peer_lost, "{:?}", start.elapsed());
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
-use dayfly_meta::limits::{HANDSHAKE_TIMEOUT, HANDSHAKES_MAX};
+use dayfly_meta::limits::HANDSHAKES_MAX;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Duration, sleep, timeout};
@@ -16,11 +16,13 @@ pub(crate) struct Door<T> {
     knocking: JoinSet<Option<T>>,
     /// The oldest first.
     order: VecDeque<AbortHandle>,
+    /// How long each may take.
+    patience: Duration,
 }
 
 impl<T: Send + 'static> Door<T> {
-    pub(crate) fn new(listener: TcpListener) -> Self {
-        Self { listener, knocking: JoinSet::new(), order: VecDeque::new() }
+    pub(crate) fn new(listener: TcpListener, patience: Duration) -> Self {
+        Self { listener, knocking: JoinSet::new(), order: VecDeque::new(), patience }
     }
 
     /// The next one who proves to be a member, by `shake`.
@@ -59,8 +61,9 @@ impl<T: Send + 'static> Door<T> {
         {
             oldest.abort();
         }
+        let patience = self.patience;
         self.order.push_back(self.knocking.spawn(async move {
-            match timeout(HANDSHAKE_TIMEOUT, shaking).await {
+            match timeout(patience, shaking).await {
                 Ok(Ok(member)) => return Some(member),
                 Ok(Err(error)) => tracing::debug!(%address, %error, "a stranger was turned away"),
                 Err(_) => tracing::debug!(%address, "a stranger said nothing in time"),

@@ -123,6 +123,7 @@ fn refused(reason: impl ToString) -> io::Error {
 mod tests {
     use std::sync::Arc;
 
+    use dayfly_meta::deadlines::Deadlines;
     use tokio::net::TcpListener;
 
     use super::*;
@@ -135,6 +136,7 @@ mod tests {
             key: Arc::new(Key::new([key; 32])),
             node: NodeId(node),
             purpose: Purpose::Peer,
+            deadlines: Deadlines::DEFAULT,
         }
     }
 

@@ -4,11 +4,14 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{DRIVE_READERS_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX, REQUEST_TIMEOUT};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_PROBES, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
+use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
@@ -28,32 +31,49 @@ use crate::{Incoming, Service, Serving, Slot};
 pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) -> Serving {
     let mut tasks = JoinSet::new();
     tasks.spawn(accept_all(listener, identity, service));
-    Serving { _tasks: tasks }
+    Serving::new(tasks)
 }
 
 async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) {
-    let mut door = Door::new(listener);
-    let turns = Turns::new(DRIVE_READERS_MAX);
+    let mut door = Door::new(listener, identity.deadlines.handshake);
+    let turns = Turns::new(DRIVE_READERS_MAX, identity.deadlines.landing);
     let mut links = JoinSet::new();
     let shake = |mut stream: TcpStream| {
         let identity = identity.clone();
         async move {
             let (peer, keys) = handshake::accept(&mut stream, &identity).await?;
             stream.set_nodelay(true)?;
+            keep_alive(&stream)?;
             Ok((peer, split(stream, identity.purpose.seal(keys))))
         }
     };
     loop {
         let (peer, halves) = door.admit(shake).await;
         while links.try_join_next().is_some() {}
-        links.spawn(serve_link(halves, peer, service.clone(), turns.clone()));
+        links.spawn(serve_link(halves, peer, service.clone(), turns.clone(), identity.deadlines));
     }
 }
 
-async fn serve_link((read, write): (ReadHalf, WriteHalf), peer: NodeId, service: Arc<dyn Service>, turns: Turns) {
-    let (sender, write) = writer(write);
+/// Has the kernel end a connection whose far end is gone without a word. Nobody else would: on this side only answers are written. The far
+/// end's kernel answers also for a process that is stopped.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepintvl(stream, KEEP_ALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(stream, KEEP_ALIVE_PROBES)?;
+    Ok(())
+}
+
+async fn serve_link(
+    (read, write): (ReadHalf, WriteHalf),
+    peer: NodeId,
+    service: Arc<dyn Service>,
+    turns: Turns,
+    deadlines: Deadlines,
+) {
+    let (sender, write) = writer(write, deadlines.peer_lost);
     let permits = Arc::new(Semaphore::new(PEER_REQUESTS_MAX));
-    let link = Link { peer, service, turns, sender, offers: Arc::default(), permits };
+    let link = Link { peer, service, turns, sender, offers: Arc::default(), permits, deadlines };
     let ended = tokio::select! { read = receive(read, &link) => read, write = write => write };
     if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a peer's connection ended");
@@ -74,6 +94,7 @@ struct Link {
     sender: Sender,
     offers: Offers,
     permits: Arc<Semaphore>,
+    deadlines: Deadlines,
 }
 
 /// Reads requests until the stream ends; the answers under way end with it.
@@ -82,7 +103,10 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
     let mut answers = JoinSet::new();
     loop {
         let header = read.header().await?;
-        while answers.try_join_next().is_some() {}
+        while let Some(answered) = answers.try_join_next() {
+            // A request that is never answered keeps its asker's slots: better that the link ends.
+            answered.map_err(io::Error::other)?;
+        }
         if header.kind == Kind::Data {
             let (mut landing, done) = lock(&link.offers).remove(&header.request).ok_or_else(unexpected)?;
             read.land(&mut landing, u64::from(header.body_len)).await?;
@@ -113,8 +137,13 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
                 });
             }
             Kind::Offer => {
-                let landing =
-                    Box::new(TcpLanding { request, len: header.argument, sender: sender.clone(), offers: link.offers.clone() });
+                let landing = Box::new(TcpLanding {
+                    request,
+                    len: header.argument,
+                    sender: sender.clone(),
+                    offers: link.offers.clone(),
+                    patience: link.deadlines.request,
+                });
                 let incoming = Incoming { len: header.argument, landing };
                 let permit = permit(link).await?;
                 answers.spawn(async move {
@@ -149,6 +178,7 @@ struct TcpLanding {
     len: u64,
     sender: Sender,
     offers: Offers,
+    patience: Duration,
 }
 
 #[async_trait]
@@ -163,7 +193,7 @@ impl crate::Landing for TcpLanding {
         let ready = Outgoing::Frame { kind: Kind::Ready, request: self.request, argument: 0, body: Vec::new() };
         self.sender.send(ready).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
         // On a deadline the slot stays in the table: bytes may still land in it, until the link ends.
-        let landed = timeout(REQUEST_TIMEOUT, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let landed = timeout(self.patience, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         landed.map_err(|_| io::ErrorKind::ConnectionReset.into())
     }
 }

@@ -1,0 +1,90 @@
+//! Comparing what is read with the checksums taken at stage-in, chunk by chunk. A copy that is bad is shown to the server,
+//! which looks for itself; what it gives up is fetched from its owner, and the reader gets those bytes.
+
+use dayfly_meta::checksum::{Mismatch, check};
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::BlockId;
+use dayfly_meta::limits::RECHECKS_MAX;
+use dayfly_meta::path::display;
+
+use crate::{ClientError, Dataset, Session};
+
+impl Session {
+    /// Reads a part of a chunk, from `offset` in it, once all of the chunk has been compared.
+    pub(crate) fn read_verified(
+        &self,
+        dataset: &Dataset,
+        chunk: Chunk,
+        offset: u64,
+        buffer: &mut [u8],
+    ) -> Result<(), ClientError> {
+        let len = chunk_len(dataset, chunk)?;
+        if buffer.len() as u64 == len {
+            return self.read_chunk(dataset, chunk, buffer);
+        }
+        let mut whole = vec![0; len as usize];
+        self.read_chunk(dataset, chunk, &mut whole)?;
+        buffer.copy_from_slice(&whole[offset as usize..offset as usize + buffer.len()]);
+        Ok(())
+    }
+
+    /// Reads a whole chunk and compares it.
+    fn read_chunk(&self, dataset: &Dataset, chunk: Chunk, buffer: &mut [u8]) -> Result<(), ClientError> {
+        self.read_part(dataset, chunk.block, chunk.start(), buffer)?;
+        if self.verify(dataset, chunk, buffer).is_ok() { Ok(()) } else { self.read_again(dataset, chunk, buffer) }
+    }
+
+    /// Reads a chunk after what this node has of it was found bad.
+    fn read_again(&self, dataset: &Dataset, chunk: Chunk, buffer: &mut [u8]) -> Result<(), ClientError> {
+        let mut verified = Ok(());
+        for _ in 0..RECHECKS_MAX {
+            if self.read_far(dataset, chunk.block, chunk.start(), buffer, true)? == 0 {
+                // Nothing came: a copy is here that the server finds good, perhaps a new one.
+                self.read_part(dataset, chunk.block, chunk.start(), buffer)?;
+            }
+            verified = self.verify(dataset, chunk, buffer);
+            if verified.is_ok() {
+                break;
+            }
+        }
+        verified
+    }
+
+    /// Compares a block chunk by chunk, and reads again the chunks that are bad. Says whether any was.
+    pub(crate) fn mend(&self, dataset: &Dataset, block: BlockId, bytes: &mut [u8]) -> Result<bool, ClientError> {
+        let mut was_bad = false;
+        for chunk in Chunk::all(block, bytes.len() as u64) {
+            let end = chunk.start() + chunk.len_in(bytes.len() as u64).unwrap_or(0);
+            let bytes = &mut bytes[chunk.start() as usize..end as usize];
+            if self.verify(dataset, chunk, bytes).is_err() {
+                self.read_again(dataset, chunk, bytes)?;
+                was_bad = true;
+            }
+        }
+        Ok(was_bad)
+    }
+
+    /// Compares a chunk with the checksum taken at stage-in.
+    pub(crate) fn verify(&self, dataset: &Dataset, chunk: Chunk, bytes: &[u8]) -> Result<(), ClientError> {
+        let expected = dataset.catalog().chunk_checksum(chunk).ok_or(ClientError::Protocol("an unknown block"))?;
+        check(bytes, expected).map_err(|Mismatch { expected, found }| {
+            let path = dataset.path_of_block(chunk.block).map_or_else(String::new, |path| display(&path));
+            ClientError::Checksum { block: chunk.block.0, path, node: self.node().0, expected, found }
+        })
+    }
+}
+
+fn chunk_len(dataset: &Dataset, chunk: Chunk) -> Result<u64, ClientError> {
+    let len = dataset.catalog().block(chunk.block).and_then(|(_, len)| chunk.len_in(len));
+    len.ok_or(ClientError::Protocol("an unknown block"))
+}
+
+impl Dataset {
+    /// A path of the sample that a block is a piece of: looked for through the whole catalog, for messages only.
+    fn path_of_block(&self, block: BlockId) -> Option<Vec<u8>> {
+        let (sample, _) = self.catalog().block(block)?;
+        let entries =
+            (0..self.catalog().header().entries).filter_map(|id| self.catalog().entry(dayfly_meta::catalog::EntryId(id)));
+        entries.into_iter().find(|entry| entry.sample() == Some(sample)).map(|entry| self.catalog().path(&entry))
+    }
+}

@@ -1,0 +1,43 @@
+//! CRC32C, the checksum that travels with every chunk from the source to the reader. It finds accidents; it does not stop
+//! whoever computes one too.
+
+/// Bytes that are not what was staged in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its checksum is {found:08x}, at stage-in it was {expected:08x}")]
+pub struct Mismatch {
+    /// The checksum taken while the source was read.
+    pub expected: u32,
+    /// The checksum of the bytes at hand.
+    pub found: u32,
+}
+
+/// The checksum of some bytes.
+pub fn checksum(bytes: &[u8]) -> u32 {
+    crc32c::crc32c(bytes)
+}
+
+/// The checksum of bytes that are followed by `len` more, from the checksums of both parts.
+pub fn combine(left: u32, right: u32, len: u64) -> u32 {
+    crc32c::crc32c_combine(left, right, len as usize)
+}
+
+/// Compares bytes with the checksum that they should have.
+pub fn check(bytes: &[u8], expected: u32) -> Result<(), Mismatch> {
+    let found = checksum(bytes);
+    if found == expected { Ok(()) } else { Err(Mismatch { expected, found }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_of_parts_combine_to_that_of_the_whole() {
+        let bytes: Vec<u8> = (0..100_000_u32).map(|number| (number * 7 >> 3) as u8).collect();
+        for cut in [0, 1, 4096, 99_999, 100_000] {
+            let (left, right) = bytes.split_at(cut);
+            assert_eq!(combine(checksum(left), checksum(right), right.len() as u64), checksum(&bytes), "cut at {cut}");
+        }
+        assert_eq!(checksum(b"123456789"), 0xe306_9283, "the check value of CRC32C");
+    }
+}
