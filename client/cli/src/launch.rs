@@ -160,10 +160,7 @@ pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Resul
         Some(path) => std::path::absolute(path)?,
         None => env::current_dir()?.join(format!(".dayfly-{session}.key")),
     };
-    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref()).map_err(|error| {
-        let folder = locate::runtime_dir();
-        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
-    })?;
+    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref())?;
     let noted = match chosen.launcher.input {
         // Should this be killed while it is there, the next that comes by removes it.
         launchers::Input::File => fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes()),
@@ -280,9 +277,7 @@ impl Place {
         let (data_dirs, warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
         let capacity = settings.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, settings.servers_here), Ok)?;
         let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here);
-        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
-            Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
-        })?;
+        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local)?;
         let list = location.folder.join(data_dir::LIST);
         match OpenOptions::new().create_new(true).write(true).mode(0o600).open(list) {
             Ok(mut list) => list.write_all(&data_dir::list(&data_dirs, session))?,
