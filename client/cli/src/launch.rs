@@ -128,7 +128,7 @@ pub(crate) fn plan(options: &SessionOptions, keep: Duration) -> Result<Planned, 
     let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
     if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(
-            "--memory must be at least {}: what is read takes its way through it, in pieces",
+            "--memory must be at least {}: blocks of other nodes are read through it, several chunks at a time",
             size::show(ARENA_LEN_MIN)
         )));
     }

@@ -62,7 +62,12 @@ pub(crate) fn kind(path: &Path) -> io::Result<(String, u64)> {
 pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<(Vec<PathBuf>, Vec<String>), Failure> {
     let (mut checked, mut warnings) = (Vec::new(), Vec::new());
     for path in data_dirs {
-        let unusable = |error: io::Error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display()));
+        let unusable = |error: io::Error| {
+            Failure::new(format!(
+                "cannot use the data dir '{}': {error}; make it on every node, or name another by --data-dir",
+                path.display()
+            ))
+        };
         let path = fs::canonicalize(path).map_err(unusable)?;
         if !path.is_dir() {
             return Err(unusable(io::ErrorKind::NotADirectory.into()));
