@@ -16,11 +16,14 @@ use nix::sys::statvfs::statvfs;
 use nix::unistd::{AccessFlags, access, geteuid};
 
 use crate::failure::{Failure, owner};
+use crate::size;
 
 /// The file in a session's folder that lists its folders in the data dirs.
 pub(super) const LIST: &str = "data-dirs";
 /// What a node takes of what is free when `--capacity` does not say.
 const SHARE_PERCENT: u64 = 90;
+/// What all nodes of a machine may take of it, whatever `--capacity` says.
+const SHARE_PERCENT_MAX: u64 = 98;
 
 /// File systems that reach over a network, by the magic of `statfs`.
 const NETWORK: [(u32, &str); 9] = [
@@ -121,8 +124,27 @@ fn movable(data_dir: &Path) -> Option<String> {
     moved.map(|error| format!("the data dir '{}' may be moved by others: {error}", data_dir.display()))
 }
 
-/// What each of `nodes` servers of this machine may take of what is free now.
-pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Failure> {
+/// What each of `nodes` servers of this machine may take: what the user says, as far as it is there, or most of what is free now.
+pub(super) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], nodes: u16) -> Result<(u64, Option<String>), Failure> {
+    let free = free(data_dirs)? / 100;
+    let share = |percent: u64| free * percent / u64::from(nodes);
+    let Some(wanted) = wanted else { return Ok((share(SHARE_PERCENT), None)) };
+    let most = share(SHARE_PERCENT_MAX);
+    if wanted <= most {
+        return Ok((wanted, None));
+    }
+    let servers = if nodes > 1 { format!(" for {nodes} servers") } else { String::new() };
+    let warning = format!(
+        "--capacity {} is more than the data dirs have: {} free{servers}; this one takes at most {}",
+        size::show(wanted),
+        size::show(free * 100),
+        size::show(most)
+    );
+    Ok((most, Some(warning)))
+}
+
+/// What is free now on the file systems of the data dirs.
+fn free(data_dirs: &[PathBuf]) -> Result<u64, Failure> {
     let mut free = 0;
     let mut seen = HashSet::new();
     for path in data_dirs {
@@ -134,7 +156,7 @@ pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Fa
             statvfs(path).map_err(|error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display())))?;
         free += stat.blocks_available() * stat.fragment_size();
     }
-    Ok(free / 100 * SHARE_PERCENT / u64::from(nodes))
+    Ok(free)
 }
 
 fn user_folder(data_dir: &Path) -> PathBuf {
