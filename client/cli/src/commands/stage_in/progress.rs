@@ -76,7 +76,8 @@ fn style(template: &str) -> ProgressStyle {
 impl Reporter {
     pub(super) fn new(json: bool, target: &str, max_rate: Option<u64>) -> Self {
         let now = Instant::now();
-        Self { json, target: target.to_owned(), max_rate, bars: None, last_line: now, start: now }
+        let target = if json { target.to_owned() } else { display(target.as_bytes()) };
+        Self { json, target, max_rate, bars: None, last_line: now, start: now }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -174,7 +175,7 @@ impl Reporter {
             eprintln!("warning: {count} {what}");
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
-            eprintln!("  {note}");
+            eprintln!("  {}", display(note.as_bytes()));
         }
     }
 
