@@ -212,7 +212,7 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
         assert!(read(&view, number).unwrap() == expected, "file {number}");
         assert_eq!(found(&session, Hop::Kept), before + 1);
         if LENS[number] as u64 <= CHUNK_LEN {
-            // A larger one is kept again once all of its chunks have come again.
+            // A larger one is kept again at once only where all of its chunks are in the arena still.
             wait_until_kept(&view, number);
         }
         assert!(read(&view, number).unwrap() == expected, "file {number}, kept again");

@@ -368,12 +368,11 @@ impl Server {
         if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
     }
 
-    /// A dataset as peers may read it: one that is shown, or one that is prepared, for some of them show it before this node
-    /// does.
+    /// A dataset as peers may read it: one that is shown, or that they show before or after this node does.
     fn to_be_read(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let shown = || self.store.dataset(id);
         // Between two looks it may have been shown and settled.
-        shown().or_else(|| self.stages.prepared(id)).or_else(shown)
+        shown().or_else(|| self.stages.dataset(id)).or_else(shown)
     }
 
     /// Does what a drive may take its time for, off the threads that move messages.

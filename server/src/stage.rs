@@ -47,10 +47,14 @@ impl Stages {
         self.lock().remove(&number)
     }
 
-    /// A dataset that is prepared here and that other nodes may show already.
-    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let stages: Vec<Arc<Stage>> = self.lock().values().cloned().collect();
-        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
+        let known = |stage: Arc<Stage>| {
+            let outcome = stage.outcome();
+            [outcome.prepared.clone(), outcome.replaced.clone()]
+        };
+        stages.into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -304,6 +308,7 @@ impl Stage {
     pub(crate) fn settle(&self, server: &Server) {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.set_gone(true);
             replaced.give_up();
             server.arena().forget(replaced.id());
         }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use dayfly_client::locate::Location;
 use dayfly_client::{Session, View};
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
 use dayfly_meta::wire::control::{Command, Event, Selection, StageIn, Summary};
@@ -77,6 +78,7 @@ impl Inside {
                 workers: 2,
                 decoders: 1,
                 stage_memory: 256 << 20,
+                deadlines: Deadlines::DEFAULT,
             };
             let known = meddle.clone();
             let plan: Plan = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
