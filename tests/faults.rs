@@ -16,6 +16,11 @@ use harness::{Cluster, Ground, signal, wait_for, wait_until};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::statvfs;
 
+harness::with_few_and_many_workers! {
+    a_server_killed_during_stage_in_is_named_and_nothing_is_visible,
+    a_node_that_cannot_begin_is_named_and_the_next_stage_in_works,
+}
+
 const FILES: usize = 3000;
 
 fn content(number: usize) -> Vec<u8> {
@@ -29,7 +34,6 @@ fn ground() -> Ground {
     ground
 }
 
-#[test]
 fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
     let mut met = 0;
     for round in 0..9_u64 {
@@ -258,7 +262,6 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     }
 }
 
-#[test]
 fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();

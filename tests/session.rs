@@ -14,6 +14,10 @@ use std::time::{Duration, Instant};
 use harness::{Ground, assert_same_tree, output_of, pack, read_tree, signal, text, tool, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
+harness::with_few_and_many_workers! {
+    a_cancelled_stage_in_leaves_nothing,
+}
+
 /// A tree with all that an archive can hold.
 fn make_tree(folder: &Path) {
     fs::create_dir_all(folder.join("sub/deep")).unwrap();
@@ -321,7 +325,6 @@ fn down_and_clean_wait_for_what_is_on_its_way_out() {
     }
 }
 
-#[test]
 fn a_cancelled_stage_in_leaves_nothing() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();

@@ -13,6 +13,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::sleep;
 
 use crate::arena::Lease;
+use crate::blocking::Blocking;
 use crate::stats::Damage;
 use crate::store::Dataset;
 
@@ -37,10 +38,10 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
-        let task = keep_all(landed, waiting_bytes.clone(), damage);
+        let task = keep_all(landed, waiting_bytes.clone(), damage, blocking);
         (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
@@ -72,7 +73,12 @@ impl Landed {
     }
 }
 
-async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>, damage: Arc<Damage>) {
+async fn keep_all(
+    mut landed: UnboundedReceiver<Landed>,
+    waiting_bytes: Arc<AtomicU64>,
+    damage: Arc<Damage>,
+    blocking: Arc<dyn Blocking>,
+) {
     let mut next = None;
     loop {
         let first = match next.take() {
@@ -104,7 +110,7 @@ async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<Atom
             }
         }
         let damage = damage.clone();
-        let writing = tokio::task::spawn_blocking(move || {
+        let writing = blocking.run(move || {
             together.retain(|one| one.is_good(&damage));
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
             dataset.keep(&chunks)

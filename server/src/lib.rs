@@ -5,6 +5,7 @@
 //! `lead` (the lead's part); `peers` (the other nodes); `clients` (the processes of this node).
 
 mod arena;
+pub mod blocking;
 mod clients;
 mod fetch;
 mod ingest;

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, WORKERS_MAX};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, stage_workers_max};
 use dayfly_meta::path::display;
 use dayfly_server::{Key, Preference};
 use nix::fcntl::Flock;
@@ -100,8 +100,11 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             size::show(ARENA_LEN_MIN)
         )));
     }
-    memory::check(options.stage_in_memory)?;
-    let deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+    memory::check(options.stage_in_memory, options.stage_in_workers)?;
+    let mut deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+    if let Some(seconds) = options.stage_in_timeout {
+        deadlines.stall = Duration::from_secs(seconds);
+    }
     deadlines.check().map_err(Failure::new)?;
     let chosen = launchers::choose(&options.launch)?;
     if chosen.is_fallback {
@@ -147,6 +150,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             capacity: options.capacity,
             memory,
             stage_in_memory: options.stage_in_memory,
+            stage_in_workers: options.stage_in_workers,
             prefix,
             verify_reads: options.verify_reads,
             encrypt: options.encrypt,
@@ -240,7 +244,7 @@ impl Place {
         }
         let (data_dirs, warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
         let capacity = settings.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, settings.servers_here), Ok)?;
-        let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here);
+        let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
         let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
             Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
         })?;
@@ -253,7 +257,8 @@ impl Place {
         }
         // Of those that this process may use, by its cpuset and control group.
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let workers = (cores / usize::from(settings.servers_here)).clamp(1, WORKERS_MAX);
+        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_workers_max(stage_memory));
+        let workers = settings.stage_in_workers.map_or(share, usize::from);
         // One source is decoded by as many as are there: with many sources, its workers take turns all the same.
         let decoders = cores.clamp(1, DECODERS_MAX);
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_memory, warnings })
