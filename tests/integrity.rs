@@ -19,7 +19,7 @@ use dayfly_meta::limits::{CHUNK_LEN, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::peer::Request;
 use dayfly_meta::wire::status::Hop;
-use dayfly_meta::wire::{VERSION, decode, encode};
+use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
 use dayfly_transport::fault::{Fault, Seen};
 use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
@@ -30,7 +30,7 @@ const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 9_000_000, 300, 2_000_000, 5_000_000];
 
 fn asks(seen: &Seen<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
-    decode::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
+    decode_sealed::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
 }
 
 fn ships(seen: &Seen<'_>) -> bool {
@@ -122,7 +122,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
     // The first chunk of each answer, when it comes for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| match decode::<Request>(seen.message) {
+    session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
         Ok(Request::Read { chunks, .. }) if flipped.lock().unwrap().insert(chunks[0]) => Some(Fault::FlipOnWire),
         _ => None,
     });
