@@ -288,7 +288,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
     let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
-        Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
+        Ok(Reply::Status(status)) => Ok(status.free_bytes),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
         Err(error) => Err(format!("all nodes are needed for a stage-in: {error}")),
     };

@@ -301,17 +301,18 @@ impl Server {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
             Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.ingest().reserve(block_len).map_err(|error| error.to_string())?;
+                let arrival = self.stages.get(stage)?.reserve(self, block_len).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
-                // Those who stage in come before what is only kept.
-                self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
                 let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
-                begun.map_err(|error| error.to_string())?.map(|()| done)
+                begun.map_err(|error| error.to_string())??;
+                // Those who stage in come before what is only kept, which gives its room up when they need it.
+                self.pause_keeping();
+                Ok(done)
             }
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;
@@ -429,7 +430,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) {
+        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
@@ -487,7 +488,7 @@ impl Service for PeerService {
     async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(blocks, incoming).await?,
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
                 self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }

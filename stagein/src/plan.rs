@@ -1,6 +1,7 @@
 //! The lead's part before anything is read: sources are found, told apart and cut into units.
 
 mod cut;
+mod preflight;
 mod queue;
 
 use std::ffi::OsStr;
@@ -15,6 +16,7 @@ use dayfly_meta::path::{display, join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
+pub use preflight::check_sources;
 pub use queue::UnitQueue;
 
 use crate::StageInError;
