@@ -312,6 +312,40 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     staging.join().unwrap().unwrap();
 }
 
+/// Until a node shows the new dataset it reads the old one, also what lies on nodes that show the new one already.
+#[test]
+fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
+    let session = Arc::new(Inside::new(3, false));
+    session.stage(&session.write(&LENS)).unwrap();
+    let other = session.write_in("other", &LENS, 100);
+    session.meddle(|seen| {
+        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+        is_late.then_some(Fault::Delay(Duration::from_secs(4)))
+    });
+    let first = session.view(0);
+    let old = dataset(&first).id();
+    let staging = std::thread::spawn({
+        let session = session.clone();
+        move || session.stage_over(&other, true).map(drop)
+    });
+    wait_until("node 0 shows the new one", || {
+        first.session().datasets().unwrap().first().is_some_and(|dataset| dataset.id() != old)
+    });
+    let late = session.view(1);
+    for (number, &len) in LENS.iter().enumerate() {
+        let bytes = read(&late, number);
+        if late.session().datasets().unwrap().first().is_none_or(|dataset| dataset.id() != old) {
+            // A machine so slow that the new one is shown meanwhile tells nothing.
+            break;
+        }
+        assert!(bytes.unwrap_or_else(|reason| panic!("file {number}: {reason}")) == content(number, len), "file {number}");
+    }
+    staging.join().unwrap().unwrap();
+    for (number, &len) in LENS.iter().enumerate() {
+        assert!(read(&session.view(1), number).unwrap() == content(100 + number, len), "file {number}");
+    }
+}
+
 /// A dataset that one node has shown and that is then undone: errors, never other bytes.
 #[test]
 fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
