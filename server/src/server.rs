@@ -430,7 +430,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
+        if !(room.grow(more) || self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
