@@ -285,7 +285,7 @@ impl Fetcher {
             }));
         }
         self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        Answer { message: dayfly_meta::wire::encode(&Reply::Read { missing }), pieces }
+        Answer { message: dayfly_meta::wire::encode_sealed(&Reply::Read { missing }), pieces }
     }
 }
 

@@ -56,10 +56,13 @@ impl Stages {
         self.lock().values().cloned().collect()
     }
 
-    /// A dataset that is prepared here and that other nodes may show already.
-    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let stages: Vec<Arc<Stage>> = self.all();
-        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let known = |stage: Arc<Stage>| {
+            let outcome = stage.outcome();
+            [outcome.prepared.clone(), outcome.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -352,6 +355,7 @@ impl Stage {
     pub(crate) fn settle(&self, server: &Server) {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.set_gone(true);
             replaced.give_up();
             server.arena().forget(replaced.id());
         }
