@@ -116,6 +116,8 @@ impl Ingest {
         }
         check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(place.drive));
         self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
@@ -174,6 +176,8 @@ impl Ingest {
 
     fn write(&self, window: Window) -> Result<(), IngestError> {
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
         window.write(&self.segments, &self.arrivals)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())

@@ -16,6 +16,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout};
 
 use crate::arena::Lease;
+use crate::blocking::Blocking;
 use crate::stats::Damage;
 use crate::store::Dataset;
 
@@ -40,15 +41,16 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
         let written = Arc::new(Written::default());
-        let writing = keep_all(landed, waiting_bytes.clone(), written.clone(), damage);
+        let writing = keep_all(landed, waiting_bytes.clone(), written.clone(), damage, blocking.clone());
         let task = async move {
             tokio::select! {
+                biased;
                 () = writing => {}
-                () = sync_all(&written) => {}
+                () = sync_all(&written, &*blocking) => {}
             }
         };
         (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
@@ -109,10 +111,10 @@ impl Written {
 }
 
 /// Syncs group after group, while the next is written.
-async fn sync_all(written: &Written) {
+async fn sync_all(written: &Written, blocking: &dyn Blocking) {
     loop {
         for dataset in written.next().await.datasets.into_values() {
-            match tokio::task::spawn_blocking(move || dataset.sync_kept()).await {
+            match blocking.run(move || dataset.sync_kept()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::warn!(%error, "copies of other nodes' blocks are given up"),
                 Err(error) => tracing::warn!(%error, "syncing copies of other nodes' blocks failed"),
@@ -142,6 +144,7 @@ async fn keep_all(
     waiting_bytes: Arc<AtomicU64>,
     written: Arc<Written>,
     damage: Arc<Damage>,
+    blocking: Arc<dyn Blocking>,
 ) {
     let mut next = None;
     loop {
@@ -175,7 +178,7 @@ async fn keep_all(
         }
         let target = dataset.clone();
         let damage = damage.clone();
-        let writing = tokio::task::spawn_blocking(move || {
+        let writing = blocking.run(move || {
             together.retain(|one| one.is_good(&damage));
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
             target.keep(&chunks)

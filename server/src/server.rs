@@ -25,6 +25,7 @@ use tokio::task::JoinSet;
 
 use crate::Config;
 use crate::arena::Arena;
+use crate::blocking::{Blocking, Threads};
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
@@ -70,6 +71,7 @@ pub enum StartError {
 pub struct Server {
     config: Config,
     transport: Arc<dyn Transport>,
+    blocking: Arc<dyn Blocking>,
     address: SocketAddr,
     store: Store,
     arena: Arena,
@@ -98,25 +100,46 @@ struct Running {
 impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
-        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// As [`Self::start`], over a transport that has been decorated.
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
         let deadlines = config.deadlines;
         let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
+    }
+
+    /// As [`Self::start`], on a network that is there already, by which peers reach us at `address`.
+    pub async fn start_on(
+        config: Config,
+        transport: Arc<dyn Transport>,
+        address: SocketAddr,
+        blocking: Arc<dyn Blocking>,
+    ) -> Result<Arc<Self>, StartError> {
+        let listen = |error| StartError::Listen { address, error };
+        let deadlines = config.deadlines;
+        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
         let damage = Arc::new(Damage::default());
-        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone()));
+        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
             prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
             config,
             transport,
+            blocking,
             address,
             store,
             arena,
@@ -182,6 +205,10 @@ impl Server {
 
     pub(crate) fn transport(&self) -> &dyn Transport {
         &*self.transport
+    }
+
+    pub(crate) fn blocking(&self) -> &Arc<dyn Blocking> {
+        &self.blocking
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -266,7 +293,7 @@ impl Server {
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
-                let begun = tokio::task::spawn_blocking(move || Stage::begin(&server, beginning)).await;
+                let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
                 begun.map_err(|error| error.to_string())??;
                 // Those who stage in come before what is only kept, which gives its room up when they need it.
                 self.pause_keeping();
@@ -291,7 +318,7 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
+            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));
@@ -374,7 +401,7 @@ impl Server {
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, String> {
         let server = self.clone();
-        tokio::task::spawn_blocking(move || work(&server)).await.map_err(|error| error.to_string())
+        self.blocking.run(move || work(&server)).await.map_err(|error| error.to_string())
     }
 
     /// Gets the catalog, checks it and makes the dataset ready to be shown.
@@ -410,7 +437,7 @@ impl Server {
             stage.set_catalog(file);
         }
         let (stage, me, nodes) = (stage.clone(), self.config.node, self.peers.count());
-        let preparing = tokio::task::spawn_blocking(move || {
+        let preparing = self.blocking.run(move || {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
             let find = |arrival| ingest.find(arrival);

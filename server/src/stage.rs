@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
@@ -21,7 +20,9 @@ use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
+use crate::blocking::Blocking;
 use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
@@ -93,6 +94,7 @@ pub(crate) struct Stage {
     selection: Selection,
     memory: Memory,
     deadlines: Deadlines,
+    blocking: Arc<dyn Blocking>,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
@@ -140,6 +142,7 @@ impl Stage {
             selection,
             memory,
             deadlines: *server.deadlines(),
+            blocking: server.blocking().clone(),
             ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
             landing,
             gauge,
@@ -197,7 +200,7 @@ impl Stage {
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
-        let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
+        let written = self.blocking.run(move || ingest.write_out()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
@@ -231,7 +234,7 @@ impl Stage {
         let mut slot = slot;
         for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
             let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
-            let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
+            let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
             match stored.map_err(|error| IngestError::Room(error.to_string()))?? {
                 Stored::Full(full) if attempts_left > 0 && server.make_room(room).await.map_err(IngestError::Room)? => {
                     slot = full
@@ -246,7 +249,7 @@ impl Stage {
     pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64) -> Result<Option<u32>, String> {
         for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
             let ingest = self.ingest.clone();
-            let reserved = tokio::task::spawn_blocking(move || ingest.reserve(block_len)).await;
+            let reserved = self.blocking.run(move || ingest.reserve(block_len)).await;
             let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
             if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
                 return Ok(reserved);
@@ -264,7 +267,7 @@ impl Stage {
     ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
+        let stored = self.blocking.run(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
         match stored.map_err(|error| error.to_string())? {
             Ok(()) => Ok(Reply::Done),
             Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
@@ -288,7 +291,7 @@ impl Stage {
         let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
         let runs = runs.unwrap_or_else(|| Err("no runs".to_owned()))?;
         let ingest = self.ingest.clone();
-        let finished = tokio::task::spawn_blocking(move || ingest.finish()).await;
+        let finished = self.blocking.run(move || ingest.finish()).await;
         finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
     }
@@ -403,13 +406,15 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
 async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
-        let (server, stage, placement) = (server.clone(), stage.clone(), placement.clone());
-        workers.spawn_blocking(move || run_worker(&server, &stage, placement));
+        let (server, stage, placement, blocking) = (server.clone(), stage.clone(), placement.clone(), server.blocking().clone());
+        let worker = move || run_worker(&server, &stage, placement);
+        workers.spawn(blocking.run(worker));
     }
     let mut all = Vec::new();
     let mut failure = None;
     while let Some(ended) = workers.join_next().await {
-        match ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string())) {
+        let ended = ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string()));
+        match ended.and_then(|ended| ended.map_err(|error| error.to_string())) {
             Ok(mut runs) => all.append(&mut runs),
             // The first failure is the one that counts: the others end because of it.
             Err(reason) if failure.is_none() => {
@@ -456,7 +461,11 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
-        let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * server.deadlines().request)))?;
+        let reply = server.blocking().wait_for(stage.unless_cancelled(server.ask(
+            stage.lead,
+            request,
+            2 * server.deadlines().request,
+        )))?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
@@ -473,7 +482,9 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        let progress = stage.gauge.take();
+        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let request = Request::Report { stage: stage.number, progress, waits };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -94,6 +94,8 @@ struct OpenDirectory {
     subdirectories: u32,
 }
 
+/// Bytes of a column that are copied at a time.
+const COPY_LEN: u64 = 16 << 20;
 /// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
 const PATCH_LEN: usize = 16;
 
@@ -268,8 +270,9 @@ impl<'a> CatalogBuilder<'a> {
         Ok(offset)
     }
 
-    /// Joins the columns, fills in what is known only now, and makes the path index.
-    pub fn finish(mut self) -> Result<Built, BuildError> {
+    /// Joins the columns, fills in what is known only now, and makes the path index. Calls `step` as it goes forward, for of a large
+    /// dataset that takes minutes.
+    pub fn finish(mut self, step: &dyn Fn()) -> Result<Built, BuildError> {
         if self.open.is_empty() {
             self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
@@ -292,10 +295,10 @@ impl<'a> CatalogBuilder<'a> {
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
                 // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
-                io::copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to)?;
+                copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
-            io::copy(&mut writer.read_back()?, &mut to)?;
+            copy(&mut writer.read_back()?, &mut to, step)?;
         }
         let header = HeaderRecord {
             seed: self.about.seed,
@@ -306,8 +309,8 @@ impl<'a> CatalogBuilder<'a> {
         };
         write_start(&file, &header, end)?;
         let mut map = map_private_file(&file)?;
-        apply_patches(&mut map, &extents, self.patches)?;
-        fill_index(&mut map, &extents, self.hashes)?;
+        apply_patches(&mut map, &extents, self.patches, step)?;
+        fill_index(&mut map, &extents, self.hashes, step)?;
         let checksum = crc32c::crc32c(&map);
         drop(map);
         let count = |column: Column| extents[column as usize].count;
@@ -325,10 +328,19 @@ fn write_start(file: &File, header: &HeaderRecord, file_len: u64) -> Result<(), 
     Ok(())
 }
 
-fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: ScratchFile) -> io::Result<()> {
+/// Copies to the end, a piece at a time.
+fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
+    while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
+        step();
+    }
+    Ok(())
+}
+
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
     let mut patches = patches.read_back()?;
     let mut patch = [0; PATCH_LEN];
     while read_whole(&mut patches, &mut patch)? {
+        step();
         let [entry, next, row, links] = std::array::from_fn(|word| &patch[word * 4..word * 4 + 4]);
         let number = |word: &[u8]| word.iter().rev().fold(0_usize, |value, &byte| value << 8 | usize::from(byte));
         let entry_at = extents[Column::Entries as usize].offset as usize + number(entry) * 20;
@@ -339,12 +351,13 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: ScratchFi
     Ok(())
 }
 
-fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile) -> io::Result<()> {
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
     let mut hashes = hashes.read_back()?;
     let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;
     while read_whole(&mut hashes, &mut hash)? {
+        step();
         let (mut bucket, fingerprint) = index_bucket(u64::from_le_bytes(hash), buckets);
         entry += 1;
         let slot = (u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes();

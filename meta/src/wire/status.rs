@@ -177,6 +177,10 @@ pub struct NodeStatus {
     pub clients: u64,
     /// Those that read most.
     pub busiest: Vec<ClientStatus>,
+    /// Units that this node reads at a time in one stage-in.
+    pub stage_in_workers: u64,
+    /// Its memory for all stage-ins that run at once, in bytes.
+    pub stage_in_memory_bytes: u64,
     /// Resident memory of the server, in bytes; shared parts included.
     pub memory_bytes: u64,
     /// What this node's clients read, by [`Source`].

@@ -43,6 +43,8 @@ impl Server {
             leases,
             clients,
             busiest,
+            stage_in_workers: self.config.workers as u64,
+            stage_in_memory_bytes: self.config.stage_memory,
             memory_bytes: resident_memory(),
             reads,
             remote: self.fetcher.remote(),

@@ -39,6 +39,12 @@ impl ServerSink {
     }
 }
 
+/// Stores on this node what needs no offer.
+async fn here(server: Arc<Server>, store: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+    let stored = server.blocking().run(store).await;
+    stored.map_err(|error| failed(server.config().node, error))?
+}
+
 fn failed(node: NodeId, reason: impl ToString) -> StageInError {
     StageInError::Ship { node, reason: reason.to_string() }
 }
@@ -85,7 +91,7 @@ impl Sink for ServerSink {
         }
         // What stays here is put where what comes from others lands: it is kept there until it is written.
         let slot = self.stage.landing_slot(BATCH_LEN_MAX as u64);
-        let slot = self.runtime.block_on(self.stage.unless_cancelled(slot))?;
+        let slot = self.server.blocking().wait_for(self.stage.unless_cancelled(slot))?;
         slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
@@ -129,7 +135,7 @@ impl Sink for ServerSink {
                 let stored = stage.ingest().store_piece(arrival, offset, checksum, &buffer[..len]);
                 stored.map(|()| Settled::Piece).map_err(|error| not_stored(owner, error))
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
         }
         let offer = async move {
@@ -152,7 +158,7 @@ impl Sink for ServerSink {
 
     fn settle(&mut self) -> Outcome {
         // Each offer has its own deadline; a drive of this node that stands still is met by the lead's, which cancels.
-        match self.runtime.block_on(self.stage.unless_cancelled(self.under_way.join_next()))? {
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
             None => Ok(Settled::Piece),
@@ -166,7 +172,7 @@ impl Sink for ServerSink {
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
         let asked = self.server.ask(owner, request, self.server.deadlines().request);
-        match self.runtime.block_on(self.stage.unless_cancelled(asked))? {
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
             Err(error) => Err(failed(owner, error)),

@@ -275,6 +275,11 @@ impl Segments {
         self.segments.get(usize::from(drive)).map(|segment| &segment.file)
     }
 
+    /// The folder on a drive, for messages.
+    pub(crate) fn drive_path(&self, drive: u8) -> &[u8] {
+        self.segments.get(usize::from(drive)).map_or(b"", |segment| segment.drive.path().as_os_str().as_encoded_bytes())
+    }
+
     /// All files, by drive.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Arc<File>> {
         self.segments.iter().map(|segment| &segment.file)

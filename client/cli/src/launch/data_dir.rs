@@ -120,10 +120,14 @@ fn user_folder(data_dir: &Path) -> PathBuf {
     data_dir.join(format!("dayfly-{}", geteuid()))
 }
 
+/// A session's folder in each data dir.
+pub(super) fn for_session(data_dirs: &[PathBuf], session: SessionId) -> Vec<PathBuf> {
+    data_dirs.iter().map(|data_dir| user_folder(data_dir).join(session.to_string())).collect()
+}
+
 /// A node's folder in each data dir, for its server to make.
 pub(super) fn for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Vec<PathBuf> {
-    let folder = |data_dir: &PathBuf| user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
-    data_dirs.iter().map(folder).collect()
+    for_session(data_dirs, session).iter().map(|folder| folder.join(format!("node-{node}"))).collect()
 }
 
 /// Makes a node's folders and locks them for as long as the result lives: they look empty, but are not left over.
@@ -161,7 +165,7 @@ fn is_private(folder: &Path) -> bool {
 
 /// A session's folders in its data dirs, to be written down.
 pub(super) fn list(data_dirs: &[PathBuf], session: SessionId) -> Vec<u8> {
-    let folders = data_dirs.iter().map(|data_dir| user_folder(data_dir).join(session.to_string()).into_os_string().into_vec());
+    let folders = for_session(data_dirs, session).into_iter().map(|folder| folder.into_os_string().into_vec());
     folders.collect::<Vec<_>>().join(&0)
 }
 

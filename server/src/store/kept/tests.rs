@@ -50,7 +50,7 @@ impl Ground {
             let member = Member { path, key, ticket: 0, mode: 0o644, mtime_s: 0, mtime_ns: 0, kind };
             builder.add(&member.path, &member, 1).unwrap();
         }
-        let built = builder.finish().unwrap();
+        let built = builder.finish(&|| {}).unwrap();
         let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
         let room = drives[0].reserve(built.len).unwrap();
         let (target, roster) = (b"d".to_vec(), (NodeId(0), 2));
