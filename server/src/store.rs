@@ -5,7 +5,7 @@ mod drive;
 mod kept;
 mod pages;
 mod segment;
-mod write_back;
+pub(crate) mod write_back;
 
 use std::collections::BTreeMap;
 use std::fs::File;
