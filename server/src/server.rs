@@ -28,7 +28,7 @@ use crate::arena::Arena;
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
-use crate::lead::Lead;
+use crate::lead::{Lead, Reported};
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
@@ -258,8 +258,8 @@ impl Server {
         match request {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
-            Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.ingest().reserve(block_len).map_err(|error| error.to_string())?;
+            Request::Reserve { stage, block_len, rival } => {
+                let arrival = self.stages.get(stage)?.ingest().reserve(block_len, rival).map_err(|error| error.to_string())?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
@@ -290,7 +290,10 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
+            Request::Report { stage, progress, waits, suspects, sightings } => {
+                let reported = Reported { progress, waits, suspects, sightings };
+                Ok((self.lead.report(stage, from, reported), Vec::new()))
+            }
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));

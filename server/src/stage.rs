@@ -16,6 +16,7 @@ use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
+use dayfly_stagein::collisions::Questions;
 use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
 use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
@@ -88,6 +89,8 @@ pub(crate) struct Stage {
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
+    /// What the lead asks the workers.
+    questions: Arc<Questions>,
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
     outcome: Mutex<Outcome>,
@@ -132,9 +135,10 @@ impl Stage {
             selection,
             memory,
             deadlines: *server.deadlines(),
-            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, (memory.shuffle_len, memory.paths_len), gauge.clone())),
             landing,
             gauge,
+            questions: Arc::default(),
             runs: watch::Sender::new(None),
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
@@ -405,13 +409,15 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
     let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone()).map_err(StageInError::Scratch)?;
     let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
-    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders };
+    let questions = stage.questions.clone();
+    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
     let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
         let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * server.deadlines().request)))?;
+        worker.answer()?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
@@ -430,7 +436,8 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
         tokio::time::sleep(server.deadlines().progress_interval).await;
         let progress = stage.gauge.take();
         let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
-        let request = Request::Report { stage: stage.number, progress, waits };
+        let (suspects, sightings) = (stage.ingest.take_suspects(), stage.questions.take_sightings());
+        let request = Request::Report { stage: stage.number, progress, waits, suspects, sightings };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
@@ -443,7 +450,10 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Go { files, questions }) => {
+                stage.questions.ask(questions);
+                stage.keep_catalog_room(files);
+            }
             Ok(Reply::Undone) => {
                 is_undone = true;
                 break;

@@ -14,6 +14,7 @@ use dayfly_stagein::runs::Merge;
 use tokio::runtime::Handle;
 
 use super::LeadStage;
+use super::conflicts::{Replaced, Rivals};
 use crate::server::Server;
 use crate::store::nameless_file;
 
@@ -24,6 +25,7 @@ pub(super) struct Merging {
     pub(super) runs: Vec<(NodeId, u32, u64)>,
     pub(super) about: About,
     pub(super) sources: Vec<Source>,
+    pub(super) rivals: Arc<Rivals>,
 }
 
 /// The finished catalog.
@@ -35,6 +37,7 @@ pub(super) struct Merged {
     pub(super) bytes: u64,
     pub(super) others: u64,
     pub(super) refused: Refused,
+    pub(super) replaced: Replaced,
 }
 
 impl Merging {
@@ -80,10 +83,17 @@ impl Merging {
     {
         let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
+        let mut replaced = Replaced::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
             self.stage.step();
             let path = history.path.clone();
+            if let Some(conflict) = self.rivals.conflict(&history.members) {
+                return Err(conflict);
+            }
+            // Nearly every path happened once.
+            let several = if history.members.len() > 1 { history.members.clone() } else { Vec::new() };
             if let Some((member, names)) = links.outcome(history, &mut refused) {
+                replaced.see(&several, &member, &self.rivals);
                 builder.add(&path, &member, names).map_err(|error| error.to_string())?;
             }
         }
@@ -91,7 +101,7 @@ impl Merging {
         refused.names.append(&mut histories.refused.names);
         let Built { file, len, checksum, samples, bytes, others } =
             builder.finish(&|| self.stage.step()).map_err(|error| error.to_string())?;
-        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused })
+        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused, replaced })
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
-use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::peer::{Damaged, Reply, Request, Rival};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
 use dayfly_transport::{Region, Slot};
@@ -159,11 +159,11 @@ impl Sink for ServerSink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
+            return self.stage.ingest().reserve(block_len, rival).map_err(|error| failed(owner, error));
         }
-        let request = Request::Reserve { stage: self.stage.number, block_len };
+        let request = Request::Reserve { stage: self.stage.number, block_len, rival };
         let asked = self.server.ask(owner, request, self.server.deadlines().request);
         match self.runtime.block_on(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
