@@ -48,7 +48,9 @@ deadlines! {
     request = Duration::from_secs(5);
     /// A peer from which no byte came for so long is lost.
     peer_lost = Duration::from_secs(5);
-    /// A sign of life is sent on an otherwise silent connection at this interval.
+    /// A link from which no byte came for so long, while others of the same peer had some, is replaced.
+    link_silent = Duration::from_secs(2);
+    /// A sign of life is sent on every connection at this interval.
     ping_interval = Duration::from_secs(1);
     /// Between two looks at a peer that is overdue, and before one that had no time for us is dialled again.
     look_interval = Duration::from_millis(100);
@@ -99,7 +101,7 @@ impl Default for Deadlines {
 impl Deadlines {
     /// Divisors that [`Deadlines::scaled`] takes from a user: with more, the shortest of them would be nothing.
     pub const DIVISOR_MAX: u32 = 20;
-    /// A peer is lost only after so many looks without a byte from it: a process that was stopped or starved finds that time has
+    /// A peer is lost, and a link replaced, only after so many looks without a byte from it: a process that was stopped or starved finds that time has
     /// passed, and what came meanwhile unread.
     pub const LOOKS_MIN: u32 = 4;
 
@@ -120,6 +122,10 @@ impl Deadlines {
         }
         ensure! {
             ms(self.ping_interval) * 3 <= ms(self.peer_lost), "two pings may be late before a peer is lost";
+            ms(self.ping_interval) * 2 <= ms(self.link_silent), "a ping may be late before a link is replaced";
+            (ms(self.link_silent) + ms(self.look_interval) * Self::LOOKS_MIN as u128) * 2 <= ms(self.request),
+            "a request that is moved to another link has as much time again";
+            ms(self.link_silent) < ms(self.peer_lost), "a link is replaced before its peer is lost";
             ms(self.look_interval) <= ms(self.ping_interval), "a peer that is overdue is looked at more often than one that is not";
             ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all looks fit the time after which a peer is lost";
             ms(self.ping_interval) * 2 <= ms(self.request), "a wait to be told of a stage-in ends before its request does";

@@ -109,6 +109,9 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
+/// cache stays the job's.
+pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
 /// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
@@ -150,6 +153,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
+/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+pub const PEER_SHARE: u64 = 4;
+/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+pub const STUCK_SHARE: u64 = 16;
+/// or are so many.
+pub const STUCK_REQUESTS_MAX: u32 = 16;
+/// So often a pull is asked again on another link, when its own has ended.
+pub const MOVES_MAX: u32 = 3;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
 /// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
@@ -178,6 +189,10 @@ pub const ORDERS_MAX: usize = 64;
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
 pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
+pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+/// or once the first of them is so old.
+pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.
@@ -216,6 +231,10 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
+/// The kernel asks a silent asker for a sign of life so often,
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// and ends the connection after so many without an answer.
+pub const KEEP_ALIVE_PROBES: u32 = 3;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -224,6 +243,10 @@ pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 pub const TREE_WIDTH: usize = 16;
 /// Pairs that do not reach each other as they should, named at the start; all show in `status`.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
+/// Servers and keepers look this often whether their files still have their names.
+pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// What was started to start servers may take so long to end once they have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.

@@ -191,6 +191,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         format!("another stage-in to '{}' is running; wait for its end", display(&join(&server.config().prefix, &other)))
     })?;
     let _permit = tokio::select! {
+        biased;
         permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Waiting) => never,
@@ -202,6 +203,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let planning = CancelOnDrop::default();
     let plan = tokio::select! {
+        biased;
         plan = make_plan(server, &request, planning.0.clone()) => plan?,
         stuck = planning_stands_still(server, &planning.0) => return Err(stuck),
         () = events.closed() => return Err("cancelled".to_owned()),
@@ -279,7 +281,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
-    let planned = tokio::task::spawn_blocking(move || {
+    let planned = server.blocking().run(move || {
         let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
         let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
         plan::plan(&wanted, scratch, &gauge).map_err(|error| error.to_string())
@@ -291,7 +293,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
     let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
-        Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
+        Ok(Reply::Status(status)) => Ok(status.free_bytes),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
         Err(error) => Err(format!("all nodes are needed for a stage-in: {error}")),
     };
@@ -372,8 +374,7 @@ impl Job<'_> {
             sources: self.sources.clone(),
             rivals: self.rivals.clone(),
         };
-        let runtime = tokio::runtime::Handle::current();
-        let merged = tokio::task::spawn_blocking(move || merging.run(&runtime)).await.map_err(|error| error.to_string())??;
+        let merged = self.server.blocking().run(move || merging.run()).await.map_err(|error| error.to_string())??;
         self.stage.progress().phase = Phase::Publishing;
         let built = start.elapsed();
         self.spread(&merged).await?;
@@ -448,7 +449,7 @@ impl Job<'_> {
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
         let nodes = self.server.peers().count();
         let Spread { mut nodes, sizes, classes } =
-            tokio::task::spawn_blocking(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
+            self.server.blocking().run(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
         let imbalance_permille = spread::imbalance_permille(&nodes);
         let (rates, rate_interval_ms) = self.stage.rates();
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage.progress().nodes).zip(rates) {

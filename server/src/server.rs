@@ -25,6 +25,7 @@ use tokio::task::JoinSet;
 
 use crate::Config;
 use crate::arena::Arena;
+use crate::blocking::{Blocking, Threads};
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
@@ -70,6 +71,7 @@ pub enum StartError {
 pub struct Server {
     config: Config,
     transport: Arc<dyn Transport>,
+    blocking: Arc<dyn Blocking>,
     address: SocketAddr,
     store: Store,
     arena: Arena,
@@ -98,25 +100,46 @@ struct Running {
 impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
-        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// As [`Self::start`], over a transport that has been decorated.
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
         let deadlines = config.deadlines;
         let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
+    }
+
+    /// As [`Self::start`], on a network that is there already, by which peers reach us at `address`.
+    pub async fn start_on(
+        config: Config,
+        transport: Arc<dyn Transport>,
+        address: SocketAddr,
+        blocking: Arc<dyn Blocking>,
+    ) -> Result<Arc<Self>, StartError> {
+        let listen = |error| StartError::Listen { address, error };
+        let deadlines = config.deadlines;
+        let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
         let damage = Arc::new(Damage::default());
-        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone()));
+        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
             prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
             fetcher,
             config,
             transport,
+            blocking,
             address,
             store,
             arena,
@@ -182,6 +205,10 @@ impl Server {
 
     pub(crate) fn transport(&self) -> &dyn Transport {
         &*self.transport
+    }
+
+    pub(crate) fn blocking(&self) -> &Arc<dyn Blocking> {
+        &self.blocking
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -259,17 +286,18 @@ impl Server {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
             Request::Reserve { stage, block_len, rival } => {
-                let arrival = self.stages.get(stage)?.ingest().reserve(block_len, rival).map_err(|error| error.to_string())?;
+                let arrival = self.stages.get(stage)?.reserve(self, block_len, rival).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
-                // Those who stage in come before what is only kept.
-                self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
-                let begun = tokio::task::spawn_blocking(move || Stage::begin(&server, beginning)).await;
-                begun.map_err(|error| error.to_string())?.map(|()| done)
+                let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
+                begun.map_err(|error| error.to_string())??;
+                // Those who stage in come before what is only kept, which gives its room up when they need it.
+                self.pause_keeping();
+                Ok(done)
             }
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;
@@ -376,7 +404,7 @@ impl Server {
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, String> {
         let server = self.clone();
-        tokio::task::spawn_blocking(move || work(&server)).await.map_err(|error| error.to_string())
+        self.blocking.run(move || work(&server)).await.map_err(|error| error.to_string())
     }
 
     /// Gets the catalog, checks it and makes the dataset ready to be shown.
@@ -391,7 +419,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) {
+        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
@@ -412,7 +440,7 @@ impl Server {
             stage.set_catalog(file);
         }
         let (stage, me, nodes) = (stage.clone(), self.config.node, self.peers.count());
-        let preparing = tokio::task::spawn_blocking(move || {
+        let preparing = self.blocking.run(move || {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
             let find = |arrival| ingest.find(arrival);
@@ -449,7 +477,7 @@ impl Service for PeerService {
     async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(blocks, incoming).await?,
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
                 self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }

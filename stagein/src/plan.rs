@@ -1,6 +1,7 @@
 //! The lead's part before anything is read: sources are found, told apart and cut into units.
 
 mod cut;
+mod preflight;
 mod queue;
 
 use std::ffi::OsStr;
@@ -15,6 +16,7 @@ use dayfly_meta::path::{display, join, normalize};
 use dayfly_meta::wire::control::{Counts, OnConflict, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
+pub use preflight::check_sources;
 pub use queue::UnitQueue;
 
 use crate::StageInError;
@@ -82,7 +84,7 @@ pub struct Wanted<'a> {
 pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, StageInError> {
     let &Wanted { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
-    let watch = Watch { gauge, activity: gauge.activity() };
+    let watch = Watch::new(gauge);
     let paths = given(patterns, selection, &watch)?;
     let is_alone = paths.len() == 1;
     let mut planner = Planner {
@@ -145,7 +147,11 @@ struct Watch<'a> {
     activity: Activity,
 }
 
-impl Watch<'_> {
+impl<'a> Watch<'a> {
+    fn new(gauge: &'a Gauge) -> Self {
+        Self { gauge, activity: gauge.activity() }
+    }
+
     /// It goes on with this path, unless the stage-in was cancelled.
     fn look_at(&self, path: &[u8]) -> Result<(), StageInError> {
         self.activity.begin(Step::Reading, path);

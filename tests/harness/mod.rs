@@ -3,7 +3,10 @@
 
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
+pub(crate) mod drive;
+pub(crate) mod inside;
 pub(crate) mod samples;
+pub(crate) mod strace;
 pub(crate) mod twin;
 
 use std::cell::Cell;

@@ -161,6 +161,12 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// What it may take.
     pub capacity_bytes: u64,
+    /// What a stage-in may still take: less than the capacity leaves, where others have filled the drives. What is only kept makes way.
+    pub free_bytes: u64,
+    /// Bytes that all its files take, as its file systems count them: what is only kept, and what is set aside for it, among them.
+    pub taken_bytes: u64,
+    /// Of these, what is only kept.
+    pub kept_room_bytes: u64,
     /// Size of the arena, and how much of it holds blocks.
     pub arena_bytes: u64,
     /// See `arena_bytes`.

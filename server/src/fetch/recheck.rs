@@ -25,9 +25,9 @@ impl Fetcher {
     /// copy of those.
     pub(crate) async fn recheck(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Option<String>> {
         let (fetcher, dataset, wanted) = (self.clone(), dataset.clone(), chunks.to_vec());
-        let looking = tokio::task::spawn_blocking(move || -> Vec<Option<String>> {
-            wanted.iter().map(|&chunk| fetcher.recheck_one(&dataset, chunk)).collect()
-        });
+        let looking = self
+            .blocking
+            .run(move || -> Vec<Option<String>> { wanted.iter().map(|&chunk| fetcher.recheck_one(&dataset, chunk)).collect() });
         looking.await.unwrap_or_else(|error| vec![Some(format!("the check of a copy failed: {error}")); chunks.len()])
     }
 

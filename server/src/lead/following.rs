@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::FOLLOWED_MAX;
@@ -10,7 +9,7 @@ use dayfly_meta::wire::control::{Event, StageIn};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_transport::TransportError;
 use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::{LEAD, lead_one};
 use crate::clients::EVENTS_QUEUE_LEN;
@@ -142,6 +141,7 @@ pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc:
         }
     };
     let end = tokio::select! {
+        biased;
         end = tell(server, number, &events) => end,
         () = events.closed() => None,
     };

@@ -11,7 +11,6 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
-use tokio::runtime::Handle;
 
 use super::LeadStage;
 use super::conflicts::{Replaced, Rivals};
@@ -42,12 +41,12 @@ pub(super) struct Merged {
 
 impl Merging {
     /// Blocks.
-    pub(super) fn run(self, runtime: &Handle) -> Result<Merged, String> {
+    pub(super) fn run(self) -> Result<Merged, String> {
         let drive = self.server.store().roomiest_drive();
         let scratch = || nameless_file(drive.path());
         let rejected = self.stage.rejected();
         let counts = |member: &io::Result<Member>| member.as_ref().map_or(true, |member| !rejected.contains(&member.ticket));
-        let members = self.all(runtime).filter(counts);
+        let members = self.all().filter(counts);
         if self.stage.counts().hard_links == 0 {
             return self.build(&scratch, Histories::new(members), &Links::default());
         }
@@ -67,12 +66,12 @@ impl Merging {
     }
 
     /// The members of all runs, in order.
-    fn all<'a>(&'a self, runtime: &'a Handle) -> Merge<RunReader<'a>> {
+    fn all(&self) -> Merge<RunReader<'_>> {
         let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
         let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);
         let reader = |&(node, run, len): &(NodeId, u32, u64)| {
             let buffer = Vec::new();
-            RunReader { merging: self, runtime, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
+            RunReader { merging: self, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
         };
         Merge::new(self.runs.iter().map(reader).collect())
     }
@@ -115,7 +114,6 @@ fn read_back(mut file: &File) -> io::Result<impl Iterator<Item = io::Result<Memb
 /// Reads a run wherever it lies.
 struct RunReader<'a> {
     merging: &'a Merging,
-    runtime: &'a Handle,
     node: NodeId,
     run: u32,
     len: u64,
@@ -134,8 +132,8 @@ impl Read for RunReader<'_> {
             }
             let request = Request::ReadRun { stage: self.merging.stage.number, run: self.run, offset: self.offset };
             let room = self.ahead_len.min(self.len - self.offset);
-            let bytes =
-                self.runtime.block_on(self.merging.server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
+            let server = &self.merging.server;
+            let bytes = server.blocking().wait_for(server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
             self.merging.stage.step();
             if bytes.is_empty() {
                 return Err(io::ErrorKind::UnexpectedEof.into());

@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
@@ -11,6 +10,7 @@ use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
 use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 
 use super::LEAD;
 use super::conflicts::{Rivals, Suspicions};

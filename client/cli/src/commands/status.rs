@@ -72,15 +72,16 @@ fn as_table(session: &Session, status: &SessionStatus) {
                 show(node_status.held_bytes),
                 share_percent(node_status, all),
                 show(node_status.kept.bytes),
-                show(node_status.used_bytes),
-                show(node_status.capacity_bytes.saturating_sub(node_status.used_bytes)),
+                show(node_status.taken_bytes),
+                show(node_status.free_bytes),
                 show(node_status.memory_bytes),
                 node_status.stage_in_workers
             ),
         }
     }
     say!(
-        "'kept': blocks of other nodes. 'taken': what nameless files take on the data dirs, unseen by du. 'workers': units that a node reads at a time in a stage-in. Empty samples are on no node."
+        "'kept': copies of other nodes' blocks, which make way for stage-ins: 'free' counts their room. 'taken': what all nameless files take \
+          on the data dirs, copies too, unseen by du. 'workers': units that a node reads at a time in a stage-in. Empty samples are on no node."
     );
     say!(
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
@@ -150,6 +151,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
             "samples": status.samples, "blocks": status.blocks, "held_bytes": status.held_bytes,
             "share_percent": share_percent(status, all),
             "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
+            "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "kept_room_bytes": status.kept_room_bytes,
             "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
             "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
             "stage_in_workers": status.stage_in_workers, "stage_in_memory_bytes": status.stage_in_memory_bytes,
