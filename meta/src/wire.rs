@@ -110,7 +110,7 @@ mod tests {
 
         #[test]
         fn damaged_messages_are_never_a_fault(at in 0_usize..200, flip in 1_u8..) {
-            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5 }; 3] };
+            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5, rival: peer::Rival::default() }; 3] };
             let mut bytes = encode(&message);
             let at = at % bytes.len();
             bytes[at] ^= flip;

@@ -31,7 +31,7 @@ use crate::blocking::{Blocking, Threads};
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
-use crate::lead::Lead;
+use crate::lead::{Lead, Reported};
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
@@ -313,8 +313,8 @@ impl Server {
         match request {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
-            Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.reserve(self, block_len).await?;
+            Request::Reserve { stage, block_len, rival } => {
+                let arrival = self.stages.get(stage)?.reserve(self, block_len, rival).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
@@ -346,7 +346,10 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
+            Request::Report { stage, progress, waits, suspects, sightings } => {
+                let reported = Reported { progress, waits, suspects, sightings };
+                Ok((self.lead.report(stage, from, reported), Vec::new()))
+            }
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));

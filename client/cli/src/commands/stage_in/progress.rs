@@ -169,6 +169,10 @@ impl Reporter {
             (counts.refused, "members refused"),
             (counts.made_relative, "absolute names made relative"),
             (counts.unmarked_ends, "archives without an end mark"),
+            (
+                counts.replaced,
+                "samples replaced by later ones of the same path (--prefix-by-source keeps those of several archives apart)",
+            ),
             (counts.skipped, "members or sources left out, for they cannot be read"),
         ];
         for (count, what) in remarks.iter().filter(|(count, _)| *count > 0) {
@@ -198,7 +202,7 @@ impl Reporter {
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
-                "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
+                "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes, "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);
