@@ -6,8 +6,9 @@ use std::path::Path;
 
 use dayfly_meta::wire::control::Selection;
 
-use super::expand;
+use super::{Watch, expand};
 use crate::StageInError;
+use crate::gauge::Gauge;
 use crate::selection::Selector;
 use crate::source::classify;
 
@@ -22,7 +23,10 @@ const CLASSIFIED_MAX: usize = 256;
 /// The first that a plan of the same sources would fail with, as far as it can be told without reading them.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
-    for (number, path) in expand(patterns)?.into_iter().enumerate() {
+    // Nobody looks how this goes.
+    let gauge = Gauge::new(None);
+    let watch = Watch { gauge: &gauge, activity: gauge.activity() };
+    for (number, path) in expand(patterns, &watch)?.into_iter().enumerate() {
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         if !metadata.is_dir() && !metadata.is_file() {
             return Err(StageInError::Special { path });
