@@ -23,8 +23,7 @@ const CLASSIFIED_MAX: usize = 256;
 /// The first that a plan of the same sources would fail with, as far as it can be told without reading them.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
-    // Nobody looks how this goes.
-    let gauge = Gauge::new(None);
+    let gauge = Gauge::default();
     let watch = Watch { gauge: &gauge, activity: gauge.activity() };
     for (number, path) in expand(patterns, &watch)?.into_iter().enumerate() {
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
