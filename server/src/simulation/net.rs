@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::random::Random;
 
 /// Slots of a region: fewer than production has, for their table is made anew for each seed.
-const SLOTS_MAX: u32 = 4096;
+const SLOTS_MAX: u32 = 512;
 
 /// What is wrong between two nodes, whichever of them speaks.
 #[derive(Clone, Default)]

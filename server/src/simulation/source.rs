@@ -44,8 +44,8 @@ impl Sources {
             Source { path, files }
         };
         let small: Vec<usize> = (0..24).map(|number| number * 397).collect();
-        let large: Vec<usize> = [&[700_000, 0, 1, 511, 512, 513][..], &[20_000; 20]].concat();
-        let pieces = [1_200_000, 3000];
+        let large: Vec<usize> = [&[300_000, 0, 1, 511, 512, 513][..], &[20_000; 10]].concat();
+        let pieces = [1_060_000, 3000];
         let first = archive("first", &small);
         let second =
             vec![archive("one", &small[..12]), archive("two", &large), archive("three", &small[6..]), archive("four", &pieces)];
