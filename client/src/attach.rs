@@ -141,6 +141,10 @@ impl Session {
         }
         let _no_fork = fork::hold();
         let (generation, all) = self.list(&known.all)?;
+        // A session that has ended since shows no dataset, which is not to say that none was there.
+        if self.is_gone() {
+            return Err(ClientError::Gone);
+        }
         self.datasets.store(Arc::new(Known { generation: Some(generation), all }));
         Ok(Datasets(self.datasets.load()))
     }

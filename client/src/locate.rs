@@ -1,5 +1,7 @@
 //! Finding sessions: each has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/`, mode 0700, in which every server
-//! of this machine has its socket and holds a lock for as long as it lives.
+//! of this machine has its socket and holds a lock for as long as it lives. `watch` looks whether these are still there.
+
+mod watch;
 
 use std::env;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -13,6 +15,8 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 
 use crate::ClientError;
+
+pub use watch::Watch;
 
 /// Names the session that a process belongs to.
 pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
@@ -224,6 +228,21 @@ impl Location {
         let Some(lock) = lock_patiently(&self.lock_path(node))? else { return Ok(None) };
         fs::write(self.lock_path(node), std::process::id().to_string())?;
         Ok(Some(lock))
+    }
+
+    /// What a node's server has to find here as long as it lives: the folder, its lock and its socket.
+    pub fn watch_node(&self, node: NodeId, lock: &File) -> io::Result<Watch> {
+        let mut watch = Watch::new(&self.folder)?;
+        watch.add(self.lock_path(node), &lock.metadata()?);
+        watch.add(self.socket(node), &fs::symlink_metadata(self.socket(node))?);
+        Ok(watch)
+    }
+
+    /// The same of who keeps the session.
+    pub fn watch_keeper(&self, lock: &File) -> io::Result<Watch> {
+        let mut watch = Watch::new(&self.folder)?;
+        watch.add(self.folder.join(KEEPER_LOCK), &lock.metadata()?);
+        Ok(watch)
     }
 
     fn lock_path(&self, node: NodeId) -> PathBuf {

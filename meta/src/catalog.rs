@@ -55,7 +55,7 @@ mod tests {
         let mut builder =
             CatalogBuilder::new(&scratch, About { seed: 5, created_s: 99, ..About::default() }, &[source()]).unwrap();
         sorted.into_iter().for_each(|(member, names)| builder.add(&member.path, member, *names).unwrap());
-        builder.finish().unwrap()
+        builder.finish(&|| {}).unwrap()
     }
 
     fn list(catalog: &Catalog, directory: &[u8]) -> Vec<String> {

@@ -48,7 +48,9 @@ deadlines! {
     request = Duration::from_secs(5);
     /// A peer from which no byte came for so long is lost.
     peer_lost = Duration::from_secs(5);
-    /// A sign of life is sent on an otherwise silent connection at this interval.
+    /// A link from which no byte came for so long, while others of the same peer had some, is replaced.
+    link_silent = Duration::from_secs(2);
+    /// A sign of life is sent on every connection at this interval.
     ping_interval = Duration::from_secs(1);
     /// Between two looks at a peer that is overdue, and before one that had no time for us is dialled again.
     look_interval = Duration::from_millis(100);
@@ -77,6 +79,9 @@ deadlines! {
     order_idle = Duration::from_secs(30);
     /// How often a stage-in's workers report, and hear whether to go on.
     progress_interval = Duration::from_millis(200);
+    /// A stage-in of which no node reads, decodes, sends or writes anything, nor merges what was found, for so long ends. File systems of
+    /// sites stand still for minutes when one of their servers is replaced by another; `--stage-in-timeout` sets it.
+    stall = Duration::from_secs(300);
     /// A stage-in's coordinator gives a node up that has not reported for so long.
     node_silent = Duration::from_secs(15);
     /// A worker that asks for a unit when there is none is told within this to ask again.
@@ -96,7 +101,7 @@ impl Default for Deadlines {
 impl Deadlines {
     /// Divisors that [`Deadlines::scaled`] takes from a user: with more, the shortest of them would be nothing.
     pub const DIVISOR_MAX: u32 = 20;
-    /// A peer is lost only after so many looks without a byte from it: a process that was stopped or starved finds that time has
+    /// A peer is lost, and a link replaced, only after so many looks without a byte from it: a process that was stopped or starved finds that time has
     /// passed, and what came meanwhile unread.
     pub const LOOKS_MIN: u32 = 4;
 
@@ -117,6 +122,10 @@ impl Deadlines {
         }
         ensure! {
             ms(self.ping_interval) * 3 <= ms(self.peer_lost), "two pings may be late before a peer is lost";
+            ms(self.ping_interval) * 2 <= ms(self.link_silent), "a ping may be late before a link is replaced";
+            (ms(self.link_silent) + ms(self.look_interval) * Self::LOOKS_MIN as u128) * 2 <= ms(self.request),
+            "a request that is moved to another link has as much time again";
+            ms(self.link_silent) < ms(self.peer_lost), "a link is replaced before its peer is lost";
             ms(self.look_interval) <= ms(self.ping_interval), "a peer that is overdue is looked at more often than one that is not";
             ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all looks fit the time after which a peer is lost";
             ms(self.ping_interval) * 2 <= ms(self.request), "a wait to be told of a stage-in ends before its request does";
@@ -126,6 +135,7 @@ impl Deadlines {
             ms(self.request) < ms(self.node_silent), "a node may miss a report before its stage-in is given up";
             ms(self.progress_interval) < ms(self.request), "a node reports more often than its reports may take";
             ms(self.lease_interval) * 3 <= ms(self.lease), "two signs of life may be late before a server ends";
+            ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in stands still only after several reports without progress";
             self.are_all_some(), "each is at least a millisecond";
         }
         Ok(())

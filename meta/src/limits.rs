@@ -80,6 +80,23 @@ pub const FOLLOWED_MAX: usize = 64;
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
 pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
+/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
+/// batches, the members that are not in a run yet, and what is decoded ahead.
+pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+/// The least memory for stage-ins of a server that has so many workers.
+pub const fn stage_memory_min(workers: usize) -> u64 {
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX)) as u64;
+    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+}
+/// The most workers for which so much memory is enough.
+pub const fn stage_workers_max(memory: u64) -> usize {
+    let mut workers = 1;
+    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+        workers += 1;
+    }
+    workers
+}
 /// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
 /// And at least, however little memory there is.
@@ -92,6 +109,9 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
+/// cache stays the job's.
+pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
 /// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
@@ -133,6 +153,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
+/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+pub const PEER_SHARE: u64 = 4;
+/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+pub const STUCK_SHARE: u64 = 16;
+/// or are so many.
+pub const STUCK_REQUESTS_MAX: u32 = 16;
+/// So often a pull is asked again on another link, when its own has ended.
+pub const MOVES_MAX: u32 = 3;
 /// Bulk connections from a server to each peer.
 pub const BULK_LINKS: usize = 2;
 /// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
@@ -161,6 +189,10 @@ pub const ORDERS_MAX: usize = 64;
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
 pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
+pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+/// or once the first of them is so old.
+pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.
@@ -199,6 +231,10 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
+/// The kernel asks a silent asker for a sign of life so often,
+pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// and ends the connection after so many without an answer.
+pub const KEEP_ALIVE_PROBES: u32 = 3;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -207,10 +243,16 @@ pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 pub const TREE_WIDTH: usize = 16;
 /// Pairs that do not reach each other as they should, named at the start; all show in `status`.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
+/// Servers and keepers look this often whether their files still have their names.
+pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// What was started to start servers may take so long to end once they have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
+pub const WAITS_TOLD_MAX: usize = 4;
 
 const _: () = {
     // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
@@ -230,6 +272,7 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));

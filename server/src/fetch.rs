@@ -21,7 +21,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
 use crate::blocking::Blocking;
 use crate::keep::Keeper;
-use crate::peers::Peers;
+use crate::peers::{Peers, unread};
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
 use landed::{Filled, Landed};
@@ -174,7 +174,7 @@ impl Fetcher {
         fetching
     }
 
-    /// One message to one owner, and one more for what came damaged.
+    /// One message to one owner, and one more for what came damaged, or could not be read there.
     async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> Part {
         let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
         let mut wanted: Vec<usize> = (0..chunks.len()).collect();
@@ -201,6 +201,12 @@ impl Fetcher {
                         self.damage.found(Hop::Fetched, owner, &name(), mismatch);
                         let way = "its drive, its memory or the network is at fault";
                         let reason = format!("node {owner} sent it damaged {attempt} times in a row: {mismatch}; {way}");
+                        reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
+                        damaged.push(number);
+                        slots.push(slot);
+                    }
+                    // Its neighbors are well; it may have been given up where it lay, or its drive may do better alone.
+                    Landed::Unread(slot, reason) => {
                         reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
                         damaged.push(number);
                         slots.push(slot);
@@ -243,10 +249,11 @@ impl Fetcher {
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.to_vec() };
         let start = Instant::now();
-        let pulled = self.peers.pull(owner, &request, slots, self.peers.deadlines().request).await;
+        let pulled = self.peers.pull_pieces(owner, &request, slots, self.peers.deadlines().request).await;
         let filled = match pulled {
             Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => {
-                Filled { slots: pulled.slots, lens: pulled.lens, missing }
+                let reason = unread(owner, &pulled.unread).to_string();
+                Filled { slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread.pieces, reason }
             }
             Ok(_) => return Err(format!("node {owner} answers what was not asked")),
             Err(error) => return Err(error.to_string()),

@@ -57,11 +57,13 @@ pub(crate) enum IngestError {
     Malformed,
     #[error("the batch is damaged: the checksum of block {} is {:08x}, at its source it was {:08x}", .0.at, .0.found, .0.expected)]
     Damaged(Damaged),
+    #[error("{0}")]
+    Room(String),
     #[error("a piece came of a block for which no room was asked")]
     NotReserved,
     #[error("more blocks than one node can number in a stage-in; stage the sources into several datasets")]
     Numbers,
-    #[error("cannot write a segment: {0}")]
+    #[error("{0}")]
     Write(#[from] io::Error),
 }
 
@@ -114,6 +116,8 @@ impl Ingest {
         }
         check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(place.drive));
         self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
@@ -150,10 +154,11 @@ impl Ingest {
         window.map_or(Ok(()), |window| self.write(window))
     }
 
-    /// All that was shipped is written, and found by its number.
+    /// All that was shipped is on the drives, and found by its number.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
         self.write_out()?;
         self.segments.trim()?;
+        self.segments.sync()?;
         let count = self.state().next_arrival;
         Ok(self.arrivals.finish(count)?)
     }
@@ -171,6 +176,8 @@ impl Ingest {
 
     fn write(&self, window: Window) -> Result<(), IngestError> {
         let start = Instant::now();
+        let activity = self.gauge.activity();
+        activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
         window.write(&self.segments, &self.arrivals)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())

@@ -7,7 +7,7 @@ mod spread;
 mod stage;
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -19,6 +19,7 @@ use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::handing::Handing;
+use dayfly_stagein::pipeline::Gauge;
 use dayfly_stagein::plan::{self, Wanted};
 use futures_util::future::join_all;
 use tokio::sync::{Semaphore, mpsc};
@@ -68,9 +69,9 @@ impl Lead {
     }
 
     /// What a node is told that reports on a stage-in.
-    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted) -> Reply {
+    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted, waits: Vec<String>) -> Reply {
         match self.stage(number) {
-            Some(stage) => stage.report(node, counted),
+            Some(stage) => stage.report(node, counted, waits),
             None if self.published().contains(&number) => Reply::Stop,
             None => Reply::Undone,
         }
@@ -122,13 +123,40 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// Sets its flag when dropped: what blocks on behalf of a future ends with it.
+/// Cancels when dropped: what blocks on behalf of a future ends with it.
 #[derive(Default)]
-struct CancelOnDrop(Arc<AtomicBool>);
+struct CancelOnDrop(Arc<Gauge>);
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.cancel();
+    }
+}
+
+/// Notices that nothing goes forward any more. It counts its looks, not time, for none of them come while this process is stopped.
+struct StandStill {
+    timeout: Duration,
+    interval: Duration,
+    steps: u64,
+    looks: u32,
+}
+
+impl StandStill {
+    fn new(deadlines: &Deadlines) -> Self {
+        Self { timeout: deadlines.stall, interval: deadlines.progress_interval, steps: 0, looks: 0 }
+    }
+
+    /// To be called each `interval`, with what has gone forward so far; whether nothing did for too long.
+    fn is_over(&mut self, steps: u64) -> bool {
+        self.looks = if steps == self.steps { self.looks + 1 } else { 0 };
+        self.steps = steps;
+        self.interval * self.looks > self.timeout
+    }
+
+    /// For the user.
+    fn told(&self, waits_for: &str) -> String {
+        let seconds = self.timeout.as_secs();
+        format!("nothing went forward on any node for {seconds} s (--stage-in-timeout of the session); waited for: {waits_for}")
     }
 }
 
@@ -171,9 +199,11 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }
+    let planning = CancelOnDrop::default();
     let plan = tokio::select! {
         biased;
-        plan = make_plan(server, &request) => plan?,
+        plan = make_plan(server, &request, planning.0.clone()) => plan?,
+        stuck = planning_stands_still(server, &planning.0) => return Err(stuck),
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Planning) => never,
     };
@@ -229,16 +259,27 @@ async fn tell_phase<T>(server: &Server, events: &mpsc::Sender<Event>, phase: Pha
     }
 }
 
-async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan, String> {
-    let cancel = CancelOnDrop::default();
-    let is_cancelled = cancel.0.clone();
+/// Ends when planning does not go forward any more; the reason.
+async fn planning_stands_still(server: &Server, gauge: &Gauge) -> String {
+    let mut stand_still = StandStill::new(server.deadlines());
+    let mut steps = 0;
+    loop {
+        tokio::time::sleep(server.deadlines().progress_interval).await;
+        steps += gauge.take().steps;
+        if stand_still.is_over(steps) {
+            return stand_still.told(&format!("node {LEAD}: {}", gauge.activities().join(", ")));
+        }
+    }
+}
+
+async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -> Result<plan::Plan, String> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
     let planned = server.blocking().run(move || {
         let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
         let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
-        plan::plan(&wanted, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
+        plan::plan(&wanted, scratch, &gauge).map_err(|error| error.to_string())
     });
     planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(LEAD, reason))
 }
@@ -247,7 +288,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
     let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
-        Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
+        Ok(Reply::Status(status)) => Ok(status.free_bytes),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
         Err(error) => Err(format!("all nodes are needed for a stage-in: {error}")),
     };
@@ -268,8 +309,14 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
 
 /// Tells how far it is until dropped; ends with an error when a node is lost.
 async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
+    let mut stand_still = StandStill::new(server.deadlines());
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
+        // Each step of publishing has a deadline of its own.
+        let is_publishing = stage.progress().phase == Phase::Publishing;
+        if stand_still.is_over(stage.steps()) && !is_publishing {
+            return Err(stand_still.told(&stage.waits_for()));
+        }
         for node in server.peers().nodes() {
             if server.peers().is_lost(node) {
                 let address = server.peers().address(node).map_or_else(String::new, |address| format!(" ({address})"));
@@ -425,10 +472,20 @@ mod tests {
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
         let lead = Lead::new(Deadlines::DEFAULT);
-        let ask = || lead.report(5, NodeId(1), Counted::default());
+        let ask = || lead.report(5, NodeId(1), Counted::default(), Vec::new());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
         assert_eq!(ask(), Reply::Stop);
+    }
+
+    #[test]
+    fn what_stands_still_is_noticed_and_what_goes_on_is_not() {
+        let mut stand_still =
+            StandStill::new(&Deadlines { stall: Deadlines::DEFAULT.progress_interval * 10, ..Deadlines::DEFAULT });
+        assert!((0..100).all(|step| !stand_still.is_over(step)));
+        assert_eq!((0..100).position(|_| stand_still.is_over(99)), Some(10));
+        assert!(!stand_still.is_over(100), "it went forward");
+        assert!(stand_still.told("node 1: reading 'x'").contains("2 s"));
     }
 
     #[test]

@@ -25,6 +25,8 @@ use std::sync::Arc;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 
+pub use dayfly_stagein::StageInError;
+pub use dayfly_stagein::plan::check_sources;
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
 pub use server::{Server, StartError};
 

@@ -1,17 +1,20 @@
 //! The other nodes: where they are, and the connections to them, made when first needed.
 
+mod line;
+
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::PAIRS_ALL_TRIED_NODES;
+use dayfly_meta::limits::{PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::{decode, encode};
-use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError};
-use tokio::sync::Mutex;
+use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError, Unread};
 use tokio::time::Instant;
+
+use line::Line;
 
 /// Why a peer could not be asked, or what it said.
 #[derive(Debug, thiserror::Error)]
@@ -32,20 +35,8 @@ pub(crate) enum PeerError {
 pub(crate) struct Peers {
     me: NodeId,
     transport: Arc<dyn Transport>,
-    roster: OnceLock<Vec<Peer>>,
+    roster: OnceLock<Vec<Line>>,
     deadlines: Deadlines,
-}
-
-struct Peer {
-    address: SocketAddr,
-    connection: Mutex<Line>,
-}
-
-/// A connection, or the last failure to make one: who comes within a moment of that hears the same and need not dial.
-#[derive(Default)]
-struct Line {
-    connection: Option<Arc<dyn Connection>>,
-    failed: Option<(Instant, TransportError)>,
 }
 
 impl Peers {
@@ -59,15 +50,16 @@ impl Peers {
 
     /// Takes the roster, once.
     pub(crate) fn set(&self, addresses: &[SocketAddr]) {
-        let peer = |&address: &SocketAddr| Peer { address, connection: Mutex::default() };
+        let line = |(node, &address)| Line::new(NodeId(node), address, &self.deadlines);
         // Whoever tells it a second time tells the same.
-        let _ = self.roster.set(addresses.iter().map(peer).collect());
+        let _ = self.roster.set((0..).zip(addresses).map(line).collect());
     }
 
     /// Connects to those whom this node meets at the start.
     pub(crate) async fn meet(&self) -> Result<(), PeerError> {
         let meeting = neighbours(self.me.index(), self.count());
-        let meeting = meeting.into_iter().map(|node| async move { self.connection(NodeId(node as u16)).await.map(drop) });
+        let meeting =
+            meeting.into_iter().map(|node| async move { self.connection(NodeId(node as u16), START_TIMEOUT).await.map(drop) });
         futures_util::future::try_join_all(meeting).await.map(drop)
     }
 
@@ -85,36 +77,19 @@ impl Peers {
 
     /// Whether the node was reached once and is lost now.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
-        match self.roster.get().and_then(|roster| roster.get(node.index())) {
-            // Being dialled again means that it was lost; how that ends, the next look will tell.
-            Some(peer) if node != self.me => match peer.connection.try_lock() {
-                Ok(line) => line.failed.is_some() || line.connection.as_ref().is_some_and(|connection| connection.is_lost()),
-                Err(_) => false,
-            },
-            _ => false,
-        }
+        node != self.me && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Line::is_lost)
     }
 
-    async fn connection(&self, node: NodeId) -> Result<Arc<dyn Connection>, PeerError> {
+    /// A connection, and what is left of `limit` for the request itself.
+    async fn connection(&self, node: NodeId, limit: Duration) -> Result<(Arc<dyn Connection>, Duration), PeerError> {
+        let start = Instant::now();
         let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
-        let peer = roster.get(node.index()).filter(|_| node != self.me).ok_or(PeerError::Unknown(node))?;
-        let mut line = peer.connection.lock().await;
-        if let Some(connection) = line.connection.as_ref().filter(|connection| !connection.is_lost()) {
-            return Ok(connection.clone());
-        }
-        if let Some((_, error)) = line.failed.as_ref().filter(|(at, _)| at.elapsed() < self.deadlines.redial) {
-            return Err(error.clone().into());
-        }
-        match self.transport.connect(node, peer.address).await {
-            Ok(connection) => {
-                *line = Line { connection: Some(connection.clone()), failed: None };
-                Ok(connection)
-            }
-            Err(error) => {
-                line.failed = Some((Instant::now(), error.clone()));
-                Err(error.into())
-            }
-        }
+        let line = roster.get(node.index()).filter(|_| node != self.me).ok_or(PeerError::Unknown(node))?;
+        let connection = line.connection(&self.transport, limit / 4 * 3).await?;
+        // A connection that was there already takes nothing.
+        let took = start.elapsed();
+        let left = if took < self.deadlines.look_interval { limit } else { limit.saturating_sub(took).max(limit / 4) };
+        Ok((connection, left))
     }
 
     /// A request whose answer is a message alone.
@@ -122,7 +97,7 @@ impl Peers {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
     }
 
-    /// A request whose answer's bytes land in slots.
+    /// A request whose answer's bytes land in slots. All of them, or it fails.
     pub(crate) async fn pull(
         &self,
         node: NodeId,
@@ -130,7 +105,20 @@ impl Peers {
         slots: Vec<Slot>,
         timeout: Duration,
     ) -> Result<(Reply, Pulled), PeerError> {
-        let pulled = self.connection(node).await?.pull(encode(request), slots, timeout).await?;
+        let (reply, pulled) = self.pull_pieces(node, request, slots, timeout).await?;
+        if pulled.unread.pieces.is_empty() { Ok((reply, pulled)) } else { Err(unread(node, &pulled.unread)) }
+    }
+
+    /// As [`Self::pull`], but pieces that the peer cannot read are left to the caller to find.
+    pub(crate) async fn pull_pieces(
+        &self,
+        node: NodeId,
+        request: &Request,
+        slots: Vec<Slot>,
+        timeout: Duration,
+    ) -> Result<(Reply, Pulled), PeerError> {
+        let (connection, left) = self.connection(node, timeout).await?;
+        let pulled = connection.pull(encode(request), slots, left).await?;
         Ok((reply(node, &pulled.message)?, pulled))
     }
 
@@ -142,10 +130,15 @@ impl Peers {
         payload: Slot,
         len: usize,
     ) -> Result<(Reply, Slot), PeerError> {
-        let offered = self.connection(node).await?.offer(encode(request), payload, len, self.deadlines.offer).await?;
-        let Offered { message, payload } = offered;
+        let (connection, left) = self.connection(node, self.deadlines.offer).await?;
+        let Offered { message, payload } = connection.offer(encode(request), payload, len, left).await?;
         Ok((reply(node, &message)?, payload))
     }
+}
+
+/// Tells the user of pieces that a peer could not read.
+pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
+    PeerError::Failed { node, reason: unread.reason.clone() }
 }
 
 fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {

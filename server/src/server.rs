@@ -100,13 +100,21 @@ struct Running {
 impl Server {
     /// Opens the data dirs, binds the listener and starts to answer peers. Clients are served once the roster is known.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// As [`Self::start`], over a transport that has been decorated.
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
         let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
         let deadlines = config.deadlines;
         let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
-        Self::start_on(config, transport, address, Arc::new(Threads)).await
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
     }
 
     /// As [`Self::start`], on a network that is there already, by which peers reach us at `address`.
@@ -278,17 +286,18 @@ impl Server {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
             Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.ingest().reserve(block_len).map_err(|error| error.to_string())?;
+                let arrival = self.stages.get(stage)?.reserve(self, block_len).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
-                // Those who stage in come before what is only kept.
-                self.give_up_kept().await?;
                 let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
                 let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
-                begun.map_err(|error| error.to_string())?.map(|()| done)
+                begun.map_err(|error| error.to_string())??;
+                // Those who stage in come before what is only kept, which gives its room up when they need it.
+                self.pause_keeping();
+                Ok(done)
             }
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;
@@ -309,7 +318,7 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress } => Ok((self.lead.report(stage, from, progress), Vec::new())),
+            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));
@@ -407,7 +416,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) {
+        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
@@ -465,7 +474,7 @@ impl Service for PeerService {
     async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
         let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
-            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(blocks, incoming).await?,
+            Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
                 self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }

@@ -26,12 +26,15 @@ use crate::blocking::Blocking;
 use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
+use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
 use memory::Memory;
 use sink::ServerSink;
 
 /// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
 const CATALOG_FILE_LEN: u64 = 128;
+
+/// Others may take the room that was made for one.
+const ROOM_ATTEMPTS_MAX: usize = 8;
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -48,9 +51,14 @@ impl Stages {
         self.lock().remove(&number)
     }
 
+    /// Those that are under way.
+    pub(crate) fn all(&self) -> Vec<Arc<Stage>> {
+        self.lock().values().cloned().collect()
+    }
+
     /// A dataset that is prepared here and that other nodes may show already.
     pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let stages: Vec<Arc<Stage>> = self.lock().values().cloned().collect();
+        let stages: Vec<Arc<Stage>> = self.all();
         stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
     }
 
@@ -198,16 +206,55 @@ impl Stage {
     }
 
     /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Reply, String> {
+    pub(crate) async fn land(
+        &self,
+        server: &Arc<Server>,
+        blocks: Vec<ShippedBlock>,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
-        let ingest = self.ingest.clone();
-        let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())? {
+        match self.store(server, blocks.into(), slot, len).await {
             Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
             Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
             Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// Stores a batch; where there is no room for it, out of what is only kept.
+    async fn store(
+        &self,
+        server: &Arc<Server>,
+        blocks: Arc<[ShippedBlock]>,
+        slot: Slot,
+        len: usize,
+    ) -> Result<Stored, IngestError> {
+        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let mut slot = slot;
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
+            let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
+            match stored.map_err(|error| IngestError::Room(error.to_string()))?? {
+                Stored::Full(full) if attempts_left > 0 && server.make_room(room).await.map_err(IngestError::Room)? => {
+                    slot = full
+                }
+                stored => return Ok(stored),
+            }
+        }
+        Err(IngestError::Room("no room for a batch".to_owned()))
+    }
+
+    /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
+    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64) -> Result<Option<u32>, String> {
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let ingest = self.ingest.clone();
+            let reserved = self.blocking.run(move || ingest.reserve(block_len)).await;
+            let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+            if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
+                return Ok(reserved);
+            }
+        }
+        Ok(None)
     }
 
     /// Takes a piece of a block for which a peer has asked for room.
@@ -270,14 +317,12 @@ impl Stage {
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Takes room for the catalog of so many files, as far as there is any.
-    fn keep_catalog_room(&self, files: u64) {
+    /// Takes room for the catalog of so many files, as far as there is any; how much is missing.
+    fn keep_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(room) = &mut *room {
-            let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
-            // If there is none, that will be told when the catalog comes.
-            let _ = room.grow(more);
-        }
+        let Some(room) = &mut *room else { return 0 };
+        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        if room.grow(more) { 0 } else { more }
     }
 
     /// The room that was kept for the catalog, and where.
@@ -436,7 +481,9 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        let progress = stage.gauge.take();
+        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let request = Request::Report { stage: stage.number, progress, waits };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
@@ -449,7 +496,13 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Go { files }) => {
+                let missing = stage.keep_catalog_room(files);
+                // If there is none, that will be told when the catalog comes.
+                if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
+                    stage.keep_catalog_room(files);
+                }
+            }
             Ok(Reply::Undone) => {
                 is_undone = true;
                 break;

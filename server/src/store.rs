@@ -3,7 +3,9 @@
 mod dataset;
 mod drive;
 mod kept;
+mod pages;
 mod segment;
+mod write_back;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,6 +21,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use dataset::{ChunkInfo, Dataset};
 pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
+pub(crate) use kept::{lowered_threshold, threshold_for};
 pub(crate) use segment::{Segments, room_for};
 
 /// Memory to be shared with processes, which cannot make it shorter under our feet.
@@ -86,6 +89,21 @@ impl Store {
 
     pub(crate) fn capacity(&self) -> u64 {
         self.drives.iter().map(|drive| drive.capacity()).sum()
+    }
+
+    /// What stage-ins may take: our share, or what is left of the drives if others have taken from it. What is only kept makes way.
+    pub(crate) fn free(&self) -> u64 {
+        let mut ours = BTreeMap::new();
+        for drive in &self.drives {
+            let free: &mut (u64, u64) = ours.entry(drive.device()).or_default();
+            *free = (free.0 + drive.free(), drive.free_on_file_system());
+        }
+        ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.kept_room()
+    }
+
+    /// What blocks take that are only kept.
+    pub(crate) fn kept_room(&self) -> u64 {
+        self.datasets().iter().map(|dataset| dataset.segments().kept_room()).sum()
     }
 
     pub(crate) fn used(&self) -> u64 {

@@ -29,7 +29,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub use batch::{Batch, BatchTable, Piece};
 
 use crate::StageInError;
-pub use crate::gauge::Gauge;
+pub use crate::gauge::{Activity, Gauge};
 use crate::runs::RunWriter;
 use crate::selection::Selector;
 pub use crate::source::compressed::stage::Decoders;
@@ -98,6 +98,7 @@ pub struct Worker<S: Sink> {
     seed: u64,
     decoders: Decoders,
     gauge: Arc<Gauge>,
+    activity: Activity,
     counts: Counts,
     ticket: u32,
     /// Source bytes read for the present unit, and how long its thread waited for them.
@@ -128,6 +129,7 @@ impl<S: Sink> Worker<S> {
             // Another than the placement's, or what a node owns would be stored in the order of the ring.
             seed: orders.seed ^ 0x5eed_0f0f_da1f_1700,
             decoders: orders.decoders,
+            activity: gauge.activity(),
             gauge,
             counts: Counts::default(),
             ticket: 0,
@@ -148,6 +150,7 @@ impl<S: Sink> Worker<S> {
         for unit in units {
             (self.counts, self.ticket, self.source_bytes) = (Counts::default(), unit.ticket, 0);
             (self.has_flushed, self.withdrawn) = (false, false);
+            self.activity.begin(Step::Reading, unit.work.path());
             let range = self.read_unit(unit)?;
             let (mut counts, source_bytes, withdrawn) = (std::mem::take(&mut self.counts), self.source_bytes, self.withdrawn);
             // Of several, none can be begun at a wrong place; their remarks together must fit a message.
@@ -157,6 +160,7 @@ impl<S: Sink> Worker<S> {
             reports.push(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn });
         }
         self.flush()?;
+        self.activity.end();
         self.gauge.busy(Step::Shipping, self.shipping);
         self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
         Ok(reports)
@@ -188,6 +192,7 @@ impl<S: Sink> Worker<S> {
         self.counts.hard_links += u64::from(matches!(member.kind, MemberKind::HardLink(_)));
         self.members_len += member.memory_len();
         self.members.push(member);
+        self.gauge.step();
         self.flush_if_many()
     }
 
@@ -271,7 +276,8 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let (owner, arrival) = loop {
             let owner = self.owner(index, part)?;
-            if let Some(arrival) = self.sink.reserve(owner, block_len)? {
+            let reserved = self.storing(|sink| sink.reserve(owner, block_len));
+            if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
             self.mark_full(owner);
@@ -364,7 +370,7 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             let start = Instant::now();
-            let buffer = self.sink.buffer(owner);
+            let buffer = self.storing(|sink| sink.buffer(owner));
             self.shipping += start.elapsed();
             if let Some(buffer) = buffer? {
                 return Ok(buffer);
@@ -389,6 +395,14 @@ impl<S: Sink> Worker<S> {
         self.sink.ship(owner, batch)
     }
 
+    /// Calls the sink, which may wait.
+    fn storing<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
+        self.activity.go_on(Step::Shipping);
+        let result = call(&mut self.sink);
+        self.activity.go_on(Step::Reading);
+        result
+    }
+
     fn make_way(&mut self) -> Result<(), StageInError> {
         while self.sink.in_flight() >= BATCHES_IN_FLIGHT_MAX {
             self.settle()?;
@@ -402,7 +416,7 @@ impl<S: Sink> Worker<S> {
             return Err(StageInError::Cancelled);
         }
         let start = Instant::now();
-        let settled = self.sink.settle();
+        let settled = self.storing(S::settle);
         self.shipping += start.elapsed();
         let (node, batch) = match settled? {
             Settled::Piece => return Ok(()),

@@ -1,6 +1,7 @@
 //! The lead's part before anything is read: sources are found, told apart and cut into units.
 
 mod cut;
+mod preflight;
 mod queue;
 
 use std::ffi::OsStr;
@@ -12,12 +13,14 @@ use std::path::{Path, PathBuf};
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{display, join, normalize};
-use dayfly_meta::wire::control::{Counts, Selection};
+use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
+pub use preflight::check_sources;
 pub use queue::UnitQueue;
 
 use crate::StageInError;
+use crate::gauge::{Activity, Gauge};
 use crate::selection::Selector;
 use crate::source::directory::{Found, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
@@ -73,11 +76,12 @@ pub struct Wanted<'a> {
     pub workers: u64,
 }
 
-/// Finds, tells apart and cuts. `scratch` is a nameless file; `is_cancelled` is asked now and then.
-pub fn plan(wanted: &Wanted<'_>, scratch: File, is_cancelled: &dyn Fn() -> bool) -> Result<Plan, StageInError> {
+/// Finds, tells apart and cuts. `scratch` is a nameless file; `gauge` is told of each step, and asked whether to go on.
+pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, StageInError> {
     let &Wanted { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
-    let paths = expand(patterns)?;
+    let watch = Watch { gauge, activity: gauge.activity() };
+    let paths = expand(patterns, &watch)?;
     let is_alone = paths.len() == 1;
     let mut planner = Planner {
         plan: Plan {
@@ -94,12 +98,10 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, is_cancelled: &dyn Fn() -> bool)
         selector,
         selection,
         workers,
-        is_cancelled,
+        watch: &watch,
     };
     for path in paths {
-        if is_cancelled() {
-            return Err(StageInError::Cancelled);
-        }
+        planner.watch.look_at(path.as_os_str().as_bytes())?;
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         let ends_with_dot = path.as_os_str().as_bytes().ends_with(b"/.");
         // As cp: a single directory becomes the target, several lie in it under their names.
@@ -117,17 +119,33 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, is_cancelled: &dyn Fn() -> bool)
     Ok(planner.plan)
 }
 
+/// Tells the gauge how planning goes.
+struct Watch<'a> {
+    gauge: &'a Gauge,
+    activity: Activity,
+}
+
+impl Watch<'_> {
+    /// It goes on with this path, unless the stage-in was cancelled.
+    fn look_at(&self, path: &[u8]) -> Result<(), StageInError> {
+        self.activity.begin(Step::Reading, path);
+        self.gauge.step();
+        if self.gauge.is_cancelled() { Err(StageInError::Cancelled) } else { Ok(()) }
+    }
+}
+
 /// Literal paths stay as they are; globs become what they match, by their bytes.
-fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
+fn expand(patterns: &[Vec<u8>], watch: &Watch<'_>) -> Result<Vec<PathBuf>, StageInError> {
     let mut paths = Vec::new();
     for pattern in patterns {
+        watch.look_at(pattern)?;
         let path = Path::new(OsStr::from_bytes(pattern));
         if fs::symlink_metadata(path).is_ok() {
             paths.push(path.to_owned());
             continue;
         }
         if let Some(list) = pattern.strip_prefix(b"@") {
-            paths.append(&mut listed(Path::new(OsStr::from_bytes(list)))?);
+            paths.append(&mut listed(Path::new(OsStr::from_bytes(list)), watch)?);
             continue;
         }
         let no_match = || StageInError::NoMatch(display(pattern));
@@ -140,7 +158,11 @@ fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
         let matches = glob::glob_with(text, options)
             .map_err(|error| StageInError::Pattern { pattern: text.to_owned(), reason: error.msg.to_owned() })?;
         let unreadable = |error: glob::GlobError| StageInError::Read { path: error.path().to_owned(), error: error.into() };
-        let mut found = matches.collect::<Result<Vec<_>, _>>().map_err(unreadable)?;
+        let mut found = Vec::new();
+        for path in matches {
+            found.push(path.map_err(unreadable)?);
+            watch.look_at(pattern)?;
+        }
         if found.is_empty() {
             return Err(no_match());
         }
@@ -151,7 +173,7 @@ fn expand(patterns: &[Vec<u8>]) -> Result<Vec<PathBuf>, StageInError> {
 }
 
 /// The sources that a list names, one a line.
-fn listed(list: &Path) -> Result<Vec<PathBuf>, StageInError> {
+fn listed(list: &Path, watch: &Watch<'_>) -> Result<Vec<PathBuf>, StageInError> {
     let failed = |error| StageInError::Read { path: list.to_owned(), error };
     let folder = list.parent().unwrap_or(Path::new("/"));
     let mut paths = Vec::new();
@@ -159,7 +181,7 @@ fn listed(list: &Path) -> Result<Vec<PathBuf>, StageInError> {
         let line = line.map_err(failed)?;
         if !line.is_empty() {
             // With its folder before it, a line is never a list again.
-            paths.append(&mut expand(&[folder.join(OsStr::from_bytes(&line)).into_os_string().into_vec()])?);
+            paths.append(&mut expand(&[folder.join(OsStr::from_bytes(&line)).into_os_string().into_vec()], watch)?);
         }
     }
     Ok(paths)
@@ -175,7 +197,7 @@ struct Planner<'a> {
     selector: Selector,
     selection: &'a Selection,
     workers: u64,
-    is_cancelled: &'a dyn Fn() -> bool,
+    watch: &'a Watch<'a>,
 }
 
 impl Planner<'_> {
@@ -269,7 +291,9 @@ impl Planner<'_> {
         let source = self.source(source);
         let mut batch = TreeBatch::default();
         let selector = std::mem::replace(&mut self.selector, Selector::new(&Selection::default())?);
-        let result = walk(&root, &selector, &mut |found| {
+        let watch = self.watch;
+        let look_at = |path: &Path| watch.look_at(path.as_os_str().as_bytes());
+        let result = walk(&root, &selector, &look_at, &mut |found| {
             match found {
                 Found::Special => self.plan.counts.special += 1,
                 Found::Unreadable(error) => self.forgive(error)?,
@@ -299,7 +323,7 @@ impl Planner<'_> {
                     }
                 }
             }
-            if (self.is_cancelled)() { Err(StageInError::Cancelled) } else { Ok(()) }
+            Ok(())
         });
         self.selector = selector;
         result?;
@@ -361,7 +385,7 @@ mod tests {
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {
         let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
         let wanted = Wanted { patterns: &patterns, selection, seed: 1, workers: 1 };
-        let mut plan = plan(&wanted, tempfile::tempfile().unwrap(), &|| false)?;
+        let mut plan = plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())?;
         let mut units = Vec::new();
         while let Some(unit) = plan.units.next_unit()? {
             units.push(unit);

@@ -91,6 +91,12 @@ pub(crate) struct SessionOptions {
     /// Each server's memory for stage-ins, all that run at once together. [default: 1GiB, or less where the control group has little]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) stage_in_memory: Option<u64>,
+    /// How many units of its sources each server reads at a time in a stage-in. [default: its share of the cores, 16 at most]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=dayfly_meta::limits::WORKERS_MAX as i64))]
+    pub(crate) stage_in_workers: Option<u16>,
+    /// A stage-in of which no node makes progress for so long ends, and says what it waits for. [default: 300]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub(crate) stage_in_timeout: Option<u64>,
     /// Where programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,

@@ -40,6 +40,12 @@ impl Failure {
         Self { status, ..self }
     }
 
+    /// The exit status that it will be.
+    #[cfg(test)]
+    pub(crate) fn status(&self) -> u8 {
+        self.status
+    }
+
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {
             complain(&message);

@@ -30,7 +30,12 @@ pub(crate) fn paths_or_all(view: &View, paths: Vec<OsString>) -> Vec<Vec<u8>> {
 
 /// A target below the prefix, as the server wants it.
 pub(crate) fn target(session: &Session, path: &OsStr) -> Result<Vec<u8>, Failure> {
-    let prefix = session.prefix().strip_suffix(b"/").unwrap_or(session.prefix());
+    target_below(session.prefix(), path)
+}
+
+/// The same, of a session that is not there yet.
+pub(crate) fn target_below(prefix: &[u8], path: &OsStr) -> Result<Vec<u8>, Failure> {
+    let prefix = prefix.strip_suffix(b"/").unwrap_or(prefix);
     let below = path.as_bytes().strip_prefix(prefix).filter(|rest| rest.is_empty() || rest.starts_with(b"/"));
     let below = below.ok_or_else(|| {
         let (path, prefix) = (display(path.as_bytes()), display(prefix));

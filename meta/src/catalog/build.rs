@@ -98,6 +98,8 @@ struct OpenDirectory {
     subdirectories: u32,
 }
 
+/// Bytes of a column that are copied at a time.
+const COPY_LEN: u64 = 16 << 20;
 /// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
 const PATCH_LEN: usize = 16;
 
@@ -273,8 +275,9 @@ impl<'a> CatalogBuilder<'a> {
         Ok(offset)
     }
 
-    /// Joins the columns, fills in what is known only now, and makes the path index.
-    pub fn finish(mut self) -> Result<Built, BuildError> {
+    /// Joins the columns, fills in what is known only now, and makes the path index. Calls `step` as it goes forward, for of a large
+    /// dataset that takes minutes.
+    pub fn finish(mut self, step: &dyn Fn()) -> Result<Built, BuildError> {
         if self.open.is_empty() {
             self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
@@ -297,12 +300,12 @@ impl<'a> CatalogBuilder<'a> {
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
                 // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
-                io::copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to)?;
+                copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
             let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
             from.rewind()?;
-            io::copy(&mut from, &mut to)?;
+            copy(&mut from, &mut to, step)?;
         }
         let header = HeaderRecord {
             seed: self.about.seed,
@@ -313,8 +316,8 @@ impl<'a> CatalogBuilder<'a> {
         };
         write_start(&file, &header, end)?;
         let mut map = map_private_file(&file)?;
-        apply_patches(&mut map, &extents, self.patches)?;
-        fill_index(&mut map, &extents, self.hashes)?;
+        apply_patches(&mut map, &extents, self.patches, step)?;
+        fill_index(&mut map, &extents, self.hashes, step)?;
         let checksum = crc32c::crc32c(&map);
         drop(map);
         let count = |column: Column| extents[column as usize].count;
@@ -338,10 +341,19 @@ fn rewound(writer: BufWriter<File>) -> io::Result<BufReader<File>> {
     Ok(BufReader::new(file))
 }
 
-fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>) -> io::Result<()> {
+/// Copies to the end, a piece at a time.
+fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
+    while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
+        step();
+    }
+    Ok(())
+}
+
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
     let mut patches = rewound(patches)?;
     let mut patch = [0; PATCH_LEN];
     while read_whole(&mut patches, &mut patch)? {
+        step();
         let [entry, next, row, links] = std::array::from_fn(|word| &patch[word * 4..word * 4 + 4]);
         let number = |word: &[u8]| word.iter().rev().fold(0_usize, |value, &byte| value << 8 | usize::from(byte));
         let entry_at = extents[Column::Entries as usize].offset as usize + number(entry) * 20;
@@ -352,12 +364,13 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter
     Ok(())
 }
 
-fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>) -> io::Result<()> {
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
     let mut hashes = rewound(hashes)?;
     let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;
     while read_whole(&mut hashes, &mut hash)? {
+        step();
         let (mut bucket, fingerprint) = index_bucket(u64::from_le_bytes(hash), buckets);
         entry += 1;
         let slot = (u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes();

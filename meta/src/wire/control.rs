@@ -143,6 +143,9 @@ pub struct Counted {
     pub shipped_bytes: u64,
     /// How long its threads were busy with each [`Step`], in nanoseconds.
     pub busy_ns: [u64; STEPS],
+    /// How often anything went forward that these do not count, a directory found for one. A reader that waits because `--max-rate`
+    /// says so goes forward.
+    pub steps: u64,
 }
 
 /// What the threads of a stage-in do.
@@ -182,6 +185,12 @@ impl Counted {
         self.bytes += more.bytes;
         self.shipped_bytes += more.shipped_bytes;
         self.busy_ns.iter_mut().zip(more.busy_ns).for_each(|(all, more)| *all += more);
+        self.steps += more.steps;
+    }
+
+    /// Whether nothing went forward.
+    pub fn is_still(&self) -> bool {
+        *self == Self::default()
     }
 }
 

@@ -83,6 +83,8 @@ pub enum Request {
         stage: u64,
         /// Counted since the last report.
         progress: Counted,
+        /// What this node's threads wait for, if nothing was counted.
+        waits: Vec<String>,
     },
     /// To the lead: the stage-in failed here. Reply: `Done`.
     Fail {
@@ -285,6 +287,18 @@ pub enum Work {
         /// Paths below it.
         entries: Vec<TreeEntry>,
     },
+}
+
+impl Work {
+    /// The source, or the root of the tree.
+    pub fn path(&self) -> &[u8] {
+        match self {
+            Self::Tar { path, .. } => path,
+            Self::TarRange(range) => &range.path,
+            Self::Zip(part) => &part.path,
+            Self::Tree { root, .. } => root,
+        }
+    }
 }
 
 /// A file as it was when it was looked at: by these one tells that it was changed.

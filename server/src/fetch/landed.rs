@@ -18,6 +18,8 @@ pub(super) enum Landed {
     Good(Slot),
     /// It is not.
     Damaged(Slot, Mismatch),
+    /// The owner could not read it from its drive.
+    Unread(Slot, String),
     /// The owner does not have it.
     Missing,
 }
@@ -28,6 +30,9 @@ pub(super) struct Filled {
     pub(super) lens: Vec<u64>,
     /// By place in the request.
     pub(super) missing: Vec<u32>,
+    /// What the owner could not read, likewise, and why.
+    pub(super) unread: Vec<u32>,
+    pub(super) reason: String,
 }
 
 impl Filled {
@@ -48,12 +53,13 @@ impl Filled {
     }
 
     fn checked(self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Landed> {
-        let Self { slots, lens, missing } = self;
+        let Self { slots, lens, missing, unread, reason } = self;
         let filled = (0..).zip(slots).zip(lens).zip(chunks);
         let look = |(((number, slot), len), &chunk): (((u32, Slot), u64), &Chunk)| {
             let expected = dataset.catalog().chunk_checksum(chunk);
-            match expected.filter(|_| len == slot.len() as u64 && !missing.contains(&number)) {
+            match expected.filter(|_| (len == slot.len() as u64 || unread.contains(&number)) && !missing.contains(&number)) {
                 None => Landed::Missing,
+                Some(_) if unread.contains(&number) => Landed::Unread(slot, reason.clone()),
                 Some(expected) => match check(&slot, expected) {
                     Ok(()) => Landed::Good(slot),
                     Err(mismatch) => Landed::Damaged(slot, mismatch),

@@ -53,6 +53,7 @@ impl Merging {
         let mut aside = BufWriter::new(scratch().map_err(cannot)?);
         for member in members {
             let member = member.map_err(cannot)?;
+            self.stage.step();
             collector.see(&member).map_err(|error| error.to_string())?;
             write_member(&mut aside, &member).map_err(cannot)?;
         }
@@ -79,6 +80,7 @@ impl Merging {
         let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
+            self.stage.step();
             let path = history.path.clone();
             if let Some((member, names)) = links.outcome(history, &mut refused) {
                 builder.add(&path, &member, names).map_err(|error| error.to_string())?;
@@ -86,7 +88,8 @@ impl Merging {
         }
         refused.count += histories.refused.count;
         refused.names.append(&mut histories.refused.names);
-        let Built { file, len, checksum, samples, bytes, others } = builder.finish().map_err(|error| error.to_string())?;
+        let Built { file, len, checksum, samples, bytes, others } =
+            builder.finish(&|| self.stage.step()).map_err(|error| error.to_string())?;
         Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused })
     }
 }
@@ -121,6 +124,7 @@ impl Read for RunReader<'_> {
             let room = self.ahead_len.min(self.len - self.offset);
             let server = &self.merging.server;
             let bytes = server.blocking().wait_for(server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
+            self.merging.stage.step();
             if bytes.is_empty() {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }

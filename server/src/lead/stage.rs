@@ -12,7 +12,11 @@ use dayfly_stagein::handing::{Handed, Handing};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
+use super::LEAD;
 use super::rates::Rates;
+
+/// Nodes that are named when a stage-in stands still.
+const WAITING_NODES_TOLD_MAX: usize = 8;
 
 /// A stage-in as the lead sees it.
 pub(crate) struct LeadStage {
@@ -30,6 +34,10 @@ pub(crate) struct LeadStage {
     pub(super) all_read: watch::Sender<bool>,
     /// A unit came back: there may be more to hand out, or nothing any more.
     judged: Notify,
+    /// Counts all that goes forward, on any node: without it for long enough, the stage-in ends.
+    steps: AtomicU64,
+    /// What each node's threads wait for, while nothing goes forward there.
+    waits: Mutex<Vec<Vec<String>>>,
     deadlines: Deadlines,
 }
 
@@ -48,6 +56,8 @@ impl LeadStage {
             all_begun: SetOnce::new(),
             all_read: watch::Sender::new(false),
             judged: Notify::new(),
+            steps: AtomicU64::new(0),
+            waits: Mutex::new(vec![Vec::new(); nodes]),
             deadlines,
         }
     }
@@ -57,6 +67,7 @@ impl LeadStage {
         // That a `begin` takes too long ends the stage-in elsewhere.
         self.all_begun.wait().await;
         if !finished.is_empty() {
+            self.step();
             finished.into_iter().for_each(|report| self.take_back(report));
             self.judged.notify_waiters();
         }
@@ -70,7 +81,10 @@ impl LeadStage {
                 }
                 let handed = self.handing().hand_out();
                 match handed {
-                    Ok(Handed::Units(units)) => return Reply::Units(units),
+                    Ok(Handed::Units(units)) => {
+                        self.step();
+                        return Reply::Units(units);
+                    }
                     Ok(Handed::Nothing) => {}
                     Ok(Handed::Done) => {
                         self.all_read.send_replace(true);
@@ -124,16 +138,22 @@ impl LeadStage {
     }
 
     /// A node is so far.
-    pub(crate) fn report(&self, node: NodeId, counted: Counted) -> Reply {
+    pub(crate) fn report(&self, node: NodeId, counted: Counted, waits: Vec<String>) -> Reply {
         if let Some(reported) = self.reported().get_mut(node.index()) {
             *reported = Instant::now();
         }
         self.count(node, counted);
+        if let Some(of_node) = self.waits().get_mut(node.index()) {
+            *of_node = waits;
+        }
         if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files } }
     }
 
     /// Adds what a node has done since it was last heard of.
     pub(super) fn count(&self, node: NodeId, counted: Counted) {
+        if !counted.is_still() {
+            self.step();
+        }
         let mut progress = self.progress();
         progress.source_bytes += counted.source_bytes;
         progress.files += counted.files;
@@ -143,6 +163,33 @@ impl LeadStage {
         }
         drop(progress);
         self.rates.lock().unwrap_or_else(PoisonError::into_inner).add(node, counted.source_bytes);
+    }
+
+    /// Something went forward.
+    pub(super) fn step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How much has gone forward so far.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// What is waited for, when nothing has gone forward for too long.
+    pub(super) fn waits_for(&self) -> String {
+        let waits = self.waits();
+        let told = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty());
+        let told: Vec<String> =
+            told.take(WAITING_NODES_TOLD_MAX).map(|(node, waits)| format!("node {node}: {}", waits.join(", "))).collect();
+        match (self.progress().phase, told.is_empty()) {
+            (Phase::Merging, _) => format!("node {LEAD}: merging what was found into the catalog"),
+            (_, true) => "no node says what for".to_owned(),
+            (_, false) => told.join("; "),
+        }
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<Vec<String>>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The first failure ends the stage-in.

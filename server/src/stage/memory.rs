@@ -24,12 +24,14 @@ impl Memory {
         let share = (all / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
         let rest = share.saturating_sub(shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
-        let third = rest / 3 / workers.max(1);
+        let of_worker = rest / workers.max(1);
+        let batches = (of_worker / 3 / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX);
+        let third = (of_worker.saturating_sub(batches * BATCH_LEN_MAX) / 2).min(of_worker / 3).max(BATCH_LEN_MAX);
         Self {
             shuffle_len: shuffle_len as u64,
-            batches: (third / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX),
-            run_len: third.clamp(BATCH_LEN_MAX, RUN_LEN_MAX),
-            decoded_ahead_len: third.clamp(BATCH_LEN_MAX, DECODED_AHEAD_MAX),
+            batches,
+            run_len: third.min(RUN_LEN_MAX),
+            decoded_ahead_len: third.min(DECODED_AHEAD_MAX),
         }
     }
 
@@ -41,13 +43,15 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, WORKERS_MAX};
+    use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, WORKERS_MAX, stage_memory_min, stage_workers_max};
 
     use super::*;
 
     #[test]
     fn the_parts_are_no_more_than_the_whole() {
-        for (all, workers) in [(STAGE_MEMORY_DEFAULT, WORKERS_MAX), (STAGE_MEMORY_DEFAULT, 1), (STAGE_MEMORY_MIN, 1)] {
+        let least = (1..=WORKERS_MAX).map(|workers| (stage_memory_min(workers), workers));
+        let most = [STAGE_MEMORY_MIN, 300 << 20, STAGE_MEMORY_DEFAULT].map(|all| (all, stage_workers_max(all)));
+        for (all, workers) in least.chain(most).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
             let memory = Memory::part(all, workers);
             let of_worker = memory.batches * BATCH_LEN_MAX + memory.run_len + memory.decoded_ahead_len;
             let used = memory.landing_len() + (workers * of_worker) as u64;

@@ -97,16 +97,16 @@ impl Sink for ServerSink {
 
     fn ship(&mut self, owner: NodeId, batch: Batch<Slot>) -> Result<(), StageInError> {
         if self.is_here(owner) {
-            let stage = self.stage.clone();
-            let store = move || {
+            let (server, stage) = (self.server.clone(), self.stage.clone());
+            let store = async move {
                 let (slot, table) = batch.into_parts();
-                let stored = stage.ingest().store(&table.blocks, slot, table.len);
+                let stored = stage.store(&server, table.blocks.as_slice().into(), slot, table.len).await;
                 match stored.map_err(|error| not_stored(owner, error))? {
                     Stored::At(first) => Ok(Settled::Stored(first, table)),
                     Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
                 }
             };
-            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
+            self.under_way.spawn_on(store, &self.runtime);
             return Ok(());
         }
         let (server, stage) = (self.server.clone(), self.stage.clone());
@@ -167,7 +167,8 @@ impl Sink for ServerSink {
 
     fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
+            let reserved = self.runtime.block_on(self.stage.reserve(&self.server, block_len));
+            return reserved.map_err(|reason| failed(owner, reason));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
         let asked = self.server.ask(owner, request, self.server.deadlines().request);

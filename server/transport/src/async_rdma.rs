@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use crate::rdma::{Choice, Found, find};
 use crate::{
     Ability, Agreement, Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
-    TransportError,
+    TransportError, Unread,
 };
 use buffer::{BUFFER_LEN, Buffer, Buffers, Counters};
 
@@ -210,7 +210,7 @@ impl Connection for AsyncConnection {
                     at += len as usize;
                 }
                 lens.resize(slots.len(), 0);
-                return Ok(Pulled { message, slots, lens });
+                return Ok(Pulled { message, slots, lens, unread: Unread::default() });
             }
         }
         if message.len() >= MESSAGE_LEN_MAX {
@@ -276,8 +276,11 @@ impl Welcome {
         }
         let moved = match buffers.take(self.deadlines.request).await {
             Some(buffer) => {
-                let filled = buffer.fill(pieces).await.map_err(|error| format!("cannot read what it holds: {error}"))?;
-                filled.write_to(RemoteMr::new(place.buffer), total).await.is_ok()
+                match buffer.fill(pieces).await {
+                    Ok(filled) => filled.write_to(RemoteMr::new(place.buffer), total).await.is_ok(),
+                    // By the inner transport only those pieces fail that cannot be read.
+                    Err(_) => false,
+                }
             }
             None => false,
         };

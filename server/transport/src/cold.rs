@@ -1,6 +1,7 @@
 //! Bytes that the page cache has, and those that it has not: these are asked of the drive for all of an answer at once, sorted by
 //! place, on a thread that waits for them.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
@@ -13,11 +14,20 @@ use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::Piece;
 use crate::turns::{Turn, Turns};
+use crate::{Piece, drive_failure};
 
 /// A cold piece is waited for at steps of this; the drive reads what lies between together.
 const WAIT_STEP: u64 = 128 << 10;
+
+/// How far a thread has read ahead.
+#[derive(Default)]
+struct Warmed {
+    /// Pieces before this were waited for.
+    until: usize,
+    /// Those of them that could not be read, and why: asking a failing drive once more would only take more of its time.
+    failed: BTreeMap<usize, String>,
+}
 
 /// The pieces of an answer, of which some may have to be read from a drive.
 pub(crate) struct Cold<'a> {
@@ -28,8 +38,8 @@ pub(crate) struct Cold<'a> {
     len_max: u64,
     /// Whose place at the drives the answer has, once it needs one.
     turn: Option<Arc<Turn>>,
-    /// How many of the pieces a thread has waited for, once there is one.
-    warmed: Option<watch::Receiver<usize>>,
+    /// How far a thread has waited for the pieces, once there is one.
+    warmed: Option<watch::Receiver<Warmed>>,
 }
 
 impl<'a> Cold<'a> {
@@ -51,19 +61,24 @@ impl<'a> Cold<'a> {
         self.turn.clone()
     }
 
+    /// Why a piece that was waited for could not be read, if it could not.
+    pub(crate) fn failure(&self, piece: usize) -> Option<String> {
+        self.warmed.as_ref()?.borrow().failed.get(&piece).cloned()
+    }
+
     /// Has the drive read all that is left of the answer, from piece `at` on, and waits for those before `until`.
     pub(crate) async fn warm(&mut self, at: usize, until: usize) {
         if self.warmed.is_none() {
             let turn = self.turn().await;
             let ranges: Vec<Option<Range>> = self.pieces[at..].iter().map(|piece| range(piece, self.len_max)).collect();
-            let (progress, warmed) = watch::channel(at);
+            let (progress, warmed) = watch::channel(Warmed { until: at, failed: BTreeMap::new() });
             self.warmed = Some(warmed);
             // Not waited for: it ends by itself, at the pace of the drive.
             drop(tokio::task::spawn_blocking(move || read_ahead(&ranges, &progress, turn)));
         }
         if let Some(warmed) = &mut self.warmed {
             // Without a thread any more it is slower, not wrong.
-            let _ = warmed.wait_for(|&warmed| warmed >= until).await;
+            let _ = warmed.wait_for(|warmed| warmed.until >= until).await;
         }
     }
 }
@@ -79,7 +94,7 @@ fn range(piece: &Piece, len_max: u64) -> Option<Range> {
 }
 
 /// Asks the drive for all ranges, sorted by place, and then waits for one after another.
-fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<usize>, turn: Option<Arc<Turn>>) {
+fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<Warmed>, turn: Option<Arc<Turn>>) {
     let mut sorted: Vec<&Range> = ranges.iter().flatten().collect();
     sorted.sort_by_key(|(file, offset, _)| (Arc::as_ptr(file), *offset));
     for (file, offset, len) in sorted {
@@ -88,12 +103,16 @@ fn read_ahead(ranges: &[Option<Range>], progress: &watch::Sender<usize>, turn: O
     }
     let mut byte = [0];
     for range in ranges {
-        if let Some((file, offset, len)) = range {
-            let steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
-            // A failure shows again where the bytes are taken.
-            steps.for_each(|at| drop(file.read_at(&mut byte, at)));
-        }
-        progress.send_modify(|warmed| *warmed += 1);
+        let read = range.as_ref().map_or(Ok(()), |(file, offset, len)| {
+            let mut steps = (*offset..offset + len).step_by(WAIT_STEP as usize).chain([offset + len - 1]);
+            steps.try_for_each(|at| file.read_exact_at(&mut byte, at))
+        });
+        progress.send_modify(|warmed| {
+            if let Err(error) = &read {
+                warmed.failed.insert(warmed.until, drive_failure(error));
+            }
+            warmed.until += 1;
+        });
     }
     drop(turn);
 }

@@ -17,9 +17,12 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Answers a pull with a file's and its own bytes, `"file"` with the file's alone; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
+/// Answers a pull with a file's and its own bytes, `"file"` with the file's alone, `"broken"` with an unreadable file's in place of every
+/// fourth; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
+    /// Reading its first page is `EIO`.
+    broken: Arc<File>,
     region: Region,
     landed: AtomicUsize,
 }
@@ -28,7 +31,8 @@ impl Echo {
     pub(crate) fn new(region: Region) -> Arc<Self> {
         let mut file = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut file, &pattern(4 << 20)).unwrap();
-        Arc::new(Self { file: Arc::new(file), region, landed: AtomicUsize::new(0) })
+        let broken = Arc::new(File::open("/proc/self/mem").unwrap());
+        Arc::new(Self { file: Arc::new(file), broken, region, landed: AtomicUsize::new(0) })
     }
 }
 
@@ -46,6 +50,9 @@ impl Service for Echo {
             _ => {}
         }
         let piece = |(slot, len): (usize, &u64)| match slot % 2 {
+            _ if message == b"broken" && slot % 4 == 2 => {
+                Piece::File { file: self.broken.clone(), offset: 0, len: *len, revoked: Arc::default() }
+            }
             number if number == 0 || message == b"file" => Piece::File {
                 file: self.file.clone(),
                 // Cut short, as a segment is that is given up: all but its first bytes are gone.
@@ -76,7 +83,7 @@ pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
     tcp_for(node, Purpose::Peer).await
 }
 
-async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
+pub(crate) async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
     let deadlines = Deadlines::DEFAULT;
     let identity =
         Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose, deadlines };
@@ -135,15 +142,27 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
     assert!(matches!(refused, Err(TransportError::Refused { reason, .. }) if reason == "told to refuse"));
 
-    // What is given up while it is read is refused, not sent as zeros.
-    let revoked = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await;
-    assert!(matches!(revoked, Err(TransportError::Refused { .. })));
+    // A piece that cannot be read fails alone, with a reason; it is not sent as zeros. Its neighbors are sent as ever.
+    let gone = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await.unwrap();
+    assert_eq!(gone.unread.pieces, [0]);
     for len in [1000, 300_000, 3 << 20] {
         let slots = [len, len, 10].map(|len| region.slot(len).unwrap()).into();
-        let short = connection.pull(b"short".to_vec(), slots, TIMEOUT).await;
-        assert!(matches!(short, Err(TransportError::Refused { .. })), "{len} bytes of which 100 are there");
-        assert!(connection.pull(b"hi".to_vec(), vec![region.slot(500).unwrap()], TIMEOUT).await.is_ok(), "and it goes on");
+        let short = connection.pull(b"short".to_vec(), slots, TIMEOUT).await.unwrap();
+        assert_eq!(short.unread.pieces, [0], "{len} bytes of which 100 are there");
+        assert!(short.unread.reason.contains("drive is shorter"), "{}", short.unread.reason);
+        assert!(short.slots[1][..] == pattern(len as usize)[..]);
+        assert!(short.slots[2][..] == pattern(4 << 20)[(4 << 20) - 100..][..10]);
+        drop(short);
+        let slots = (0..7).map(|_| region.slot(len).unwrap()).collect();
+        let broken = connection.pull(b"broken".to_vec(), slots, TIMEOUT).await.unwrap();
+        assert_eq!(broken.unread.pieces, [2, 6], "{len} bytes");
+        assert!(broken.unread.reason.contains("drive cannot be read: Input/output error"), "{}", broken.unread.reason);
+        for at in [0, 1, 3, 4, 5] {
+            let skip = if at % 2 == 0 { at } else { 0 };
+            assert!(broken.slots[at][..] == pattern(len as usize + skip)[skip..], "slot {at} of {len} bytes");
+        }
     }
+    assert!(!connection.is_lost(), "a drive's failure is not the peer's loss");
 
     // A deadline is kept; while it runs others are served; the slot comes back only with the connection.
     let start = Instant::now();
@@ -338,7 +357,7 @@ async fn fuzzed_handshakes_get_nowhere() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_conforms_when_slow() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let plan: Plan = Arc::new(|number| (number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(number % 7))));
+    let plan: Plan = Arc::new(|seen| (seen.number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(seen.number % 7))));
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
 }
 
@@ -382,8 +401,8 @@ async fn async_rdma_conforms() {
 async fn faults_are_what_they_say() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
-    let plan: Plan = Arc::new(|number| {
-        [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(number as usize).copied().flatten()
+    let plan: Plan = Arc::new(|seen| {
+        [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(seen.number as usize).copied().flatten()
     });
     let connection = Faulty::new(ours, plan).connect(NodeId(1), address).await.unwrap();
     let mut results = Vec::new();

@@ -7,6 +7,7 @@
 
 #[cfg(feature = "async-rdma")]
 pub mod async_rdma;
+mod budget;
 pub mod channel;
 mod cold;
 pub mod fault;
@@ -65,6 +66,21 @@ pub enum TransportError {
         /// Its words.
         reason: String,
     },
+    /// The peer holds too much of our memory for requests that it does not answer: it is asked again when it has.
+    #[error(
+        "node {peer} ({address}) is stuck: {requests} requests for {bytes} bytes wait for it past their deadline. Its drive hangs, or is \
+         far too slow; see its kernel's log. It is asked again as soon as it answers"
+    )]
+    Stuck {
+        /// Which.
+        peer: NodeId,
+        /// Where it is.
+        address: SocketAddr,
+        /// Requests past their deadlines.
+        requests: u32,
+        /// What they ask for.
+        bytes: u64,
+    },
     /// The message is larger than one may be: a defect of the caller.
     #[error("a message of {0} bytes is too long")]
     TooLong(usize),
@@ -110,6 +126,41 @@ pub struct Answer {
     pub pieces: Vec<Piece>,
 }
 
+/// Pieces of an answer whose bytes the peer could not read. All other pieces are as they should be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unread {
+    /// Numbers of these pieces, ascending. What lies in their slots means nothing.
+    pub pieces: Vec<u32>,
+    /// Why the first of them could not be read.
+    pub reason: String,
+}
+
+impl Unread {
+    /// Reasons are cut to this, so that an answer has room for one.
+    const REASON_CHARS_MAX: usize = 256;
+
+    /// Adds a piece, once.
+    pub(crate) fn add(&mut self, piece: usize, reason: &str) {
+        if self.pieces.is_empty() {
+            self.reason = reason.chars().take(Self::REASON_CHARS_MAX).collect();
+        }
+        if let Err(at) = self.pieces.binary_search(&(piece as u32)) {
+            self.pieces.insert(at, piece as u32);
+        }
+    }
+}
+
+/// Says that bytes of a file could not be read, and that the drive is at fault, not the node.
+pub(crate) fn drive_failure(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the file on its drive is shorter than what was written to it".to_owned(),
+        _ => format!("its drive cannot be read: {error}"),
+    }
+}
+
+/// Says that a file's bytes were given up while they were read.
+pub(crate) const GIVEN_UP: &str = "it has just been given up";
+
 /// An answered pull.
 pub struct Pulled {
     /// The peer's message.
@@ -118,6 +169,8 @@ pub struct Pulled {
     pub slots: Vec<Slot>,
     /// How many bytes landed in each slot.
     pub lens: Vec<u64>,
+    /// Pieces that the peer could not read: their slots do not count.
+    pub unread: Unread,
 }
 
 /// An answered offer.

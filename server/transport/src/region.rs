@@ -142,6 +142,11 @@ impl Slot {
         self.len == 0
     }
 
+    /// The region that it is of, by a number, and how long that is.
+    pub(crate) fn home(&self) -> (usize, u64) {
+        (Arc::as_ptr(&self.region.inner) as usize, self.region.len())
+    }
+
     /// Where it lies in this process.
     pub(crate) fn address(&self) -> u64 {
         self.pointer() as u64

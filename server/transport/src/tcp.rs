@@ -4,6 +4,8 @@ mod answer;
 mod dial;
 pub(crate) mod door;
 pub(crate) mod handshake;
+mod link;
+mod links;
 mod reader;
 pub(crate) mod seal;
 mod serve;
@@ -115,3 +117,8 @@ pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
+
+#[cfg(test)]
+pub(crate) mod relay;
+#[cfg(test)]
+mod tests;

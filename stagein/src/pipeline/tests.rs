@@ -127,7 +127,7 @@ fn placement(nodes: usize) -> Arc<Placement> {
 fn planned(paths: &[&Path], selection: &Selection) -> Result<Plan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
-    plan(&wanted, tempfile::tempfile().unwrap(), &|| false)
+    plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())
 }
 
 /// What a stage-in found.

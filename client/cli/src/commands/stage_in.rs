@@ -73,7 +73,7 @@ pub(super) fn stage(
 }
 
 /// The servers know nothing of our working folder, nor of our descriptors. A final `/.` means something, so nothing is tidied up.
-fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
+pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
         return Err(Failure::usage("a source is empty; is a variable not set?"));
     }

@@ -15,11 +15,14 @@ use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
 
 use crate::failure::Failure;
+use crate::size;
 
 /// The file in a session's folder that lists its folders in the data dirs.
 pub(super) const LIST: &str = "data-dirs";
 /// What a node takes of what is free when `--capacity` does not say.
 const SHARE_PERCENT: u64 = 90;
+/// What all nodes of a machine may take of it, whatever `--capacity` says.
+const SHARE_PERCENT_MAX: u64 = 98;
 
 /// File systems that reach over a network, by the magic of `statfs`.
 const NETWORK: [(u32, &str); 9] = [
@@ -78,8 +81,27 @@ pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<(Vec<P
     Ok((checked, warnings))
 }
 
-/// What each of `nodes` servers of this machine may take of what is free now.
-pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Failure> {
+/// What each of `nodes` servers of this machine may take: what the user says, as far as it is there, or most of what is free now.
+pub(super) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], nodes: u16) -> Result<(u64, Option<String>), Failure> {
+    let free = free(data_dirs)? / 100;
+    let share = |percent: u64| free * percent / u64::from(nodes);
+    let Some(wanted) = wanted else { return Ok((share(SHARE_PERCENT), None)) };
+    let most = share(SHARE_PERCENT_MAX);
+    if wanted <= most {
+        return Ok((wanted, None));
+    }
+    let servers = if nodes > 1 { format!(" for {nodes} servers") } else { String::new() };
+    let warning = format!(
+        "--capacity {} is more than the data dirs have: {} free{servers}; this one takes at most {}",
+        size::show(wanted),
+        size::show(free * 100),
+        size::show(most)
+    );
+    Ok((most, Some(warning)))
+}
+
+/// What is free now on the file systems of the data dirs.
+fn free(data_dirs: &[PathBuf]) -> Result<u64, Failure> {
     let mut free = 0;
     let mut seen = HashSet::new();
     for path in data_dirs {
@@ -91,17 +113,21 @@ pub(super) fn share_of_free(data_dirs: &[PathBuf], nodes: u16) -> Result<u64, Fa
             statvfs(path).map_err(|error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display())))?;
         free += stat.blocks_available() * stat.fragment_size();
     }
-    Ok(free / 100 * SHARE_PERCENT / u64::from(nodes))
+    Ok(free)
 }
 
 fn user_folder(data_dir: &Path) -> PathBuf {
     data_dir.join(format!("dayfly-{}", geteuid()))
 }
 
+/// A session's folder in each data dir.
+pub(super) fn for_session(data_dirs: &[PathBuf], session: SessionId) -> Vec<PathBuf> {
+    data_dirs.iter().map(|data_dir| user_folder(data_dir).join(session.to_string())).collect()
+}
+
 /// A node's folder in each data dir, for its server to make.
 pub(super) fn for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> Vec<PathBuf> {
-    let folder = |data_dir: &PathBuf| user_folder(data_dir).join(session.to_string()).join(format!("node-{node}"));
-    data_dirs.iter().map(folder).collect()
+    for_session(data_dirs, session).iter().map(|folder| folder.join(format!("node-{node}"))).collect()
 }
 
 /// Makes a node's folders and locks them for as long as the result lives: they look empty, but are not left over.
@@ -139,7 +165,7 @@ fn is_private(folder: &Path) -> bool {
 
 /// A session's folders in its data dirs, to be written down.
 pub(super) fn list(data_dirs: &[PathBuf], session: SessionId) -> Vec<u8> {
-    let folders = data_dirs.iter().map(|data_dir| user_folder(data_dir).join(session.to_string()).into_os_string().into_vec());
+    let folders = for_session(data_dirs, session).into_iter().map(|folder| folder.into_os_string().into_vec());
     folders.collect::<Vec<_>>().join(&0)
 }
 

@@ -24,7 +24,7 @@ use super::outcomes::Outcomes;
 use super::queue::{Action, Remote, Work};
 use crate::cold::{Cold, is_cached, read_cached};
 use crate::turns::{Turn, Turns};
-use crate::{Answer, Incoming, Landing, Piece, Region, Service, Slot};
+use crate::{Answer, GIVEN_UP, Incoming, Landing, Piece, Region, Service, Slot, Unread, drive_failure};
 
 /// Operations posted together.
 const WORKS_TOGETHER: usize = 64;
@@ -83,7 +83,7 @@ impl Answerer {
             let answerer = self.clone();
             match request.ask {
                 Ask::Ping => drop(pulls.spawn(async move {
-                    let pong = Answered::Done { lens: Vec::new(), message: Vec::new() };
+                    let pong = done(Vec::new());
                     answerer.finish(queue, &request, pong).await
                 })),
                 Ask::Pull => drop(pulls.spawn(async move { answerer.pull(peer, queue, request).await })),
@@ -134,16 +134,17 @@ impl Answerer {
             direct: None,
             warm_until: 0,
             told: Instant::now(),
+            unread: Unread::default(),
         };
         match gather.send(&pieces).await {
-            Ok(()) => Answered::Done { lens, message },
+            Ok(()) => Answered::Done { lens, message, unread: gather.unread },
             Err(error) => {
                 // Nothing may be written behind the answer.
                 if let Some(Direct { mut reads, .. }) = gather.direct.take() {
                     reads.shutdown().await;
                 }
-                tracing::debug!(%peer, %error, "cannot send a block");
-                Answered::Refused(format!("cannot read what it holds: {error}"))
+                tracing::debug!(%peer, %error, "an answer is given up");
+                Answered::Refused(format!("cannot send what it holds: {error}"))
             }
         }
     }
@@ -158,7 +159,7 @@ impl Answerer {
         outcome.end(answered.clone());
         // An answer that does not fit is asked for again.
         let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
-        let answered = answered.map_or_else(Answered::Refused, |message| Answered::Done { lens: Vec::new(), message });
+        let answered = answered.map_or_else(Answered::Refused, done);
         let has_arrived = self.finish(queue, &request, answered).await;
         if has_arrived && fits {
             outcome.forget();
@@ -199,8 +200,8 @@ fn work(slot: &Slot, at: u64, len: u32, action: Action) -> Option<Work> {
     Some(Work { action, address: slot.address() + at, len, local_key: slot.keys()?.local })
 }
 
-fn given_up() -> io::Error {
-    io::Error::other("it has just been given up")
+fn done(message: Vec<u8>) -> Answered {
+    Answered::Done { lens: Vec::new(), message, unread: Unread::default() }
 }
 
 fn broken() -> io::Error {
@@ -227,22 +228,31 @@ struct Gather<'a> {
     /// Small pieces before this have been waited for.
     warm_until: usize,
     told: Instant,
+    unread: Unread,
 }
 
 /// Reads past the page cache: many at a time, for no drive gives all that it can to one.
 struct Direct {
-    reads: JoinSet<io::Result<()>>,
+    /// Of these pieces; a text tells why one could not be read.
+    reads: JoinSet<(usize, io::Result<Option<String>>)>,
     _turn: Option<Arc<Turn>>,
 }
 
 impl Gather<'_> {
+    /// Writes all pieces. One that cannot be read is named in the answer; the others are written as ever.
     async fn send(&mut self, pieces: &[Piece]) -> io::Result<()> {
         for (at, piece) in pieces.iter().enumerate() {
             let mut from = 0;
             while from < piece.len() {
                 let len = (piece.len() - from).min(self.answerer.write_len);
+                let mut failure = None;
                 if !self.send_direct(at, piece, from, len as usize).await? {
-                    self.send_part(at, piece, from, len as usize).await?;
+                    failure = self.send_part(at, piece, from, len as usize).await?;
+                }
+                if let Some(reason) = failure {
+                    self.left -= piece.len() - from;
+                    self.fail(at, &reason);
+                    break;
                 }
                 self.left -= len;
                 from += len;
@@ -250,16 +260,30 @@ impl Gather<'_> {
             if let Piece::File { revoked, .. } = piece
                 && revoked.load(Ordering::Acquire)
             {
-                return Err(given_up());
+                self.fail(at, GIVEN_UP);
             }
         }
         self.flush();
-        while let Some(Direct { reads, .. }) = &mut self.direct {
-            let Some(read) = reads.join_next().await else { break };
-            read.map_err(io::Error::other)??;
-            self.tell_progress();
-        }
+        while self.next_direct().await? {}
         Ok(())
+    }
+
+    /// Notes that a piece does not count. Some of its bytes may have been written: nobody looks at them.
+    fn fail(&mut self, piece: usize, reason: &str) {
+        tracing::warn!(piece, reason, "a block cannot be read");
+        self.unread.add(piece, reason);
+    }
+
+    /// Waits for one of the reads past the page cache; `false` if there are none.
+    async fn next_direct(&mut self) -> io::Result<bool> {
+        let Some(Direct { reads, .. }) = &mut self.direct else { return Ok(false) };
+        let Some(read) = reads.join_next().await else { return Ok(false) };
+        let (piece, read) = read.map_err(io::Error::other)?;
+        if let Some(reason) = read? {
+            self.fail(piece, &reason);
+        }
+        self.tell_progress();
+        Ok(true)
     }
 
     /// Sends a part past the page cache, if it is large, cold, and of a file that allows it.
@@ -278,25 +302,28 @@ impl Gather<'_> {
             Some(direct) => direct,
             none => none.insert(Direct { reads: JoinSet::new(), _turn: self.cold.turn().await }),
         };
-        if direct.reads.len() == DIRECT_READS_MAX
-            && let Some(read) = direct.reads.join_next().await
-        {
-            read.map_err(io::Error::other)??;
+        if direct.reads.len() == DIRECT_READS_MAX {
+            self.next_direct().await?;
         }
         let mut slot = self.answerer.slot(direct::slot_len(len)).await?;
         let (answerer, queue, revoked) = (self.answerer.clone(), self.queue, revoked.clone());
-        direct.reads.spawn(async move {
+        let reading = async move {
             let reading = tokio::task::spawn_blocking(move || file.read(offset, len, &mut slot).map(|()| slot));
-            let slot = reading.await.map_err(io::Error::other)??;
+            let slot = match reading.await.map_err(io::Error::other)? {
+                Ok(slot) => slot,
+                Err(error) => return Ok(Some(drive_failure(&error))),
+            };
             if revoked.load(Ordering::Acquire) {
-                return Err(given_up());
+                return Ok(Some(GIVEN_UP.to_owned()));
             }
             let start = direct::start(&slot) as u64;
             let work = work(&slot, start, len as u32, Action::Write(to)).ok_or_else(broken)?;
             // That it is done shows when the answer behind it is.
             drop(answerer.post(queue, vec![work], slot));
-            Ok(())
-        });
+            Ok(None)
+        };
+        let Some(direct) = &mut self.direct else { return Err(broken()) };
+        direct.reads.spawn(async move { (at, reading.await) });
         Ok(true)
     }
 
@@ -306,16 +333,17 @@ impl Gather<'_> {
         Remote { address: place.address.wrapping_add(from), key: place.key }
     }
 
-    async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<()> {
+    /// Sends a part by way of the page cache; tells why it could not be read.
+    async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<Option<String>> {
         let mut chain = self.room(len).await?;
         let mut start = chain.used;
         match piece {
             Piece::Bytes(bytes) => chain.slot[start..start + len].copy_from_slice(&bytes[from as usize..from as usize + len]),
             Piece::File { file, offset, .. } => {
                 let offset = offset + from;
-                let mut got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
+                let mut got = read_cached(file, offset, &mut chain.slot[start..start + len]);
                 let is_new = piece.len() < DIRECT_LEN_MIN && at >= self.warm_until;
-                if got < len && is_new && !is_cached(file, offset, len as u64) {
+                if got.as_ref().is_ok_and(|&got| got < len) && is_new && !is_cached(file, offset, len as u64) {
                     // Who waits holds no room that others wait for.
                     self.chain = Some(chain);
                     self.flush();
@@ -323,14 +351,25 @@ impl Gather<'_> {
                     self.cold.warm(at, self.warm_until).await;
                     chain = self.room(len).await?;
                     start = chain.used;
-                    got = read_cached(file, offset, &mut chain.slot[start..start + len])?;
+                    got = read_cached(file, offset, &mut chain.slot[start..start + len]);
                 }
-                if got < len {
-                    let (file, offset) = (file.clone(), offset + got as u64);
-                    let reading = tokio::task::spawn_blocking(move || {
-                        file.read_exact_at(&mut chain.slot[start + got..start + len], offset).map(|()| chain)
-                    });
-                    chain = reading.await.map_err(io::Error::other)??;
+                let mut failure = self.cold.failure(at);
+                match got {
+                    Ok(got) if got < len && failure.is_none() => {
+                        let (file, offset) = (file.clone(), offset + got as u64);
+                        let reading = tokio::task::spawn_blocking(move || {
+                            let read = file.read_exact_at(&mut chain.slot[start + got..start + len], offset);
+                            (chain, read)
+                        });
+                        let (back, read) = reading.await.map_err(io::Error::other)?;
+                        (chain, failure) = (back, read.err().map(|error| drive_failure(&error)));
+                    }
+                    Ok(_) => {}
+                    Err(error) => failure = Some(drive_failure(&error)),
+                }
+                if failure.is_some() {
+                    self.chain = Some(chain);
+                    return Ok(failure);
                 }
             }
         }
@@ -348,7 +387,7 @@ impl Gather<'_> {
         }
         self.chain = Some(chain);
         self.tell_progress();
-        Ok(())
+        Ok(None)
     }
 
     /// Takes the chain if it has room for so many bytes and one more operation; else posts it and begins another.

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 use tokio::time::timeout;
@@ -12,7 +12,8 @@ use tokio::time::timeout;
 use super::engine::{Batch, Engine, Events, QueueId};
 use super::message::{Answered, Ask, Hello, Request, answer_len, request_len};
 use super::queue::{Action, QueuePair, Remote, Work};
-use crate::{Region, Slot};
+use crate::budget::{Held, Progress};
+use crate::{Region, Slot, Unread};
 
 /// Room for an answer's message beside its lengths.
 const ANSWER_MESSAGE_LEN: usize = 8 << 10;
@@ -22,7 +23,7 @@ pub(super) const PROGRESS: u32 = 1 << 31;
 /// How a request ended.
 pub(super) enum Outcome {
     /// It was answered: so many bytes in each slot.
-    Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot> },
+    Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The far side will not.
     Refused(String),
     /// It has to go another way: it, or its answer, does not fit here.
@@ -63,9 +64,11 @@ struct Waiting {
     message: Arc<Slot>,
     answer_at: usize,
     is_offer: bool,
-    progress: Arc<Mutex<Instant>>,
+    progress: Progress,
     done: oneshot::Sender<Outcome>,
+    /// Both stay as long as the slots.
     _permit: OwnedSemaphorePermit,
+    _held: Option<Held>,
 }
 
 impl Asker {
@@ -101,6 +104,7 @@ impl Asker {
         message: &[u8],
         slots: Vec<Slot>,
         offered: Option<usize>,
+        (progress, held): (Progress, Option<Held>),
         limit: Duration,
     ) -> Outcome {
         let Some(places) = slots.iter().map(|slot| place(slot, offered)).collect::<Option<Vec<_>>>() else {
@@ -121,7 +125,6 @@ impl Asker {
         let Some(keys) = buffer.keys() else { return Outcome::Unfit(slots) };
         let answer = Remote { address: buffer.address() + answer_at as u64, key: keys.remote };
         let (done, mut outcome) = oneshot::channel();
-        let progress = Arc::new(Mutex::new(Instant::now()));
         let message = {
             let mut requests = self.pending.lock();
             // Looked at under the lock under which the end takes all requests.
@@ -138,18 +141,19 @@ impl Asker {
             let request = Request { ask, number, answer, answer_len: room as u32, places, message: message.to_vec() };
             request.encode(&mut buffer[..asked_len]);
             let (message, is_offer) = (Arc::new(buffer), ask == Ask::Offer);
-            let (held, progress) = (message.clone(), progress.clone());
-            requests.insert(number, Waiting { slots, message: held, answer_at, is_offer, progress, done, _permit: permit });
+            let (shared, progress) = (message.clone(), progress.clone());
+            let waiting = Waiting { slots, message: shared, answer_at, is_offer, progress, done, _permit: permit, _held: held };
+            requests.insert(number, waiting);
             message
         };
         let work = Work { action: Action::Send, address: message.address(), len: asked_len as u32, local_key: keys.local };
         self.engine.post(self.queue, Batch { works: vec![work], hold: Box::new(message), done: None });
         loop {
-            let age = progress.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
-            if age >= limit {
+            let left = limit.saturating_sub(progress.age());
+            if left.is_zero() {
                 return Outcome::Late;
             }
-            if let Ok(outcome) = timeout(limit - age, &mut outcome).await {
+            if let Ok(outcome) = timeout(left, &mut outcome).await {
                 // The sender is dropped nowhere without having sent.
                 return outcome.unwrap_or(Outcome::Late);
             }
@@ -184,7 +188,7 @@ impl Events for Answers {
     fn told(&mut self, number: u32) -> Result<(), &'static str> {
         if number & PROGRESS != 0 {
             if let Some(waiting) = self.0.lock().get(&(number & !PROGRESS)) {
-                *waiting.progress.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                waiting.progress.touch();
             }
             return Ok(());
         }
@@ -202,7 +206,7 @@ impl Events for Answers {
         let Some(Waiting { slots, is_offer, done, .. }) = requests.remove(&number) else { return Ok(()) };
         drop(requests);
         let outcome = match answered {
-            Answered::Done { lens, message } => Outcome::Done { lens, message, slots },
+            Answered::Done { lens, message, unread } => Outcome::Done { lens, message, slots, unread },
             Answered::Refused(reason) => Outcome::Refused(reason),
             // It was taken, and only its answer did not fit.
             Answered::TooLong if is_offer => Outcome::Failed(slots, number),

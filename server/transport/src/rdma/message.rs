@@ -3,9 +3,10 @@
 
 use super::device::Address;
 use super::queue::{End, Remote};
+use crate::Unread;
 
 /// Version of all that is below.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// Length of an [`Offer`] of an end.
 const HELLO_LEN: usize = 48;
 /// A request for a single block fits into this.
@@ -14,6 +15,8 @@ const REQUEST_LEN_MIN: u32 = 1 << 10;
 const REQUEST_HEAD_LEN: usize = 32;
 /// Length of a place in a request.
 const PLACE_LEN: usize = 12;
+/// In place of a piece's length: it could not be read.
+const UNREAD: u32 = u32::MAX;
 /// Length of an answer before its lengths and its message.
 const ANSWER_HEAD_LEN: usize = 12;
 
@@ -133,8 +136,8 @@ impl Request {
 /// How a request was answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Answered {
-    /// So many bytes in each place, and a message.
-    Done { lens: Vec<u32>, message: Vec<u8> },
+    /// So many bytes in each place, but for those that could not be read, and a message.
+    Done { lens: Vec<u32>, message: Vec<u8>, unread: Unread },
     /// It will not.
     Refused(String),
     /// It would, but its message does not fit here.
@@ -145,7 +148,18 @@ impl Answered {
     /// Its bytes, at most `room`.
     pub(super) fn encode(self, room: usize) -> Vec<u8> {
         let (status, lens, mut message) = match self {
-            Self::Done { lens, message } if answer_len(lens.len(), message.len()) <= room => (0_u32, lens, message),
+            Self::Done { lens, message, unread } if unread.pieces.is_empty() && answer_len(lens.len(), message.len()) <= room => {
+                (0_u32, lens, message)
+            }
+            Self::Done { mut lens, message, unread }
+                if answer_len(lens.len(), 4 + unread.reason.len() + message.len()) <= room && !unread.pieces.is_empty() =>
+            {
+                for &piece in &unread.pieces {
+                    lens[piece as usize] = UNREAD;
+                }
+                let reason = unread.reason.as_bytes();
+                (3, lens, [&(reason.len() as u32).to_le_bytes(), reason, &message].concat())
+            }
             Self::Refused(reason) => (1, Vec::new(), reason.into_bytes()),
             Self::Done { .. } | Self::TooLong => (2, Vec::new(), Vec::new()),
         };
@@ -167,7 +181,16 @@ impl Answered {
         let lens = (0..count).map(|_| reader.u32()).collect::<Option<Vec<_>>>()?;
         let message = reader.0.get(..len)?.to_vec();
         match status {
-            0 => Some(Self::Done { lens, message }),
+            0 => Some(Self::Done { lens, message, unread: Unread::default() }),
+            3 => {
+                let mut reader = Reader(&message);
+                let len = reader.u32()? as usize;
+                let (reason, message) = reader.0.split_at_checked(len)?;
+                let pieces = (0..).zip(&lens).filter(|(_, len)| **len == UNREAD).map(|(piece, _)| piece).collect();
+                let unread = Unread { pieces, reason: String::from_utf8_lossy(reason).into_owned() };
+                let lens = lens.iter().map(|&len| if len == UNREAD { 0 } else { len }).collect();
+                Some(Self::Done { lens, message: message.to_vec(), unread })
+            }
             1 => Some(Self::Refused(String::from_utf8_lossy(&message).into_owned())),
             2 => Some(Self::TooLong),
             _ => None,
@@ -216,6 +239,11 @@ mod tests {
         Request { ask, number: 3, answer: Remote { address: 77, key: 8 }, answer_len: 100, places, message: b"what".to_vec() }
     }
 
+    fn done(lens: Vec<u32>, message: &[u8], unread: &[u32]) -> Answered {
+        let reason = if unread.is_empty() { String::new() } else { "its drive fails".to_owned() };
+        Answered::Done { lens, message: message.to_vec(), unread: Unread { pieces: unread.to_vec(), reason } }
+    }
+
     #[test]
     fn what_is_said_is_heard_and_what_is_cut_short_is_not() {
         let bytes = hello().encode();
@@ -228,15 +256,19 @@ mod tests {
             assert_eq!(Request::decode(&bytes), Some(request));
             assert!((0..bytes.len() - 4).all(|len| Request::decode(&bytes[..len]).is_none()));
         }
-        for answer in
-            [Answered::Done { lens: vec![1, 2], message: b"m".to_vec() }, Answered::Refused("no".to_owned()), Answered::TooLong]
-        {
+        for answer in [
+            done(vec![1, 2], b"m", &[]),
+            done(vec![1, 0, 2, 0], b"m", &[1, 3]),
+            Answered::Refused("no".to_owned()),
+            Answered::TooLong,
+        ] {
             let bytes = answer.clone().encode(1000);
             assert_eq!(Answered::decode(&[&bytes[..], &[0; 9]].concat()), Some(answer));
             assert!((0..bytes.len()).all(|len| Answered::decode(&bytes[..len]).is_none()));
         }
-        let long = Answered::Done { lens: vec![], message: vec![0; 100] };
-        assert_eq!(Answered::decode(&long.encode(50)), Some(Answered::TooLong));
+        for long in [done(vec![], &[0; 100], &[]), done(vec![0; 4], &[0; 8], &[2])] {
+            assert_eq!(Answered::decode(&long.encode(40)), Some(Answered::TooLong));
+        }
         assert_eq!(
             Answered::decode(&Answered::Refused("long".repeat(99)).encode(16)),
             Some(Answered::Refused("long".to_owned()))

@@ -18,6 +18,7 @@ use super::engine::QueueId;
 use super::message::{Ask, Hello, Request};
 use super::queue::QueuePair;
 use super::{Card, Core, lock};
+use crate::budget::{Budget, Progress};
 use crate::{Answer, Connection, Incoming, Offered, Pulled, Service, Slot, TransportError};
 
 /// The last byte of each message of the inner transport tells whom it is for: the service above,
@@ -56,7 +57,8 @@ pub(super) async fn connect(
             let _ = timeout(FIRST_TIMEOUT, tried).await;
         }
     }
-    Ok(Arc::new(PairedConnection { link, address, _keeper: keeper }))
+    let budget = Budget::new(core.deadlines.look_interval);
+    Ok(Arc::new(PairedConnection { link, address, budget, _keeper: keeper }))
 }
 
 struct Link {
@@ -107,7 +109,7 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
     let hold = link.inner.pull(message(HOLD), Vec::new(), FOREVER);
     let serve = async {
         // Nothing is trusted before a write has come through.
-        match asker.ask(Ask::Ping, &[], Vec::new(), None, link.core.deadlines.connect).await {
+        match asker.ask(Ask::Ping, &[], Vec::new(), None, (Progress::new(), None), link.core.deadlines.connect).await {
             Outcome::Done { .. } => {}
             Outcome::Late => {
                 return format!(
@@ -187,6 +189,8 @@ async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T, String> + 
 struct PairedConnection {
     link: Arc<Link>,
     address: SocketAddr,
+    /// Of what goes by the queue pair; the inner transport has its own.
+    budget: Arc<Budget>,
     /// Dropping the connection ends its queue pair.
     _keeper: Option<Keeper>,
 }
@@ -220,11 +224,14 @@ impl Connection for PairedConnection {
         if !slots.is_empty()
             && let Some(asker) = self.asker()
         {
-            slots = match asker.ask(Ask::Pull, &message, slots, None, limit).await {
-                Outcome::Done { lens, message, slots } => {
+            let progress = Progress::new();
+            let held = self.budget.take(&slots, &progress, limit).await;
+            let held = held.map_err(|denied| denied.tell(self.peer(), self.address, limit))?;
+            slots = match asker.ask(Ask::Pull, &message, slots, None, (progress, held), limit).await {
+                Outcome::Done { lens, message, slots, unread } => {
                     let mut lens: Vec<u64> = lens.into_iter().map(u64::from).collect();
                     lens.resize(slots.len(), 0);
-                    return Ok(Pulled { message, slots, lens });
+                    return Ok(Pulled { message, slots, lens, unread });
                 }
                 Outcome::Refused(reason) => return Err(self.refused(reason)),
                 Outcome::Late => return Err(self.late(limit)),
@@ -245,7 +252,7 @@ impl Connection for PairedConnection {
         let mut slots = vec![payload];
         let mut again = Vec::new();
         if let Some(asker) = self.asker() {
-            slots = match asker.ask(Ask::Offer, &message, slots, Some(len), limit).await {
+            slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
                 Outcome::Done { message, mut slots, .. } => {
                     let payload = slots.pop().ok_or_else(|| self.refused("it kept what was offered".to_owned()))?;
                     return Ok(Offered { message, payload });

@@ -14,7 +14,7 @@ use super::serve::refusal;
 use super::stream::{FileRange, Outgoing, Sender, join_body};
 use crate::cold::{Cold, is_cached, read_cached};
 use crate::turns::Turns;
-use crate::{Answer, Piece};
+use crate::{Answer, GIVEN_UP, Piece, Unread, drive_failure};
 
 /// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
@@ -43,13 +43,17 @@ pub(super) async fn send_answer(
     if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
         return;
     }
-    let mut gather =
-        Gather { sender, request, body: Vec::new(), left: argument as usize, cold: Cold::new(&pieces, peer, turns, u64::MAX) };
+    let (left, cold) = (argument as usize, Cold::new(&pieces, peer, turns, u64::MAX));
+    let gather = Gather { sender, request, body: Vec::new(), left, cold, unread: Unread::default() };
     if let Err(error) = gather.send(&pieces).await {
-        tracing::debug!(%error, "cannot send a block");
-        let body = refusal(format!("cannot read what it holds: {error}"));
+        tracing::debug!(%error, "an answer is given up");
+        let body = refusal(format!("cannot send what it holds: {error}"));
         let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body }).await;
     }
+}
+
+fn is_revoked(piece: &Piece) -> bool {
+    matches!(piece, Piece::File { revoked, .. } if revoked.load(Ordering::Acquire))
 }
 
 fn fitting(answer: Answer, room: &[u64]) -> Result<Answer, String> {
@@ -65,31 +69,29 @@ struct Gather<'a> {
     body: Vec<u8>,
     left: usize,
     cold: Cold<'a>,
+    unread: Unread,
 }
 
 impl Gather<'_> {
-    async fn send(&mut self, pieces: &[Piece]) -> io::Result<()> {
+    /// Sends all pieces. One that cannot be read is named at the end; the others are sent as ever.
+    async fn send(mut self, pieces: &[Piece]) -> io::Result<()> {
         for (at, piece) in pieces.iter().enumerate() {
-            let Piece::File { file, offset, len, revoked } = piece else {
-                let Piece::Bytes(bytes) = piece else { continue };
-                self.add_bytes(bytes).await?;
-                continue;
-            };
-            if *len >= SENDFILE_LEN_MIN {
-                if self.cold.is_any() || !is_cached(file, *offset, *len) {
-                    self.cold.warm(at, at + 1).await;
+            let failure = match piece {
+                Piece::Bytes(bytes) => {
+                    self.add_bytes(bytes).await?;
+                    continue;
                 }
-                let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
-                self.add_file(range).await?;
-            } else {
-                self.add_small(pieces, at).await?;
-            }
-            if revoked.load(Ordering::Acquire) {
-                return Err(io::Error::other("it has just been given up"));
+                Piece::File { len, .. } if *len >= SENDFILE_LEN_MIN => self.add_large(piece, at).await?,
+                Piece::File { .. } => self.add_small(pieces, at).await?,
+            };
+            let failure = failure.or_else(|| is_revoked(piece).then(|| GIVEN_UP.to_owned()));
+            if let Some(reason) = failure {
+                tracing::warn!(piece = at, reason, "a block cannot be read");
+                self.unread.add(at, &reason);
             }
         }
-        let body = std::mem::take(&mut self.body);
-        let _ = self.sender.send(Outgoing::Last { request: self.request, body }).await;
+        let last = Outgoing::Last { request: self.request, body: self.body, unread: self.unread };
+        let _ = self.sender.send(last).await;
         Ok(())
     }
 
@@ -103,8 +105,20 @@ impl Gather<'_> {
         Ok(())
     }
 
-    async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<()> {
-        let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(()) };
+    /// Adds zeros in place of bytes that cannot be read.
+    async fn add_zeros(&mut self, mut len: usize) -> io::Result<()> {
+        while len > 0 {
+            let count = len.min(FRAME_BODY_LEN_MAX - self.body.len());
+            self.body.resize(self.body.len() + count, 0);
+            len -= count;
+            self.flush_if_full(1).await?;
+        }
+        Ok(())
+    }
+
+    /// Adds a piece that is copied; tells why it could not be read.
+    async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<Option<String>> {
+        let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(None) };
         let len = *len as usize;
         self.flush_if_full(len).await?;
         if self.body.capacity() == 0 {
@@ -112,33 +126,50 @@ impl Gather<'_> {
         }
         let start = self.body.len();
         self.body.resize(start + len, 0);
-        let mut cached = read_cached(file, *offset, &mut self.body[start..])?;
-        if cached < len {
-            self.cold.warm(at, (at + WAIT_TOGETHER).min(pieces.len())).await;
-            cached = read_cached(file, *offset, &mut self.body[start..])?;
-        }
-        if cached < len {
-            let (file, from) = (file.clone(), offset + cached as u64);
-            let mut body = std::mem::take(&mut self.body);
-            let reading =
-                tokio::task::spawn_blocking(move || file.read_exact_at(&mut body[start + cached..], from).map(|()| body));
-            self.body = reading.await.map_err(io::Error::other)??;
-        }
         self.left -= len;
-        Ok(())
+        let mut cached = read_cached(file, *offset, &mut self.body[start..]);
+        if cached.as_ref().is_ok_and(|&cached| cached < len) {
+            self.cold.warm(at, (at + WAIT_TOGETHER).min(pieces.len())).await;
+            if let Some(reason) = self.cold.failure(at) {
+                return Ok(Some(reason));
+            }
+            cached = read_cached(file, *offset, &mut self.body[start..]);
+        }
+        match cached {
+            Ok(cached) if cached == len => Ok(None),
+            Ok(cached) => {
+                let (file, from) = (file.clone(), offset + cached as u64);
+                let mut body = std::mem::take(&mut self.body);
+                let reading = tokio::task::spawn_blocking(move || {
+                    let read = file.read_exact_at(&mut body[start + cached..], from);
+                    (body, read)
+                });
+                let (body, read) = reading.await.map_err(io::Error::other)?;
+                self.body = body;
+                Ok(read.err().map(|error| drive_failure(&error)))
+            }
+            Err(error) => Ok(Some(drive_failure(&error))),
+        }
     }
 
-    async fn add_file(&mut self, range: FileRange) -> io::Result<()> {
+    /// Adds a piece that the kernel sends; tells why it could not be read.
+    async fn add_large(&mut self, piece: &Piece, at: usize) -> io::Result<Option<String>> {
+        let Piece::File { file, offset, len, revoked } = piece else { return Ok(None) };
+        if self.cold.is_any() || !is_cached(file, *offset, *len) {
+            self.cold.warm(at, at + 1).await;
+            if let Some(reason) = self.cold.failure(at) {
+                self.left -= *len as usize;
+                self.add_zeros(*len as usize).await?;
+                return Ok(Some(reason));
+            }
+        }
         self.flush().await?;
-        self.left -= range.len as usize;
-        let (sent, whole) = oneshot::channel();
+        self.left -= *len as usize;
+        let (sent, failure) = oneshot::channel();
+        let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
         let file = Outgoing::File { request: self.request, range, sent };
         self.sender.send(file).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-        match whole.await {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(io::Error::other("it has just been given up")),
-            Err(_) => Err(io::ErrorKind::BrokenPipe.into()),
-        }
+        failure.await.map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
 
     /// Makes room for so many bytes in the frame.

@@ -119,6 +119,11 @@ impl Landing {
         })
     }
 
+    /// How many pieces land.
+    pub(super) fn pieces(&self) -> usize {
+        self.lens.len()
+    }
+
     /// Whether all bytes have landed.
     pub(super) fn is_complete(&self) -> bool {
         self.slot == self.lens.len()

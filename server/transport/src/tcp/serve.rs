@@ -9,8 +9,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{DRIVE_READERS_MAX, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_PROBES, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
+use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
@@ -42,6 +43,7 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
         async move {
             let (peer, keys) = handshake::accept(&mut stream, &identity).await?;
             stream.set_nodelay(true)?;
+            keep_alive(&stream)?;
             Ok((peer, split(stream, identity.purpose.seal(keys))))
         }
     };
@@ -50,6 +52,16 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
         while links.try_join_next().is_some() {}
         links.spawn(serve_link(halves, peer, service.clone(), turns.clone(), identity.deadlines));
     }
+}
+
+/// Has the kernel end a connection whose far end is gone without a word. Nobody else would: on this side only answers are written. The far
+/// end's kernel answers also for a process that is stopped.
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepintvl(stream, KEEP_ALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(stream, KEEP_ALIVE_PROBES)?;
+    Ok(())
 }
 
 async fn serve_link(
@@ -91,7 +103,10 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
     let mut answers = JoinSet::new();
     loop {
         let header = read.header().await?;
-        while answers.try_join_next().is_some() {}
+        while let Some(answered) = answers.try_join_next() {
+            // A request that is never answered keeps its asker's slots: better that the link ends.
+            answered.map_err(io::Error::other)?;
+        }
         if header.kind == Kind::Data {
             let (mut landing, done) = lock(&link.offers).remove(&header.request).ok_or_else(unexpected)?;
             read.land(&mut landing, u64::from(header.body_len)).await?;

@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::seal::WriteHalf;
-use crate::Slot;
+use crate::{GIVEN_UP, Slot, Unread, drive_failure};
 
 /// Frames waiting to be written on one stream; bulk ones are 1 MiB.
 const QUEUE_LEN: usize = 8;
@@ -29,12 +29,12 @@ const WRITTEN_TOGETHER: usize = 256 << 10;
 pub(super) enum Outgoing {
     /// A frame.
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
-    /// The last of an answer's bytes, as `Data`, and the `End`.
-    Last { request: u64, body: Vec<u8> },
+    /// The last of an answer's bytes, as `Data`, and the `End` with what could not be read.
+    Last { request: u64, body: Vec<u8>, unread: Unread },
     /// A slot's bytes as `Data` frames; the slot goes back when they are written.
     Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
-    /// A file's bytes as `Data` frames, by the kernel alone; then whether they are all there.
-    File { request: u64, range: FileRange, sent: oneshot::Sender<bool> },
+    /// A file's bytes as `Data` frames, by the kernel alone; then why they are not what they should be, if they are not.
+    File { request: u64, range: FileRange, sent: oneshot::Sender<Option<String>> },
 }
 
 /// Bytes of a file.
@@ -64,11 +64,11 @@ async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, pat
             let is_enough = frames.bytes >= WRITTEN_TOGETHER;
             match next.take().or_else(|| if is_enough { None } else { queue.try_recv().ok() }) {
                 Some(Outgoing::Frame { kind, request, argument, body }) => frames.add(kind, request, argument, body),
-                Some(Outgoing::Last { request, body }) => {
+                Some(Outgoing::Last { request, body, unread }) => {
                     if !body.is_empty() {
                         frames.add(Kind::Data, request, 0, body);
                     }
-                    frames.add(Kind::End, request, 0, Vec::new());
+                    frames.add(Kind::End, request, 0, join_unread(&unread));
                 }
                 other => break other,
             }
@@ -83,8 +83,8 @@ async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, pat
                 let _ = back.send(slot);
             }
             Some(Outgoing::File { request, range, sent }) => {
-                let is_whole = write_file(&mut half, request, &range, patience).await?;
-                let _ = sent.send(is_whole);
+                let failure = write_file(&mut half, request, &range, patience).await?;
+                let _ = sent.send(failure);
             }
             _ => {}
         }
@@ -126,76 +126,110 @@ async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], patience: Durat
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
 }
 
-/// Sends a file's bytes; out of the page cache without copying them, if they go as they are. A file that was cut short in the meantime is made up with zeros,
-/// for they were announced; `false` says that they do not count.
-async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patience: Duration) -> io::Result<bool> {
+/// Sends a file's bytes; out of the page cache without copying them, if they go as they are. All bytes were announced: those that cannot
+/// be read are made up with zeros, and the answer says why the piece does not count. An error is the stream's, never the file's.
+async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patience: Duration) -> io::Result<Option<String>> {
     let (mut at, end) = (range.offset, range.offset + range.len);
+    let mut failure = None;
     while at < end {
-        if range.revoked.load(Ordering::Acquire) {
-            return Ok(false);
+        if failure.is_none() && range.revoked.load(Ordering::Acquire) {
+            failure = Some(GIVEN_UP.to_owned());
         }
-        let len = (end - at).min(FRAME_BODY_LEN_MAX as u64);
-        let header = data(request, len as usize);
-        let until = at + len;
-        let half = match half {
-            WriteHalf::Plain(half) => half,
-            WriteHalf::Sealed(_) => {
-                let mut bytes = vec![0; len as usize];
-                let is_whole = read_whole(range, at, &mut bytes)?;
+        let until = end.min(at + FRAME_BODY_LEN_MAX as u64);
+        let header = data(request, (until - at) as usize);
+        match half {
+            WriteHalf::Plain(half) if failure.is_none() => {
+                failure = send_range(half, &header, range, (at, until), patience).await?
+            }
+            _ => {
+                let mut bytes = vec![0; (until - at) as usize];
+                if failure.is_none() {
+                    failure = read_whole(range, at, &mut bytes).err().map(|error| drive_failure(&error));
+                }
                 write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], patience).await?;
-                if !is_whole {
-                    return Ok(false);
-                }
-                at = until;
-                continue;
             }
-        };
-        let mut header = &header[..];
-        let writing = async {
-            while !header.is_empty() {
-                let stream = half.as_ref();
-                let more = || Ok(send(stream, header, SendFlags::MORE | SendFlags::NOSIGNAL)?);
-                header = &header[stream.async_io(Interest::WRITABLE, more).await?..];
-            }
-            while at < until {
-                let (stream, left) = (half.as_ref(), (until - at) as usize);
-                let more = || Ok(rustix::fs::sendfile(stream, &range.file, Some(&mut at), left)?);
-                let sent = stream.async_io(Interest::WRITABLE, more).await?;
-                if sent == 0 {
-                    return Ok(false);
-                }
-            }
-            io::Result::Ok(true)
-        };
-        let written = timeout(patience, writing).await;
-        let is_whole = written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))??;
-        if !is_whole {
-            write_zeros(half, until - at, patience).await?;
-            return Ok(false);
         }
-    }
-    Ok(true)
-}
-
-/// What is at a place of the file, which has just been read into the page cache; zeros, and `false`, where it was cut short.
-fn read_whole(range: &FileRange, mut at: u64, bytes: &mut [u8]) -> io::Result<bool> {
-    let mut rest = bytes;
-    while !rest.is_empty() {
-        let got = range.file.read_at(rest, at)?;
-        if got == 0 {
-            return Ok(false);
-        }
-        at += got as u64;
-        rest = &mut rest[got..];
+        at = until;
     }
     // What was given up in the meantime may have been read as zeros.
-    Ok(!range.revoked.load(Ordering::Acquire))
+    if failure.is_none() && range.revoked.load(Ordering::Acquire) {
+        failure = Some(GIVEN_UP.to_owned());
+    }
+    Ok(failure)
 }
 
-async fn write_zeros(half: &mut OwnedWriteHalf, len: u64, patience: Duration) -> io::Result<()> {
-    let zeros = vec![0; len as usize];
-    let writing = timeout(patience, half.write_all(&zeros)).await;
-    writing.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
+/// Sends one frame out of the page cache.
+async fn send_range(
+    half: &mut OwnedWriteHalf,
+    mut header: &[u8],
+    range: &FileRange,
+    (mut at, until): (u64, u64),
+    patience: Duration,
+) -> io::Result<Option<String>> {
+    let sending = async {
+        while !header.is_empty() {
+            let stream = half.as_ref();
+            let more = || Ok(send(stream, header, SendFlags::MORE | SendFlags::NOSIGNAL)?);
+            header = &header[stream.async_io(Interest::WRITABLE, more).await?..];
+        }
+        while at < until {
+            let (stream, left) = (half.as_ref(), (until - at) as usize);
+            let more = || Ok(rustix::fs::sendfile(stream, &range.file, Some(&mut at), left)?);
+            match stream.async_io(Interest::WRITABLE, more).await {
+                Ok(0) => return Ok(Some(drive_failure(&io::ErrorKind::UnexpectedEof.into()))),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Of the file or of the stream: the zeros that follow tell, for a broken stream takes none.
+                Err(error) => return Ok(Some(drive_failure(&error))),
+            }
+        }
+        io::Result::Ok(None)
+    };
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes");
+    let failure = timeout(patience, sending).await.map_err(late)??;
+    if failure.is_some() {
+        let zeros = vec![0; (until - at) as usize];
+        timeout(patience, half.write_all(&zeros)).await.map_err(late)??;
+    }
+    Ok(failure)
+}
+
+/// What is at a place of the file, which has just been read into the page cache.
+fn read_whole(range: &FileRange, mut at: u64, mut rest: &mut [u8]) -> io::Result<()> {
+    while !rest.is_empty() {
+        match range.file.read_at(rest, at) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(got) => {
+                at += got as u64;
+                rest = &mut rest[got..];
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// What an `End` says of pieces that could not be read; nothing if there are none.
+fn join_unread(unread: &Unread) -> Vec<u8> {
+    if unread.pieces.is_empty() {
+        return Vec::new();
+    }
+    let mut body = (unread.reason.len() as u32).to_le_bytes().to_vec();
+    body.extend_from_slice(unread.reason.as_bytes());
+    unread.pieces.iter().for_each(|piece| body.extend_from_slice(&piece.to_le_bytes()));
+    body
+}
+
+/// Takes that apart; `None` if it names pieces that the answer has not.
+pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
+    let Some((len, rest)) = body.split_first_chunk::<4>() else { return body.is_empty().then(Unread::default) };
+    let (reason, numbers) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+    let (numbers, left) = numbers.as_chunks::<4>();
+    let numbers: Vec<u32> = numbers.iter().map(|&number| u32::from_le_bytes(number)).collect();
+    let is_ascending = numbers.windows(2).all(|pair| pair[0] < pair[1]);
+    let is_valid = left.is_empty() && is_ascending && numbers.last().is_some_and(|&last| (last as usize) < pieces);
+    is_valid.then(|| Unread { pieces: numbers, reason: String::from_utf8_lossy(reason).into_owned() })
 }
 
 /// Lengths and a message in one body: what `Pull` and `Pulled` carry.

@@ -1,0 +1,259 @@
+//! One link to a peer: what was asked on it and is not answered yet, and when it was last heard. While a request is under way its slots
+//! are here, not with its asker; when the link ends they go back, for then nothing lands in them any more.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use dayfly_meta::limits::PEER_REQUESTS_MAX;
+use dayfly_meta::wire::frame::Kind;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+
+use super::reader::{Landing, Reader};
+use super::seal::{ReadHalf, WriteHalf};
+use super::stream::{Sender, split_body, split_unread, writer};
+use crate::budget::{Held, Progress};
+use crate::{Pulled, Slot, Unread};
+
+/// How a pull on one link ended.
+pub(super) enum PullEnd {
+    /// It was answered.
+    Done(Pulled),
+    /// The peer will not.
+    Refused(String),
+    /// The link ended before; the slots can be used again.
+    Unanswered(Vec<Slot>),
+}
+
+/// A request under way.
+struct Request {
+    progress: Progress,
+    state: State,
+    /// Both stay as long as the slots: what a peer may have of us is bounded whatever its askers do.
+    _permit: OwnedSemaphorePermit,
+    _held: Option<Arc<Held>>,
+}
+
+/// How far it is.
+pub(super) enum State {
+    /// Waiting for the answer to a pull.
+    Pull { slots: Vec<Slot>, done: oneshot::Sender<PullEnd> },
+    /// The answer has come; its bytes are coming.
+    Landing { message: Vec<u8>, landing: Landing, done: oneshot::Sender<PullEnd> },
+    /// An offer, not accepted yet.
+    Offer { ready: oneshot::Sender<()>, done: oneshot::Sender<Result<Vec<u8>, String>> },
+    /// An accepted offer.
+    Sending { done: oneshot::Sender<Result<Vec<u8>, String>> },
+}
+
+impl State {
+    /// The link has ended. An offer's asker learns it by what is dropped here.
+    fn give_back(self) {
+        let (slots, done) = match self {
+            Self::Pull { slots, done } => (slots, done),
+            Self::Landing { landing, done, .. } => (landing.finish().0, done),
+            Self::Offer { .. } | Self::Sending { .. } => return,
+        };
+        // An asker that has given up is not there any more; then the slots are free now.
+        let _ = done.send(PullEnd::Unanswered(slots));
+    }
+}
+
+/// What is under way on a link; `None` once it has ended.
+struct Pending(Mutex<Option<HashMap<u64, Request>>>);
+
+impl Pending {
+    fn lock(&self) -> MutexGuard<'_, Option<HashMap<u64, Request>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove(&self, number: u64) -> Option<Request> {
+        self.lock().as_mut()?.remove(&number)
+    }
+
+    fn insert(&self, number: u64, request: Request) {
+        if let Some(requests) = &mut *self.lock() {
+            requests.insert(number, request);
+        }
+    }
+}
+
+/// A link. Its task, which [`Link::start`] returns, ends with it.
+pub(super) struct Link {
+    pub(super) sender: Sender,
+    pub(super) permits: Arc<Semaphore>,
+    pending: Pending,
+    next: AtomicU64,
+    start: Instant,
+    heard_ms: AtomicU64,
+    /// Why it ended.
+    ended: OnceLock<String>,
+    ending: Notify,
+}
+
+impl Link {
+    /// Makes a link of a stream, and the future that takes in answers until it ends.
+    pub(super) fn start(
+        (read, write): (ReadHalf, WriteHalf),
+        start: Instant,
+        patience: Duration,
+    ) -> (Arc<Self>, impl Future<Output = ()>) {
+        let (sender, write) = writer(write, patience);
+        let link = Arc::new(Self {
+            sender,
+            permits: Arc::new(Semaphore::new(PEER_REQUESTS_MAX)),
+            pending: Pending(Mutex::new(Some(HashMap::new()))),
+            next: AtomicU64::new(1),
+            start,
+            heard_ms: AtomicU64::new(start.elapsed().as_millis() as u64),
+            ended: OnceLock::new(),
+            ending: Notify::new(),
+        });
+        (link.clone(), async move { link.run(read, write).await })
+    }
+
+    async fn run(&self, read: ReadHalf, write: impl Future<Output = io::Result<()>>) {
+        // What is landing when the link ends has slots to give back too.
+        let mut landing = None;
+        let ended = tokio::select! {
+            read = self.receive(read, &mut landing) => read,
+            write = write => write,
+            () = self.ending.notified() => Ok(()),
+        };
+        self.end(&match ended {
+            Ok(()) => "the connection ended".to_owned(),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => "it closed the connection".to_owned(),
+            Err(error) => error.to_string(),
+        });
+        // The stream is closed: nothing lands any more.
+        self.permits.close();
+        let requests = self.pending.lock().take().unwrap_or_default();
+        requests.into_values().chain(landing).for_each(|request| request.state.give_back());
+    }
+
+    /// Has it end, for a reason that only the first to call this gives.
+    pub(super) fn end(&self, reason: &str) {
+        // It has ended already if this fails.
+        let _ = self.ended.set(reason.to_owned());
+        self.ending.notify_one();
+    }
+
+    /// Why it ended, once it has, or is about to.
+    pub(super) fn ended(&self) -> Option<&str> {
+        self.ended.get().map(String::as_str)
+    }
+
+    /// How many requests wait for their answers.
+    pub(super) fn load(&self) -> usize {
+        PEER_REQUESTS_MAX - self.permits.available_permits()
+    }
+
+    /// When it was last heard, from the start.
+    pub(super) fn heard(&self) -> Duration {
+        Duration::from_millis(self.heard_ms.load(Ordering::Relaxed))
+    }
+
+    fn hear(&self) {
+        self.heard_ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// Enters a request; where the link has ended, gives it back.
+    pub(super) fn register(
+        &self,
+        progress: &Progress,
+        permit: OwnedSemaphorePermit,
+        held: Option<Arc<Held>>,
+        state: State,
+    ) -> Result<u64, State> {
+        let mut pending = self.pending.lock();
+        let Some(requests) = &mut *pending else { return Err(state) };
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        requests.insert(number, Request { progress: progress.clone(), state, _permit: permit, _held: held });
+        Ok(number)
+    }
+
+    /// Forgets a request that was never sent.
+    pub(super) fn withdraw(&self, number: u64) {
+        drop(self.pending.remove(number));
+    }
+
+    /// Takes in answers until the stream ends.
+    async fn receive(&self, read: ReadHalf, now: &mut Option<Request>) -> io::Result<()> {
+        let mut read = Reader::new(read);
+        loop {
+            let header = read.header().await?;
+            self.hear();
+            // While a frame's bytes land, its request is out of the table; nobody else touches it.
+            let request = self.pending.remove(header.request);
+            if let Some(request) = &request {
+                request.progress.touch();
+            }
+            if header.kind == Kind::Data {
+                let request = now.insert(request.ok_or_else(unexpected)?);
+                let State::Landing { landing, .. } = &mut request.state else { return Err(unexpected()) };
+                read.land(landing, u64::from(header.body_len)).await?;
+                self.hear();
+                request.progress.touch();
+                if let Some(request) = now.take() {
+                    self.pending.insert(header.request, request);
+                }
+                continue;
+            }
+            *now = request;
+            let body = read.body(&header).await?;
+            let request = now.take();
+            if header.kind == Kind::Pong && request.is_none() {
+                continue;
+            }
+            let Request { progress, state, _permit, _held } = request.ok_or_else(unexpected)?;
+            let again = |state| self.pending.insert(header.request, Request { progress, state, _permit, _held });
+            match (header.kind, state) {
+                (Kind::Pulled, State::Pull { slots, done }) => {
+                    let (lens, message) = split_body(&body).ok_or_else(unexpected)?;
+                    let landing = Landing::new(slots, lens).ok_or_else(unexpected)?;
+                    if header.argument == 0 {
+                        finish(message, landing, Unread::default(), done)?;
+                    } else {
+                        again(State::Landing { message, landing, done });
+                    }
+                }
+                (Kind::End, State::Landing { message, landing, done }) => {
+                    let unread = split_unread(&body, landing.pieces()).ok_or_else(unexpected)?;
+                    finish(message, landing, unread, done)?;
+                }
+                (Kind::Ready, State::Offer { ready, done }) => {
+                    again(State::Sending { done });
+                    let _ = ready.send(());
+                }
+                (Kind::Offered, State::Offer { done, .. } | State::Sending { done }) => {
+                    let _ = done.send(Ok(body));
+                }
+                (Kind::Refused, state) => {
+                    let reason = String::from_utf8_lossy(&body).into_owned();
+                    match state {
+                        State::Pull { done, .. } | State::Landing { done, .. } => drop(done.send(PullEnd::Refused(reason))),
+                        State::Offer { done, .. } | State::Sending { done } => drop(done.send(Err(reason))),
+                    }
+                }
+                _ => return Err(unexpected()),
+            }
+        }
+    }
+}
+
+/// Answers the asker: all bytes have landed.
+fn finish(message: Vec<u8>, landing: Landing, unread: Unread, done: oneshot::Sender<PullEnd>) -> io::Result<()> {
+    if !landing.is_complete() {
+        return Err(unexpected());
+    }
+    let (slots, lens) = landing.finish();
+    // An asker that has given up is not there any more; then the slots are free now.
+    let _ = done.send(PullEnd::Done(Pulled { message, slots, lens, unread }));
+    Ok(())
+}
+
+fn unexpected() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "it sent a frame that answers nothing")
+}

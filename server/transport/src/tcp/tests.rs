@@ -1,0 +1,223 @@
+//! Links under faults: drives that fail while the kernel sends from them, flows that go black, drives that hang.
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::net::TcpStream;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinSet;
+
+use super::relay::{Relay, Way};
+use super::seal::split;
+use super::stream::{FileRange, Outgoing, writer};
+use super::*;
+use crate::conformance::{Echo, pattern, tcp, tcp_for};
+use crate::{Answer, Incoming, Piece};
+
+/// `docs/PROTOCOL.md`: bytes that a drive does not give are made up with zeros, and the stream goes on.
+#[tokio::test]
+async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    std::fs::write(&path, vec![7; 3 << 20]).unwrap();
+    let good = Arc::new(std::fs::File::open(&path).unwrap());
+    // It cannot be read: EBADF.
+    let unreadable = Arc::new(OpenOptions::new().write(true).open(&path).unwrap());
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let mut far = listener.accept().unwrap().0;
+    let (_read, write) = split(stream, None);
+    let (sender, writing) = writer(write, TIMEOUT);
+    let writing = tokio::spawn(writing);
+    let got = std::thread::spawn(move || {
+        let mut got = Vec::new();
+        far.read_to_end(&mut got).unwrap();
+        got
+    });
+    let mut failures = Vec::new();
+    // Short by half a frame, unreadable, and whole.
+    for (file, offset) in [(&good, (1 << 20) + (1 << 19)), (&unreadable, 0), (&good, 0)] {
+        let (sent, failure) = oneshot::channel();
+        let range = FileRange { file: file.clone(), offset, len: 2 << 20, revoked: Arc::new(AtomicBool::new(false)) };
+        sender.send(Outgoing::File { request: 1, range, sent }).await.unwrap();
+        failures.push(failure.await.unwrap());
+    }
+    drop(sender);
+    writing.await.unwrap().unwrap();
+    let got = got.join().unwrap();
+    let _ = writeln!(std::io::stderr(), "{failures:?}");
+    assert!(failures[0].as_ref().is_some_and(|reason| reason.contains("shorter")));
+    assert!(failures[1].as_ref().is_some_and(|reason| reason.contains("Bad file descriptor")));
+    assert_eq!(failures[2], None);
+    let frame = 24 + (1 << 20);
+    assert_eq!(got.len(), 6 * frame);
+    let is_all = |frame_number: usize, range: std::ops::Range<usize>, byte: u8| {
+        got[frame_number * frame + 24..][range].iter().all(|&got| got == byte)
+    };
+    assert!(is_all(0, 0..1 << 20, 7) && is_all(1, 0..1 << 19, 7) && is_all(1, 1 << 19..1 << 20, 0));
+    assert!(is_all(2, 0..1 << 20, 0) && is_all(3, 0..1 << 20, 0));
+    assert!(is_all(4, 0..1 << 20, 7) && is_all(5, 0..1 << 20, 7));
+}
+
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Readers that ask one after another until they are told to end; they tell how long the longest answer took.
+async fn read_on(connection: Arc<dyn Connection>, region: Region, end: watch::Receiver<bool>) -> (usize, Duration) {
+    let (mut reads, mut longest) = (0, Duration::ZERO);
+    while !*end.borrow() {
+        let slot = region.slot_within(300_000, TIMEOUT).await.unwrap();
+        let start = Instant::now();
+        let pulled = connection.pull(b"give".to_vec(), vec![slot], TIMEOUT).await.unwrap();
+        longest = longest.max(start.elapsed());
+        assert!(pulled.slots[0][..] == pattern(300_000)[..], "right bytes, whatever way they came");
+        reads += 1;
+    }
+    (reads, longest)
+}
+
+/// `docs/SEMANTICS.md`: one dead flow of a peer is noticed, and no reader sees an error.
+async fn a_flow_ends(purpose: Purpose, flow: usize, way: Way) {
+    let ((ours, _), (theirs, address)) = (tcp_for(0, purpose).await, tcp_for(1, purpose).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+    let relay = Relay::to(address).await;
+    let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
+    let region = ours.region(64 << 20).unwrap();
+    assert_eq!(relay.count(), 3);
+    let (end, ended) = watch::channel(false);
+    let mut readers = JoinSet::new();
+    for _ in 0..4 {
+        readers.spawn(read_on(connection.clone(), region.clone(), ended.clone()));
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    relay.set(flow, way);
+    // Until it is replaced.
+    let start = Instant::now();
+    while relay.count() < 4 {
+        assert!(start.elapsed() < 6 * TIMEOUT, "it is not replaced");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    end.send_replace(true);
+    let (mut reads, mut longest) = (0, Duration::ZERO);
+    while let Some(read) = readers.join_next().await {
+        let read = read.unwrap();
+        (reads, longest) = (reads + read.0, longest.max(read.1));
+    }
+    let _ = writeln!(std::io::stderr(), "{purpose:?}, flow {flow} {way:?}: {reads} reads, the longest took {longest:?}");
+    assert!(!connection.is_lost());
+    connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
+    drop(connection);
+    // All slots have come back.
+    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_flow_is_replaced_and_no_reader_sees_it() {
+    for purpose in [Purpose::Peer, Purpose::SealedPeer] {
+        for way in [Way::Black, Way::Closed] {
+            // For small messages, and for bulk.
+            tokio::join!(a_flow_ends(purpose, 0, way), a_flow_ends(purpose, 1, way), a_flow_ends(purpose, 2, way));
+        }
+    }
+}
+
+/// `docs/PROTOCOL.md`: the peer is lost when all its links are silent, or have ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_peer_all_of_whose_flows_are_dead_is_lost() {
+    for way in [Way::Black, Way::Closed] {
+        let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+        let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+        let relay = Relay::to(address).await;
+        let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
+        let region = ours.region(1 << 20).unwrap();
+        relay.set_all(way);
+        let error = connection.pull(b"give".to_vec(), vec![region.slot(9).unwrap()], 4 * TIMEOUT).await.err();
+        assert!(matches!(error, Some(TransportError::Lost { .. })), "{way:?}: {error:?}");
+        assert!(connection.is_lost() && region.slot_within(1 << 20, TIMEOUT).await.is_some());
+    }
+}
+
+/// Never answers a pull into slots until it is told to; refuses all else.
+struct Hung(watch::Receiver<bool>);
+
+#[async_trait]
+impl Service for Hung {
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+        let mut told = self.0.clone();
+        if !room.is_empty() && told.wait_for(|told| *told).await.is_err() {
+            return Err("it ends".to_owned());
+        }
+        Ok(Answer { message: Vec::new(), pieces: room.iter().map(|&len| Piece::Bytes(vec![1; len as usize])).collect() })
+    }
+
+    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, String> {
+        Err("no".to_owned())
+    }
+}
+
+/// `docs/SEMANTICS.md`: a node whose drive hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hung_drive_takes_a_bounded_part_of_memory_and_healthy_peers_are_read_on() {
+    let (ours, _) = tcp(0).await;
+    let ((hung, hung_address), (good, good_address)) = (tcp(1).await, tcp(2).await);
+    let (answer, told) = watch::channel(false);
+    let _serving =
+        [hung.serve(Arc::new(Hung(told))).await.unwrap(), good.serve(Echo::new(good.region(1 << 20).unwrap())).await.unwrap()];
+    let hung = ours.connect(NodeId(1), hung_address).await.unwrap();
+    let good = ours.connect(NodeId(2), good_address).await.unwrap();
+    let region = ours.region(16 << 20).unwrap();
+    // As many as like to ask the node whose drive hangs, again and again, with a deadline of their own.
+    let (end, ended) = watch::channel(false);
+    let (mut readers, stuck) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
+    for _ in 0..16 {
+        let (hung, region, ended, stuck) = (hung.clone(), region.clone(), ended.clone(), stuck.clone());
+        readers.spawn(async move {
+            while !*ended.borrow() {
+                let Some(slot) = region.slot_within(300_000, TIMEOUT).await else { panic!("the memory is full") };
+                match hung.pull(b"give".to_vec(), vec![slot], Duration::from_millis(200)).await.err() {
+                    Some(TransportError::Timeout { .. }) => {}
+                    Some(error @ TransportError::Stuck { .. }) => {
+                        assert!(error.to_string().starts_with("node 1 ") && error.to_string().contains("drive hangs"), "{error}");
+                        stuck.fetch_add(1, Ordering::Relaxed);
+                        tokio::time::sleep(Duration::from_millis(20)).await;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        });
+    }
+    let start = Instant::now();
+    let mut reads = 0;
+    while start.elapsed() < Duration::from_secs(4) || stuck.load(Ordering::Relaxed) < 100 {
+        assert!(start.elapsed() < 12 * TIMEOUT);
+        let slot = region.slot_within(1 << 20, TIMEOUT).await.unwrap();
+        good.pull(b"give".to_vec(), vec![slot], TIMEOUT).await.unwrap();
+        reads += 1;
+    }
+    end.send_replace(true);
+    while let Some(reader) = readers.join_next().await {
+        reader.unwrap();
+    }
+    let free = region.slot(11 << 20);
+    let _ = writeln!(
+        std::io::stderr(),
+        "{reads} reads of the healthy node, {} requests failed at once",
+        stuck.load(Ordering::Relaxed)
+    );
+    assert!(free.is_some(), "more than a quarter is held by the hung node");
+    // Small messages go on, and so does all else once the drive answers.
+    hung.pull(Vec::new(), vec![], TIMEOUT).await.unwrap();
+    drop(free);
+    answer.send_replace(true);
+    let start = Instant::now();
+    loop {
+        let slot = region.slot_within(300_000, TIMEOUT).await.unwrap();
+        match hung.pull(b"give".to_vec(), vec![slot], TIMEOUT).await {
+            Ok(pulled) => break assert!(pulled.slots[0][..].iter().all(|&byte| byte == 1)),
+            Err(error) => assert!(start.elapsed() < 6 * TIMEOUT, "{error}"),
+        }
+    }
+    assert!(!hung.is_lost() && region.slot_within(15 << 20, TIMEOUT).await.is_some());
+}
