@@ -41,7 +41,8 @@ fn sources() -> BTreeMap<PathBuf, String> {
 }
 
 fn is_test(path: &Path) -> bool {
-    path.starts_with("tests") || path.ends_with("tests.rs") || path.ends_with("conformance.rs")
+    let is_simulation = path.starts_with("server/src/simulation") || path.ends_with("server/src/simulation.rs");
+    is_simulation || path.starts_with("tests") || path.ends_with("tests.rs") || path.ends_with("conformance.rs")
 }
 
 /// The part of a file that is shipped.
