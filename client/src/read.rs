@@ -22,6 +22,9 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
+/// Is shown what became of a chunk, by its place in the request, and may ask whether its lease holds.
+type See<'a> = &'a mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>;
+
 /// Chunks of a large block that are asked for at once; the server reads on behind them.
 const WINDOW: usize = 4;
 
@@ -219,7 +222,7 @@ impl Session {
         dataset: &Dataset,
         chunks: &[Chunk],
         recheck: bool,
-        see: &mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>,
+        see: See<'_>,
     ) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
         // A failure of `see` is none of the connection's.
