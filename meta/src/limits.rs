@@ -85,7 +85,7 @@ pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
 pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
 /// The least memory for stage-ins of a server that has so many workers.
 pub const fn stage_memory_min(workers: usize) -> u64 {
-    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX)) as u64;
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
     let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
     if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
 }
@@ -254,6 +254,16 @@ pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// Paths that two sources may have in common, of which the lead asks all workers in one stage-in: one that is confirmed ends it.
+pub const QUESTIONS_MAX: usize = 64;
+/// Of these, told by an owner at a time.
+pub const SUSPECTS_TOLD_MAX: usize = 16;
+/// Answers to them that a node has to tell, and that the lead keeps for one of them.
+pub const SIGHTINGS_MAX: usize = 16;
+/// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
+pub const PATHS_SHARE: usize = 16;
+/// See [`PATHS_SHARE`].
+pub const PATHS_LEN_MIN: usize = 1 << 20;
 /// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
 pub const WAITS_TOLD_MAX: usize = 4;
 
@@ -275,6 +285,7 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
     assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);

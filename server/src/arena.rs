@@ -22,7 +22,9 @@ use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Location;
 use dayfly_meta::shared::SharedMarks;
 use dayfly_transport::{Region, Slot};
-use tokio::sync::{Notify, watch};
+use futures_util::FutureExt;
+use futures_util::future::Shared;
+use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::store::{ChunkInfo, Dataset};
@@ -67,8 +69,9 @@ struct Held {
     marks: Arc<SharedMarks>,
 }
 
-/// Tells those who wait for a load that it ended: closed without a word it succeeded or was given up, else it failed so.
-pub(crate) type Loading = watch::Receiver<Option<Arc<str>>>;
+/// Tells those who wait for a load that it ended: closed without a word it succeeded or was given up, else it failed so. They hear it
+/// in the order in which they came.
+pub(crate) type Loading = Shared<oneshot::Receiver<Arc<str>>>;
 
 /// What is wanted.
 #[derive(Clone)]
@@ -108,7 +111,8 @@ pub(crate) struct Ticket {
     dataset: Arc<Dataset>,
     loads: Vec<Load>,
     bytes: u64,
-    ended: watch::Sender<Option<Arc<str>>>,
+    ended: Option<oneshot::Sender<Arc<str>>>,
+    loading: Loading,
 }
 
 struct Load {
@@ -248,14 +252,15 @@ impl Arena {
         let ticket = match at {
             Some(at) => &mut loads[at],
             None => {
-                let (ended, _) = watch::channel(None);
+                let (ended, loading) = oneshot::channel();
+                let (ended, loading) = (Some(ended), loading.shared());
                 let dataset = dataset.clone();
-                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), bytes: 0, ended });
+                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), bytes: 0, ended, loading });
                 let last = loads.len() - 1;
                 &mut loads[last]
             }
         };
-        table.begin((dataset.id(), wanted.chunk), ticket.ended.subscribe());
+        table.begin((dataset.id(), wanted.chunk), ticket.loading.clone());
         ticket.loads.push(load);
         ticket.bytes += len;
     }
@@ -395,7 +400,10 @@ impl Ticket {
     pub(crate) fn fail(mut self, reason: &str) -> Vec<u32> {
         let places = self.loads.iter().map(|load| load.at).collect();
         self.give_up();
-        self.ended.send_replace(Some(reason.into()));
+        if let Some(ended) = self.ended.take() {
+            // Nobody may wait for it.
+            let _ = ended.send(reason.into());
+        }
         places
     }
 

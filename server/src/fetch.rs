@@ -285,7 +285,7 @@ impl Fetcher {
             }));
         }
         self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        Answer { message: dayfly_meta::wire::encode(&Reply::Read { missing }), pieces }
+        Answer { message: dayfly_meta::wire::encode_sealed(&Reply::Read { missing }), pieces }
     }
 }
 
@@ -305,12 +305,10 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
 }
 
 /// Waits out another's load, whose failure is ours too. What is gone again before we look is not named.
-async fn join(arena: Arena, at: u32, key: Key, mut loading: Loading) -> Part {
+async fn join(arena: Arena, at: u32, key: Key, loading: Loading) -> Part {
     // The loader's own deadlines bound this wait.
-    if let Ok(reason) = loading.wait_for(Option::is_some).await
-        && let Some(reason) = reason.as_deref()
-    {
-        return vec![(at, Fetched::Failed(reason.to_owned()))];
+    if let Ok(reason) = loading.await {
+        return vec![(at, Fetched::Failed(reason.as_ref().to_owned()))];
     }
     arena.find(&key).map(|lease| (at, Fetched::Leased(lease))).into_iter().collect()
 }

@@ -5,7 +5,7 @@ mod drive;
 mod kept;
 mod pages;
 mod segment;
-mod write_back;
+pub(crate) mod write_back;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -154,7 +154,7 @@ impl Store {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = instead_of.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
-            replaced.set_gone(true);
+            replaced.hide();
         }
         dataset.set_gone(false);
         datasets.insert(dataset.id(), dataset);
