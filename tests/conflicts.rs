@@ -16,6 +16,12 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
+harness::with_few_and_many_workers! {
+    sources_come_out_as_if_unpacked_one_after_another,
+    members_that_cannot_be_kept_are_counted_and_named,
+    strip_include_and_exclude_select_as_tar_does,
+}
+
 /// Few names, so that they meet.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
@@ -55,7 +61,6 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     }
 }
 
-#[test]
 fn sources_come_out_as_if_unpacked_one_after_another() {
     let seeds = 0..12_u64;
     for nodes in [1, 4] {
@@ -91,7 +96,6 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
     }
 }
 
-#[test]
 fn members_that_cannot_be_kept_are_counted_and_named() {
     let ground = Ground::new();
     fs::create_dir(ground.at("t")).unwrap();
@@ -133,7 +137,6 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
     cluster.down();
 }
 
-#[test]
 fn strip_include_and_exclude_select_as_tar_does() {
     let ground = Ground::new();
     for path in ["t/x/a.jpg", "t/x/b.txt", "t/y/c.jpg", "t/top"] {

@@ -16,6 +16,11 @@ use harness::{Cluster, Ground, signal, wait_for, wait_until};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::statvfs;
 
+harness::with_few_and_many_workers! {
+    a_server_killed_during_stage_in_is_named_and_nothing_is_visible,
+    a_node_that_cannot_begin_is_named_and_the_next_stage_in_works,
+}
+
 const FILES: usize = 3000;
 
 fn content(number: usize) -> Vec<u8> {
@@ -29,7 +34,6 @@ fn ground() -> Ground {
     ground
 }
 
-#[test]
 fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
     let mut met = 0;
     for round in 0..9_u64 {
@@ -224,6 +228,60 @@ fn down_gives_everything_back_while_clients_still_live() {
     cluster.ground.assert_clean();
 }
 
+/// SEMANTICS: `down` frees all blocks at once; reads of open files, and opens, give `EIO`.
+#[test]
+fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
+    for _ in 0..6 {
+        let ground = Ground::new();
+        fs::create_dir(ground.at("d")).unwrap();
+        fs::write(ground.at("d/f"), "content").unwrap();
+        let cluster = ground.up(1);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        let location = cluster.location();
+        let looks: usize = std::thread::scope(|scope| {
+            let look = || {
+                let mut looks = 0;
+                // Each time as a process that has just begun, which knows no dataset yet.
+                while let Ok(session) = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(0)) {
+                    let found = dayfly_client::View::new(session).stat(b"/dayfly/d/f");
+                    assert!(found.as_ref().map_or_else(|error| error.errno() == nix::libc::EIO, |_| true), "{:?}", found.err());
+                    looks += 1;
+                }
+                looks
+            };
+            let looking: Vec<_> = (0..8).map(|_| scope.spawn(look)).collect();
+            std::thread::sleep(Duration::from_millis(50));
+            cluster.ok(&["down"]);
+            looking.into_iter().map(|looking| looking.join().unwrap()).sum()
+        });
+        assert!(looks > 0);
+        cluster.ground.assert_clean();
+    }
+}
+
+/// SEMANTICS: the server dead, what is not on the node is `EIO`. Its socket may go while a program attaches to it.
+#[test]
+fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
+    if Command::new("strace").arg("--version").output().is_err() {
+        eprintln!("NOT tested, for there is no strace: a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file");
+        return;
+    }
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    fs::write(ground.at("d/f"), "content").unwrap();
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    let socket = cluster.location().socket(dayfly_meta::id::NodeId(0));
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--", "strace", "-o", "/dev/null", "-P"]).arg(&socket);
+    command.args(["-e", "inject=open,openat:error=ENOENT", "cat", "/dayfly/d/f"]).env("LC_ALL", "C");
+    let output = harness::output_of(&mut command);
+    let message = harness::text(&output.stderr);
+    assert!(!output.status.success() && message.contains("Input/output error"), "{message}{}", harness::text(&output.stdout));
+    assert!(message.contains("dayfly: ") && message.contains("node 0"), "the cause is named: {message}");
+    cluster.down();
+}
+
 #[test]
 fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     let ground = ground();
@@ -258,7 +316,6 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     }
 }
 
-#[test]
 fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();

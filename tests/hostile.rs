@@ -14,6 +14,14 @@ use std::time::Duration;
 
 use harness::{Cluster, Ground, pack};
 
+harness::with_few_and_many_workers! {
+    damaged_archives_are_named_with_the_place,
+    a_header_that_lies_takes_no_memory_and_no_server,
+    sources_that_cannot_be_read_are_named,
+    full_nodes_are_an_error_with_a_way_out,
+    a_full_file_system_is_an_error_too,
+}
+
 /// A cluster with a good dataset, which must survive everything.
 fn cluster() -> Cluster {
     let ground = Ground::new();
@@ -44,7 +52,6 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
     path
 }
 
-#[test]
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -98,7 +105,6 @@ fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
     block
 }
 
-#[test]
 fn a_header_that_lies_takes_no_memory_and_no_server() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -132,7 +138,6 @@ fn a_header_that_lies_takes_no_memory_and_no_server() {
     cluster.down();
 }
 
-#[test]
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -162,7 +167,6 @@ fn sources_that_cannot_be_read_are_named() {
     cluster.down();
 }
 
-#[test]
 fn full_nodes_are_an_error_with_a_way_out() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -184,7 +188,6 @@ fn full_nodes_are_an_error_with_a_way_out() {
     cluster.down();
 }
 
-#[test]
 fn a_full_file_system_is_an_error_too() {
     let ground = Ground::new();
     let small = ground.at("small");

@@ -370,3 +370,196 @@ fn an_encrypted_session_is_as_any_other() {
     assert!(cluster.fails(2, &["up", "--encrypt", "--transport", "rdma"]).contains("--encrypt"));
     cluster.down();
 }
+
+/// Whether a process runs; one that has ended and waits to be collected does not.
+fn runs(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
+}
+
+/// The processes of a session, killed when a test fails: without its folder nothing else finds them.
+struct Pids(Vec<i32>);
+
+impl Pids {
+    fn of(location: &dayfly_client::locate::Location) -> Self {
+        Self(location.live_nodes().into_iter().filter_map(|node| location.pid(node)).chain(location.keeper()).collect())
+    }
+
+    fn all_ended(&self) -> bool {
+        !self.0.iter().any(|&pid| runs(pid))
+    }
+}
+
+impl Drop for Pids {
+    fn drop(&mut self) {
+        for &pid in self.0.iter().filter(|&&pid| runs(pid)) {
+            // It may have ended just now.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
+        }
+    }
+}
+
+/// Ways to take a session's files from under it.
+type Removal = (&'static str, fn(&std::path::Path));
+
+const REMOVALS: [Removal; 7] = [
+    ("the folder of all sessions", |folder| fs::remove_dir_all(folder.parent().unwrap()).unwrap()),
+    ("the session's folder", |folder| fs::remove_dir_all(folder).unwrap()),
+    ("the last node's lock", |folder| {
+        let last = if folder.join("node-3.lock").exists() { "node-3.lock" } else { "node-0.lock" };
+        fs::remove_file(folder.join(last)).unwrap();
+    }),
+    ("a socket", |folder| fs::remove_file(folder.join("node-0.sock")).unwrap()),
+    ("the keeper's lock", |folder| fs::remove_file(folder.join("keeper.lock")).unwrap()),
+    ("a folder that is moved and replaced", |folder| {
+        let moved = folder.with_file_name("moved");
+        fs::rename(folder, &moved).unwrap();
+        fs::create_dir(folder).unwrap();
+        fs::write(folder.join("node-0.lock"), "1").unwrap();
+        fs::remove_dir_all(moved).unwrap();
+    }),
+    ("all files in it", |folder| {
+        fs::read_dir(folder).unwrap().for_each(|entry| fs::remove_file(entry.unwrap().path()).unwrap());
+    }),
+];
+
+#[test]
+fn a_session_whose_folder_or_lock_is_removed_ends_and_leaves_nothing() {
+    for nodes in [1, 4] {
+        for (what, remove) in REMOVALS {
+            let cluster = Ground::new().up_with(nodes, &["--memory", "32MiB"]);
+            fs::write(cluster.at("f"), "a sample").unwrap();
+            cluster.stage(&[&cluster.at("f")], "/dayfly/d");
+            let pids = Pids::of(&cluster.location());
+            assert_eq!(pids.0.len(), usize::from(nodes) + 1);
+            remove(&cluster.folder());
+            wait_until(&format!("all of {nodes} nodes and the keeper have ended without {what}"), || pids.all_ended());
+            cluster.ground.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn run_ends_its_command_and_says_why_when_its_folder_is_removed() {
+    let script = "trap 'echo told > told; exit 0' TERM; echo > ready; while :; do sleep 0.05; done";
+    for (nodes, is_staging) in [("1", false), ("4", false), ("1", true), ("4", true)] {
+        let ground = Ground::new();
+        fs::write(ground.at("large"), vec![1; 40 << 20]).unwrap();
+        let mut command = ground.dayfly();
+        command.args(["run", "--local", nodes, "--memory", "32MiB"]);
+        if is_staging {
+            command.args(["--stage-in", "large:/dayfly/d", "--max-rate", "2MB/s"]);
+        }
+        let mut child = command.args(["--", "sh", "-c", script]).stderr(Stdio::piped()).spawn().unwrap();
+        let _killed = Pids(vec![child.id() as i32]);
+        let location = || dayfly_client::locate::all(&dayfly_client::locate::runtime_dir_in(ground.runtime.path())).unwrap();
+        let said = |file: &str| ground.at(file).exists();
+        if is_staging {
+            wait_until("it stages in", || {
+                location().first().is_some_and(|location| location.live_nodes().len().to_string() == nodes)
+            });
+            std::thread::sleep(Duration::from_millis(500));
+        } else {
+            wait_until("CMD runs", || said("ready"));
+        }
+        let location = location().remove(0);
+        let pids = Pids::of(&location);
+        fs::remove_dir_all(&location.folder).unwrap();
+        let status = wait_for(&mut child, Duration::from_secs(60)).expect("run ends");
+        let mut errors = String::new();
+        std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut errors).unwrap();
+        assert_eq!(status.code(), Some(125), "{errors}");
+        assert!(errors.contains(location.folder.to_str().unwrap()) && errors.contains("was removed"), "{errors}");
+        assert!(is_staging || said("told"), "CMD is told to end: {errors}");
+        assert!(!is_staging || !said("ready"), "CMD is not started");
+        assert!(pids.all_ended());
+        ground.assert_clean();
+    }
+}
+
+#[test]
+fn up_in_the_foreground_says_why_it_ends() {
+    let ground = Ground::new();
+    let mut command = ground.dayfly();
+    command.args(["up", "--foreground", "--local", "2"]).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let _killed = Pids(vec![child.id() as i32]);
+    wait_until("the session is up", || ground.output(&["status"]).status.success());
+    fs::remove_dir_all(dayfly_client::locate::runtime_dir_in(ground.runtime.path())).unwrap();
+    let status = wait_for(&mut child, Duration::from_secs(60)).expect("it ends");
+    let mut errors = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut errors).unwrap();
+    assert!(status.code() == Some(1) && errors.contains("was removed"), "{errors}");
+    ground.assert_clean();
+}
+
+/// Hosts whose runtime folders are their own: each server lives in a mount namespace, in which another file system lies there.
+#[test]
+fn a_folder_removed_on_one_node_ends_the_session_on_all() {
+    if !nix::unistd::geteuid().is_root() {
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), "Nodes with folders of their own were NOT played: that takes root.");
+        return;
+    }
+    for keep in [&[][..], &["--keep", "60s"]] {
+        let hosts = Hosts::new();
+        let script = format!(
+            "#!/bin/sh\nwhile [ \"${{1#-}}\" != \"$1\" ]; do shift 2; done\nshift\n\
+             exec unshare --mount sh -c \"mount -t tmpfs none {} && exec $*\"\n",
+            hosts.0.runtime.path().display()
+        );
+        fs::write(hosts.0.at("bin/ssh"), script).unwrap();
+        let (cluster, _) = hosts.up(&[&["--hosts", "h1,h2,h3"], keep].concat());
+        let location = cluster.location();
+        let keeper = location.keeper().unwrap();
+        let _killed = Pids(vec![keeper]);
+        let ours = format!("/proc/{}/root{}", std::process::id(), location.folder.display());
+        assert!(fs::read_dir(&ours).unwrap().all(|entry| entry.unwrap().file_name().to_str().unwrap().starts_with("keeper")));
+        // Servers are found by the folders that they see.
+        let mut servers = Vec::new();
+        for entry in fs::read_dir("/proc").unwrap() {
+            let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+            let folder = std::path::PathBuf::from(format!("/proc/{pid}/root{}", location.folder.display()));
+            let is_server =
+                fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.split(|&byte| byte == 0).nth(1) == Some(b"serve"));
+            let has_node = |folder| {
+                let names = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+                names.map(|name| name.to_string_lossy().into_owned()).any(|name| name.starts_with("node-"))
+            };
+            if is_server && has_node(&folder) {
+                servers.push((pid, folder));
+            }
+        }
+        assert_eq!(servers.len(), 3, "{servers:?}");
+        let pids = Pids(servers.iter().map(|(pid, _)| *pid).chain([keeper]).collect());
+        if !keep.is_empty() {
+            signal(keeper, Signal::SIGKILL);
+            wait_until("the keeper is gone", || !runs(keeper));
+        }
+        fs::remove_dir_all(&servers[2].1).unwrap();
+        wait_until("all have ended", || pids.all_ended());
+        if !keep.is_empty() {
+            cluster.ok(&["clean"]);
+        }
+        cluster.ground.assert_clean();
+    }
+}
+
+/// Node 0 reads the sources. Where this machine is none of the nodes, what it sees of them tells nothing.
+#[test]
+fn run_looks_for_sources_only_where_they_will_be_read() {
+    let own = nix::unistd::gethostname().unwrap().into_string().unwrap();
+    let hosts = Hosts::new();
+    let said = |list: &str, runtime: &std::path::Path| {
+        let arguments = ["run", "--hosts", list, "--stage-in", "not-there:/dayfly/a"];
+        let output = harness::output_of(hosts.command(&arguments).args(["--", "true"]).env("DAYFLY_RUNTIME_DIR", runtime));
+        assert_eq!(output.status.code(), Some(125));
+        text(&output.stderr)
+    };
+    let nowhere = hosts.0.at("no-such-folder");
+    assert!(said(&own, &nowhere).contains("no file or directory matches"), "it is known before a session begins");
+    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "it is not known before");
+    let late = said("elsewhere", hosts.0.runtime.path());
+    assert!(late.contains("no file or directory matches"), "{late}");
+    hosts.0.assert_clean();
+}

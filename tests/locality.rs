@@ -118,6 +118,58 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     cluster.down();
 }
 
+/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it.
+#[test]
+fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
+    let cluster = session(2, &[], &[60_000; 200]);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    let all = 200 * 60_000;
+    let kept = || count(&node(&cluster, 0)["kept_bytes"]);
+    wait_until("all is kept", || kept() + count(&node(&cluster, 0)["held_bytes"]) == all);
+    let before = (kept(), node(&cluster, 0)["remote_reads"].clone());
+    for name in ["x", "y"] {
+        fs::write(cluster.at(name), b"hi").unwrap();
+    }
+    cluster.stage(&[&cluster.at("x"), &cluster.at("y")], "/dayfly/tiny");
+    assert_eq!(kept(), before.0);
+    read_epoch(&cluster.view(0), 1);
+    assert_eq!(node(&cluster, 0)["remote_reads"], before.1, "the next epoch asks nobody");
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it, those with the highest hashes first.
+#[test]
+fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
+    // Of 32 MiB a node owns 10 and keeps 10; 16 more on each node leave 6 of what is kept.
+    let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
+    let view = cluster.view(0);
+    read_epoch(&view, 0);
+    wait_until("all is kept", || count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000);
+    let before = count(&node(&cluster, 0)["kept_bytes"]);
+    fs::create_dir(cluster.at("more")).unwrap();
+    (0..300).for_each(|number| fs::write(cluster.at(format!("more/{number}")), content(number, 100_000)).unwrap());
+    // Readers go on meanwhile, and see no wrong byte.
+    std::thread::scope(|scope| {
+        let staging = scope.spawn(|| cluster.stage(&[&cluster.at("more")], "/dayfly/more"));
+        let mut bytes = vec![0; 100_000];
+        let mut rounds = 0;
+        while rounds < 2 || !staging.is_finished() {
+            for number in 0..210 {
+                let read = view.read_at(&view.open(&path(number)).unwrap(), 0, &mut bytes);
+                assert!(read.unwrap() == 100_000 && bytes == content(number, 100_000), "{number}");
+            }
+            rounds += 1;
+        }
+        staging.join().unwrap();
+    });
+    let left = count(&node(&cluster, 0)["kept_bytes"]);
+    assert!(left >= 2_000_000 && left < before, "{left} of {before} are left");
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
 /// Share of an LRU's hits over cyclic epochs: what keeping would give if it were one.
 fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
     let (mut held, mut clock) = (std::collections::HashMap::new(), 0_u64);

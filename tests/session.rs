@@ -14,6 +14,10 @@ use std::time::{Duration, Instant};
 use harness::{Ground, assert_same_tree, output_of, pack, read_tree, signal, text, tool, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
+harness::with_few_and_many_workers! {
+    a_cancelled_stage_in_leaves_nothing,
+}
+
 /// A tree with all that an archive can hold.
 fn make_tree(folder: &Path) {
     fs::create_dir_all(folder.join("sub/deep")).unwrap();
@@ -321,7 +325,6 @@ fn down_and_clean_wait_for_what_is_on_its_way_out() {
     }
 }
 
-#[test]
 fn a_cancelled_stage_in_leaves_nothing() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
@@ -364,4 +367,136 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
     let message = ground.fails(2, &["run", "--stage-in", "a.tar:/dayfly/x", "--stage-in", "b.tar:/dayfly/x", "--", "true"]);
     assert!(message.contains("'/dayfly/x' is staged in to twice"), "{message}");
     ground.assert_clean();
+}
+
+#[test]
+fn run_refuses_before_anything_is_started_what_would_fail_later() {
+    let ground = Ground::new();
+    let executable = |name: &str, mode: &str, content: &str| {
+        fs::write(ground.at(name), content).unwrap();
+        tool("chmod", &[mode.as_ref(), ground.at(name).as_os_str()]);
+    };
+    fs::create_dir(ground.at("tree")).unwrap();
+    fs::write(ground.at("tree/f"), "a sample").unwrap();
+    pack(&ground.at("good.tar"), &ground.at("tree"), &[]);
+    fs::write(ground.at("false.tar"), "no archive").unwrap();
+    fs::write(ground.at("list"), "good.tar\nnot-there\n").unwrap();
+    executable("not-executable", "644", "#!/bin/sh\n");
+    executable("lost-interpreter", "755", "#!/no/such/interpreter\n");
+    tool("mkfifo", &[ground.at("pipe").as_os_str()]);
+    let cases: &[(i32, &str, &[&str], &[&str])] = &[
+        // CMD.
+        (127, "cannot run 'no-such-command'", &["good.tar:/dayfly/a"], &["--", "no-such-command"]),
+        (127, "cannot run './no-such'", &[], &["--", "./no-such"]),
+        (127, "'/no/such/interpreter'", &[], &["--", "./lost-interpreter"]),
+        (126, "cannot run './not-executable': Permission denied", &["good.tar:/dayfly/a"], &["--", "./not-executable"]),
+        (126, "cannot run './tree'", &[], &["--", "./tree"]),
+        // Targets.
+        (2, "'/dayfly/a' is staged in to twice", &["good.tar:/dayfly/a", "tree:/dayfly/a/"], &["--", "true"]),
+        (2, "targets '/dayfly/a' and '/dayfly/a/b' overlap", &["good.tar:/dayfly/a", "tree:/dayfly//a/b"], &["--", "true"]),
+        (2, "targets '/dayfly/a' and '/dayfly' overlap", &["good.tar:/dayfly/a", "tree:/dayfly"], &["--", "true"]),
+        (2, "a target begins with /dayfly/", &["good.tar:/dayfly/a", "tree:/elsewhere"], &["--", "true"]),
+        (2, "a target begins with /data/", &["good.tar:/dayfly/a"], &["--prefix", "/data", "--", "true"]),
+        (2, "it leaves the tree by '..'", &["good.tar:/dayfly/../a"], &["--", "true"]),
+        (2, "is not SOURCE:/TARGET", &["good.tar:/dayfly/a", "tree"], &["--", "true"]),
+        // Sources.
+        (125, "no file or directory matches", &["good.tar:/dayfly/a", "not-there:/dayfly/b"], &["--", "true"]),
+        (125, "no file or directory matches", &["good.tar:/dayfly/a", "*.none:/dayfly/b"], &["--", "true"]),
+        (125, "not-there", &["good.tar:/dayfly/a", "@list:/dayfly/b"], &["--", "true"]),
+        (125, "no-list", &["good.tar:/dayfly/a", "@no-list:/dayfly/b"], &["--", "true"]),
+        (125, "is not a pattern", &["good.tar:/dayfly/a", "a[*:/dayfly/b"], &["--", "true"]),
+        (125, "named like an archive", &["good.tar:/dayfly/a", "false.tar:/dayfly/b"], &["--", "true"]),
+        (125, "a pipe cannot be staged in", &["good.tar:/dayfly/a", "pipe:/dayfly/b"], &["--", "true"]),
+        // Options.
+        (125, "is not a pattern", &["good.tar:/dayfly/a"], &["--include", "a[", "--", "true"]),
+        (
+            125,
+            "cannot write --report 'no/such/page.html'",
+            &["good.tar:/dayfly/a"],
+            &["--report", "no/such/page.html", "--", "true"],
+        ),
+        (125, "is a directory", &["good.tar:/dayfly/a"], &["--report", "tree", "--", "true"]),
+    ];
+    // Whatever begins a session fails here, and says something else.
+    let nowhere = ground.at("no-such-folder");
+    for (status, word, sources, rest) in cases {
+        let stage_ins = sources.iter().flat_map(|source| ["--stage-in", source]);
+        let mut command = ground.dayfly();
+        command.env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1"]).args(stage_ins).args(*rest);
+        let output = output_of(&mut command);
+        let said = text(&output.stderr);
+        assert!(
+            output.status.code() == Some(*status) && said.contains(word),
+            "{sources:?} {rest:?}: {:?}: {said}",
+            output.status
+        );
+        assert!(!said.contains("staging"), "{said}");
+        ground.assert_clean();
+    }
+    let beginning = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
+    assert!(text(&beginning.stderr).contains("no-such-folder"), "a session that begins fails there: {}", text(&beginning.stderr));
+    // What is left out anyway does not hinder; what lies in the namespace is known only there; a PATH is not needed.
+    let runs = |arguments: &[&str]| {
+        let output = output_of(ground.dayfly().env_remove("PATH").args(["run", "--local", "1"]).args(arguments));
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        ground.assert_clean();
+    };
+    executable("tree/script", "755", "#!/bin/sh\nexit 0\n");
+    runs(&["--stage-in", "tree:/dayfly/t", "--", "/dayfly/t/script"]);
+    runs(&["--keep-going", "--stage-in", "*.tar:/dayfly/t", "--", "true"]);
+    runs(&["--no-unpack", "--stage-in", "false.tar:/dayfly/t", "--", "true"]);
+}
+
+/// Names by which a file could look like another, or speak to the terminal: bytes for a program, escaped for a person.
+#[test]
+fn names_reach_a_terminal_escaped_and_a_program_as_they_are() {
+    let ground = Ground::new();
+    let names = ["a\u{202e}gpj.exe", "b\u{2066}\u{200f}", "c\u{1b}[31mred", "d\u{9b}2J", "e\nline"];
+    fs::create_dir(ground.at("tree")).unwrap();
+    for name in names {
+        fs::create_dir(ground.at("tree").join(name)).unwrap();
+        fs::write(ground.at("tree").join(name).join("f"), "a sample").unwrap();
+    }
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    let is_quiet = |said: &str| {
+        let said = said.replace("\r\n", "\n");
+        !said.chars().any(|character| {
+            character.is_control() && !"\n\t".contains(character) || "\u{202e}\u{2066}\u{200f}".contains(character)
+        })
+    };
+    // `script` gives it a terminal.
+    let on_terminal = |arguments: &str| {
+        let mut command = Command::new("script");
+        let line = format!("{} {arguments}", env!("CARGO_BIN_EXE_dayfly"));
+        command.args(["-q", "-e", "-c", &line, "/dev/null"]).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
+        text(&output_of(command.current_dir(cluster.work.path()).stdin(std::process::Stdio::null())).stdout)
+    };
+    if Command::new("script").arg("--version").output().is_ok() {
+        for command in ["ls -lR /dayfly/t", "du /dayfly/t", "ls /dayfly/t"] {
+            let said = on_terminal(command);
+            assert!(said.contains("a\\u{202e}gpj.exe") && is_quiet(&said), "{command}: {said:?}");
+        }
+    } else {
+        // Not captured: it must be seen.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), b"A terminal was NOT played: that takes 'script'.\n");
+    }
+    assert_eq!(cluster.ok(&["ls", "/dayfly/t"]), names.map(|name| format!("{name}\n")).concat());
+    assert!(names.iter().all(|name| cluster.ok(&["du", "/dayfly/t"]).contains(name)));
+    // What is said of them is for people wherever it goes.
+    for name in names {
+        let path = format!("/dayfly/t/{name}/none");
+        for arguments in
+            [&["ls", &path][..], &["cat", &path], &["stat", &path], &["verify", &path], &["stage-in", &path, "/dayfly/x"]]
+        {
+            let said = cluster.fails(1, arguments);
+            assert!(is_quiet(&said) && said.lines().count() == 1, "{arguments:?}: {said:?}");
+        }
+        assert!(is_quiet(&cluster.ok(&["stat", &format!("/dayfly/t/{name}/f")])));
+    }
+    let target = format!("/dayfly/{}", names[0]);
+    let staged = cluster.output(&["stage-in", "tree", &target]);
+    assert!(staged.status.success() && is_quiet(&text(&staged.stderr)), "{}", text(&staged.stderr));
+    assert!(is_quiet(&cluster.ok(&["status"])));
+    cluster.down();
 }

@@ -18,6 +18,24 @@ use harness::{Cluster, Ground, assert_same_tree, output_of, pack, read_tree, tex
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+harness::with_few_and_many_workers! {
+    every_format_comes_out_as_it_went_in,
+    real_crates_and_wheels_come_out_as_their_tools_unpack_them,
+    what_parallel_packers_write_comes_out_as_it_went_in,
+    zips_come_out_as_unzip_unpacks_them,
+    sparse_members_are_expanded,
+    an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing,
+    keep_going_leaves_out_what_cannot_be_read_and_lists_it,
+    several_stage_ins_run_at_once_but_not_over_each_other,
+    a_stage_in_may_be_asked_for_on_any_node,
+    a_rate_is_kept,
+    stored_order_is_random_and_complete,
+    files_of_one_stem_are_placed_stored_and_listed_together,
+    nested_archives_become_directories,
+    a_report_is_written_and_events_tell_each_node,
+    a_full_disk_ends_a_stage_in_and_its_space_is_free_again,
+}
+
 /// Files of many sizes in a few directories, all content different.
 fn make_tree(folder: &Path, files: usize) {
     let mut random = StdRng::seed_from_u64(files as u64);
@@ -71,7 +89,6 @@ fn as_zipped(mut tree: harness::Tree) -> harness::Tree {
     tree
 }
 
-#[test]
 fn every_format_comes_out_as_it_went_in() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 400);
@@ -96,7 +113,6 @@ fn every_format_comes_out_as_it_went_in() {
     cluster.down();
 }
 
-#[test]
 fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     let ground = Ground::new();
     let crates = glob::glob(&format!("{}/registry/cache/*/*.crate", cargo_home())).unwrap().map(Result::unwrap);
@@ -148,7 +164,6 @@ const IN_PARTS: [(&str, &str); 7] = [
     ("bzip2 -c", "tbz2"),
 ];
 
-#[test]
 fn what_parallel_packers_write_comes_out_as_it_went_in() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 300);
@@ -172,7 +187,6 @@ fn what_parallel_packers_write_comes_out_as_it_went_in() {
     cluster.down();
 }
 
-#[test]
 fn zips_come_out_as_unzip_unpacks_them() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
@@ -204,7 +218,6 @@ fn cargo_home() -> String {
     std::env::var("CARGO_HOME").unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").unwrap()))
 }
 
-#[test]
 fn sparse_members_are_expanded() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -251,7 +264,6 @@ fn sparse_members_are_expanded() {
     cluster.down();
 }
 
-#[test]
 fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 60);
@@ -282,7 +294,6 @@ fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     cluster.down();
 }
 
-#[test]
 fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 60);
@@ -308,7 +319,6 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     cluster.down();
 }
 
-#[test]
 fn several_stage_ins_run_at_once_but_not_over_each_other() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
@@ -337,7 +347,6 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     cluster.down();
 }
 
-#[test]
 fn a_stage_in_may_be_asked_for_on_any_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
@@ -361,7 +370,6 @@ fn a_stage_in_may_be_asked_for_on_any_node() {
     cluster.down();
 }
 
-#[test]
 fn a_rate_is_kept() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -389,7 +397,6 @@ fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
     (0..nodes).map(of_node).collect()
 }
 
-#[test]
 fn stored_order_is_random_and_complete() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -419,7 +426,6 @@ fn stored_order_is_random_and_complete() {
     cluster.down();
 }
 
-#[test]
 fn files_of_one_stem_are_placed_stored_and_listed_together() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -458,7 +464,6 @@ fn files_of_one_stem_are_placed_stored_and_listed_together() {
     cluster.down();
 }
 
-#[test]
 fn nested_archives_become_directories() {
     let ground = Ground::new();
     make_tree(&ground.at("n01"), 30);
@@ -481,7 +486,6 @@ fn nested_archives_become_directories() {
     cluster.down();
 }
 
-#[test]
 fn a_report_is_written_and_events_tell_each_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
@@ -497,7 +501,6 @@ fn a_report_is_written_and_events_tell_each_node() {
     cluster.down();
 }
 
-#[test]
 fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let disk = ground.at("disk");

@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     let (build_s, built) = time(|| -> Result<_, catalog::BuildError> {
         let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
         members.iter().try_for_each(|member| builder.add(&member.path, member, 1))?;
-        builder.finish()
+        builder.finish(&|| {})
     });
     let built = built?;
     println!("samples                          {}", arguments.samples);

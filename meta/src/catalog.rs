@@ -9,6 +9,7 @@ pub(crate) mod layout;
 mod map;
 pub mod member;
 pub mod resolve;
+mod scratch;
 
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
 pub use layout::{Compression, EntryKind, Source, SourceKind};
@@ -55,7 +56,7 @@ mod tests {
         let mut builder =
             CatalogBuilder::new(&scratch, About { seed: 5, created_s: 99, ..About::default() }, &[source()]).unwrap();
         sorted.into_iter().for_each(|(member, names)| builder.add(&member.path, member, *names).unwrap());
-        builder.finish().unwrap()
+        builder.finish(&|| {}).unwrap()
     }
 
     fn list(catalog: &Catalog, directory: &[u8]) -> Vec<String> {

@@ -80,6 +80,23 @@ pub const FOLLOWED_MAX: usize = 64;
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
 pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
+/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
+/// batches, the members that are not in a run yet, and what is decoded ahead.
+pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+/// The least memory for stage-ins of a server that has so many workers.
+pub const fn stage_memory_min(workers: usize) -> u64 {
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
+    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+}
+/// The most workers for which so much memory is enough.
+pub const fn stage_workers_max(memory: u64) -> usize {
+    let mut workers = 1;
+    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+        workers += 1;
+    }
+    workers
+}
 /// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
 /// And at least, however little memory there is.
@@ -92,6 +109,9 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
+/// cache stays the job's.
+pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server: each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
 /// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
@@ -153,7 +173,8 @@ pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 pub const ARENA_UNIT: u64 = 64;
 /// The smallest arena: some chunks land while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
-/// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
+/// The leases of one process take at most this part of the arena, and all but this part of it those of all processes together. A
+/// connection that wants more gives some back first. One without leases always gets a chunk.
 pub const LEASE_SHARE: u64 = 4;
 /// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
@@ -169,6 +190,10 @@ pub const ORDERS_MAX: usize = 64;
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
 pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
+pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+/// or once the first of them is so old.
+pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.
@@ -211,6 +236,8 @@ pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// and ends the connection after so many without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
+pub const HEARTBEAT_TICKS: u32 = 20;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -219,10 +246,26 @@ pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 pub const TREE_WIDTH: usize = 16;
 /// Pairs that do not reach each other as they should, named at the start; all show in `status`.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
+/// Servers and keepers look this often whether their files still have their names.
+pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// What was started to start servers may take so long to end once they have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// Paths that two sources may have in common, of which the lead asks all workers in one stage-in: one that is confirmed ends it.
+pub const QUESTIONS_MAX: usize = 64;
+/// Of these, told by an owner at a time.
+pub const SUSPECTS_TOLD_MAX: usize = 16;
+/// Answers to them that a node has to tell, and that the lead keeps for one of them.
+pub const SIGHTINGS_MAX: usize = 16;
+/// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
+pub const PATHS_SHARE: usize = 16;
+/// See [`PATHS_SHARE`].
+pub const PATHS_LEN_MIN: usize = 1 << 20;
+/// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
+pub const WAITS_TOLD_MAX: usize = 4;
 
 const _: () = {
     // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
@@ -242,6 +285,8 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
+    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));

@@ -12,6 +12,8 @@ pub const MAGIC: [u8; 8] = *b"DAYFLYSG";
 pub const VERSION: u32 = 1;
 /// Offset of the first block.
 pub const DATA_START: u64 = PAGE_SIZE;
+/// Where the last block ends at most: a location has 56 bits for an offset.
+pub const OFFSET_MAX: u64 = 1 << OFFSET_BITS;
 
 /// The header: magic, version, dataset, drive; the rest of the page is zero.
 pub fn header(dataset: u32, drive: u8) -> [u8; 24] {

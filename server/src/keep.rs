@@ -1,18 +1,22 @@
 //! Keeping what came from others on this node's drives, if there is room: a task that takes chunks as they land and writes many at
-//! once, so that from the next epoch on processes find them without asking.
+//! once, and a task that syncs them, so that from the next epoch on processes find them without asking.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::limits::KEEP_QUEUE_LEN_MAX;
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::{KEEP_QUEUE_LEN_MAX, KEEP_SYNC_INTERVAL, KEEP_SYNC_LEN};
 use dayfly_meta::wire::status::Hop;
+use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use crate::arena::Lease;
+use crate::blocking::Blocking;
 use crate::stats::Damage;
 use crate::store::Dataset;
 
@@ -37,10 +41,18 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     /// The task ends with the keeper.
-    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
-        let task = keep_all(landed, waiting_bytes.clone(), damage);
+        let written = Arc::new(Written::default());
+        let writing = keep_all(landed, waiting_bytes.clone(), written.clone(), damage, blocking.clone());
+        let task = async move {
+            tokio::select! {
+                biased;
+                () = writing => {}
+                () = sync_all(&written, &*blocking) => {}
+            }
+        };
         (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
@@ -53,6 +65,61 @@ impl Keeper {
         self.waiting_bytes.fetch_add(lease.len(), Ordering::Relaxed);
         // Without a task the session has ended.
         let _ = self.queue.send(Landed { dataset: dataset.clone(), chunk, lease });
+    }
+}
+
+/// What was written and is to be synced.
+#[derive(Default)]
+struct Written {
+    group: Mutex<Group>,
+    grew: Notify,
+}
+
+#[derive(Default)]
+struct Group {
+    datasets: HashMap<DatasetId, Arc<Dataset>>,
+    bytes: u64,
+}
+
+impl Written {
+    fn add(&self, dataset: Arc<Dataset>, bytes: u64) {
+        let mut group = self.group();
+        group.bytes += bytes;
+        group.datasets.insert(dataset.id(), dataset);
+        drop(group);
+        self.grew.notify_one();
+    }
+
+    /// Waits until there is a group to be synced, and takes it.
+    async fn next(&self) -> Group {
+        while self.group().datasets.is_empty() {
+            self.grew.notified().await;
+        }
+        let is_large = async {
+            while self.group().bytes < KEEP_SYNC_LEN {
+                self.grew.notified().await;
+            }
+        };
+        // Large or old, it is taken.
+        let _ = timeout(KEEP_SYNC_INTERVAL, is_large).await;
+        std::mem::take(&mut *self.group())
+    }
+
+    fn group(&self) -> MutexGuard<'_, Group> {
+        self.group.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Syncs group after group, while the next is written.
+async fn sync_all(written: &Written, blocking: &dyn Blocking) {
+    loop {
+        for dataset in written.next().await.datasets.into_values() {
+            match blocking.run(move || dataset.sync_kept()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => tracing::warn!(%error, "copies of other nodes' blocks are given up"),
+                Err(error) => tracing::warn!(%error, "syncing copies of other nodes' blocks failed"),
+            }
+        }
     }
 }
 
@@ -72,7 +139,13 @@ impl Landed {
     }
 }
 
-async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<AtomicU64>, damage: Arc<Damage>) {
+async fn keep_all(
+    mut landed: UnboundedReceiver<Landed>,
+    waiting_bytes: Arc<AtomicU64>,
+    written: Arc<Written>,
+    damage: Arc<Damage>,
+    blocking: Arc<dyn Blocking>,
+) {
     let mut next = None;
     loop {
         let first = match next.take() {
@@ -103,15 +176,21 @@ async fn keep_all(mut landed: UnboundedReceiver<Landed>, waiting_bytes: Arc<Atom
                 }
             }
         }
+        let target = dataset.clone();
         let damage = damage.clone();
-        let writing = tokio::task::spawn_blocking(move || {
+        let writing = blocking.run(move || {
             together.retain(|one| one.is_good(&damage));
             let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
-            dataset.keep(&chunks)
+            target.keep(&chunks)
         });
         match writing.await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => tracing::warn!(%error, "cannot keep blocks of other nodes"),
+            Ok(Ok(0)) => {}
+            Ok(Ok(bytes)) => written.add(dataset, bytes),
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "cannot keep blocks of other nodes");
+                // Some may have been written.
+                written.add(dataset, 0);
+            }
             Err(error) => tracing::warn!(%error, "keeping blocks of other nodes failed"),
         }
         waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);

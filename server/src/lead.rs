@@ -1,5 +1,6 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
+mod conflicts;
 mod following;
 mod merge;
 mod rates;
@@ -7,7 +8,7 @@ mod spread;
 mod stage;
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -16,19 +17,21 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
-use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::handing::Handing;
+use dayfly_stagein::pipeline::Gauge;
 use dayfly_stagein::plan::{self, Wanted};
 use futures_util::future::join_all;
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
 use crate::store::nameless_file;
+use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
 use spread::Spread;
-pub(crate) use stage::LeadStage;
+pub(crate) use stage::{LeadStage, Reported};
 
 /// The node that leads stage-ins.
 const LEAD: NodeId = NodeId(0);
@@ -68,9 +71,9 @@ impl Lead {
     }
 
     /// What a node is told that reports on a stage-in.
-    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted) -> Reply {
+    pub(crate) fn report(&self, number: u64, node: NodeId, reported: Reported) -> Reply {
         match self.stage(number) {
-            Some(stage) => stage.report(node, counted),
+            Some(stage) => stage.report(node, reported),
             None if self.published().contains(&number) => Reply::Stop,
             None => Reply::Undone,
         }
@@ -122,13 +125,40 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// Sets its flag when dropped: what blocks on behalf of a future ends with it.
+/// Cancels when dropped: what blocks on behalf of a future ends with it.
 #[derive(Default)]
-struct CancelOnDrop(Arc<AtomicBool>);
+struct CancelOnDrop(Arc<Gauge>);
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.0.cancel();
+    }
+}
+
+/// Notices that nothing goes forward any more. It counts its looks, not time, for none of them come while this process is stopped.
+struct StandStill {
+    timeout: Duration,
+    interval: Duration,
+    steps: u64,
+    looks: u32,
+}
+
+impl StandStill {
+    fn new(deadlines: &Deadlines) -> Self {
+        Self { timeout: deadlines.stall, interval: deadlines.progress_interval, steps: 0, looks: 0 }
+    }
+
+    /// To be called each `interval`, with what has gone forward so far; whether nothing did for too long.
+    fn is_over(&mut self, steps: u64) -> bool {
+        self.looks = if steps == self.steps { self.looks + 1 } else { 0 };
+        self.steps = steps;
+        self.interval * self.looks > self.timeout
+    }
+
+    /// For the user.
+    fn told(&self, waits_for: &str) -> String {
+        let seconds = self.timeout.as_secs();
+        format!("nothing went forward on any node for {seconds} s (--stage-in-timeout of the session); waited for: {waits_for}")
     }
 }
 
@@ -161,6 +191,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         format!("another stage-in to '{}' is running; wait for its end", display(&join(&server.config().prefix, &other)))
     })?;
     let _permit = tokio::select! {
+        biased;
         permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Waiting) => never,
@@ -170,8 +201,11 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }
+    let planning = CancelOnDrop::default();
     let plan = tokio::select! {
-        plan = make_plan(server, &request) => plan?,
+        biased;
+        plan = make_plan(server, &request, planning.0.clone()) => plan?,
+        stuck = planning_stands_still(server, &planning.0) => return Err(stuck),
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Planning) => never,
     };
@@ -186,9 +220,12 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
     let handing = Handing::new(plan.units, plan.ranges);
-    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count(), *server.deadlines()));
+    let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
+    let judging = (rivals.clone(), request.selection.keep_going);
+    let stage = LeadStage::new(number, (handing, plan.counts), judging, server.peers().count(), *server.deadlines());
+    let stage = Arc::new(stage);
     server.lead().running().insert(number, stage.clone());
-    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
+    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, rivals, free };
     let prepared = tokio::select! {
         biased;
         reason = stage.failed() => Err(reason),
@@ -227,16 +264,27 @@ async fn tell_phase<T>(server: &Server, events: &mpsc::Sender<Event>, phase: Pha
     }
 }
 
-async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan, String> {
-    let cancel = CancelOnDrop::default();
-    let is_cancelled = cancel.0.clone();
+/// Ends when planning does not go forward any more; the reason.
+async fn planning_stands_still(server: &Server, gauge: &Gauge) -> String {
+    let mut stand_still = StandStill::new(server.deadlines());
+    let mut steps = 0;
+    loop {
+        tokio::time::sleep(server.deadlines().progress_interval).await;
+        steps += gauge.take().steps;
+        if stand_still.is_over(steps) {
+            return stand_still.told(&format!("node {LEAD}: {}", gauge.activities().join(", ")));
+        }
+    }
+}
+
+async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -> Result<plan::Plan, String> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
-    let planned = tokio::task::spawn_blocking(move || {
+    let planned = server.blocking().run(move || {
         let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
         let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
-        plan::plan(&wanted, scratch, &|| is_cancelled.load(Ordering::Relaxed)).map_err(|error| error.to_string())
+        plan::plan(&wanted, scratch, &gauge).map_err(|error| error.to_string())
     });
     planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(LEAD, reason))
 }
@@ -245,7 +293,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn) -> Result<plan::Plan
 async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
     let asking = server.peers().nodes().map(|node| server.ask(node, Request::Status, server.deadlines().request));
     let free = |reply: Result<Reply, _>| match reply {
-        Ok(Reply::Status(status)) => Ok(status.capacity_bytes.saturating_sub(status.used_bytes)),
+        Ok(Reply::Status(status)) => Ok(status.free_bytes),
         Ok(_) => Err("a node answers what was not asked".to_owned()),
         Err(error) => Err(format!("all nodes are needed for a stage-in: {error}")),
     };
@@ -266,8 +314,14 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
 
 /// Tells how far it is until dropped; ends with an error when a node is lost.
 async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
+    let mut stand_still = StandStill::new(server.deadlines());
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
+        // Each step of publishing has a deadline of its own.
+        let is_publishing = stage.progress().phase == Phase::Publishing;
+        if stand_still.is_over(stage.steps()) && !is_publishing {
+            return Err(stand_still.told(&stage.waits_for()));
+        }
         for node in server.peers().nodes() {
             if server.peers().is_lost(node) {
                 let address = server.peers().address(node).map_or_else(String::new, |address| format!(" ({address})"));
@@ -291,6 +345,7 @@ struct Job<'a> {
     stage: &'a Arc<LeadStage>,
     request: &'a StageIn,
     sources: Vec<Source>,
+    rivals: Arc<Rivals>,
     free: Vec<u64>,
 }
 
@@ -303,7 +358,8 @@ impl Job<'_> {
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
         self.ask_all(&begin, self.server.deadlines().request).await?;
-        self.stage.all_begun.send_replace(true);
+        // A failure has set it, if it is set.
+        let _ = self.stage.all_begun.set(());
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
         let read = start.elapsed();
@@ -317,9 +373,9 @@ impl Job<'_> {
             runs,
             about: About { seed, created_s, group: self.request.selection.group },
             sources: self.sources.clone(),
+            rivals: self.rivals.clone(),
         };
-        let runtime = tokio::runtime::Handle::current();
-        let merged = tokio::task::spawn_blocking(move || merging.run(&runtime)).await.map_err(|error| error.to_string())??;
+        let merged = self.server.blocking().run(move || merging.run()).await.map_err(|error| error.to_string())??;
         self.stage.progress().phase = Phase::Publishing;
         let built = start.elapsed();
         self.spread(&merged).await?;
@@ -387,12 +443,14 @@ impl Job<'_> {
             counts.note(&format!("it is shown, but not all nodes have given up yet what it replaced: {reason}"));
         }
         counts.refused += merged.refused.count;
+        counts.replaced += merged.replaced.count;
+        merged.replaced.names.iter().for_each(|name| counts.note(name));
         merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
         let nodes = self.server.peers().count();
         let Spread { mut nodes, sizes, classes } =
-            tokio::task::spawn_blocking(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
+            self.server.blocking().run(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
         let imbalance_permille = spread::imbalance_permille(&nodes);
         let (rates, rate_interval_ms) = self.stage.rates();
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage.progress().nodes).zip(rates) {
@@ -423,10 +481,20 @@ mod tests {
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
         let lead = Lead::new(Deadlines::DEFAULT);
-        let ask = || lead.report(5, NodeId(1), Counted::default());
+        let ask = || lead.report(5, NodeId(1), Reported::default());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
         assert_eq!(ask(), Reply::Stop);
+    }
+
+    #[test]
+    fn what_stands_still_is_noticed_and_what_goes_on_is_not() {
+        let mut stand_still =
+            StandStill::new(&Deadlines { stall: Deadlines::DEFAULT.progress_interval * 10, ..Deadlines::DEFAULT });
+        assert!((0..100).all(|step| !stand_still.is_over(step)));
+        assert_eq!((0..100).position(|_| stand_still.is_over(99)), Some(10));
+        assert!(!stand_still.is_over(100), "it went forward");
+        assert!(stand_still.told("node 1: reading 'x'").contains("2 s"));
     }
 
     #[test]

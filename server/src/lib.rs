@@ -5,6 +5,7 @@
 //! `lead` (the lead's part); `peers` (the other nodes); `clients` (the processes of this node).
 
 mod arena;
+pub mod blocking;
 mod clients;
 mod fetch;
 mod ingest;
@@ -24,6 +25,8 @@ use std::sync::Arc;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 
+pub use dayfly_stagein::StageInError;
+pub use dayfly_stagein::plan::check_sources;
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
 pub use server::{Server, StartError};
 
@@ -63,3 +66,6 @@ pub struct Config {
     /// How long each wait may take.
     pub deadlines: Deadlines,
 }
+
+#[cfg(test)]
+mod simulation;

@@ -7,30 +7,35 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
-use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
+use dayfly_meta::wire::peer::{Reply, Request, Rival, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
+use dayfly_stagein::collisions::Questions;
 use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
 use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
-use tokio::sync::watch;
+use tokio::sync::{SetOnce, watch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
+use crate::blocking::Blocking;
 use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file};
+use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
 use memory::Memory;
 use sink::ServerSink;
 
 /// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
 const CATALOG_FILE_LEN: u64 = 128;
+
+/// Others may take the room that was made for one.
+const ROOM_ATTEMPTS_MAX: usize = 8;
 
 /// All stage-ins that this node takes part in.
 #[derive(Default)]
@@ -47,10 +52,18 @@ impl Stages {
         self.lock().remove(&number)
     }
 
-    /// A dataset that is prepared here and that other nodes may show already.
-    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let stages: Vec<Arc<Stage>> = self.lock().values().cloned().collect();
-        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
+    /// Those that are under way.
+    pub(crate) fn all(&self) -> Vec<Arc<Stage>> {
+        self.lock().values().cloned().collect()
+    }
+
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let known = |stage: Arc<Stage>| {
+            let outcome = stage.outcome();
+            [outcome.prepared.clone(), outcome.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -85,9 +98,12 @@ pub(crate) struct Stage {
     selection: Selection,
     memory: Memory,
     deadlines: Deadlines,
+    blocking: Arc<dyn Blocking>,
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
+    /// What the lead asks the workers.
+    questions: Arc<Questions>,
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
     outcome: Mutex<Outcome>,
@@ -95,7 +111,7 @@ pub(crate) struct Stage {
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
     /// Set together with the gauge's flag: ends the waits of workers at once.
-    cancelled: watch::Sender<bool>,
+    cancelled: SetOnce<()>,
     /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -132,14 +148,16 @@ impl Stage {
             selection,
             memory,
             deadlines: *server.deadlines(),
-            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
+            blocking: server.blocking().clone(),
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, (memory.shuffle_len, memory.paths_len), gauge.clone())),
             landing,
             gauge,
+            questions: Arc::default(),
             runs: watch::Sender::new(None),
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
-            cancelled: watch::Sender::new(false),
+            cancelled: SetOnce::new(),
             tasks: Mutex::default(),
         });
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
@@ -167,17 +185,16 @@ impl Stage {
     /// Ends the workers at their next step, and every wait of theirs now.
     fn cancel(&self) {
         self.gauge.cancel();
-        self.cancelled.send_replace(true);
+        // It may be cancelled more than once.
+        let _ = self.cancelled.set(());
     }
 
     /// What `work` gives, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled: no worker waits longer than that,
     /// whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
-        let mut cancelled = self.cancelled.subscribe();
         tokio::select! {
             biased;
-            // The sender lives as long as `self`.
-            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(StageInError::Cancelled),
+            _ = self.cancelled.wait() => Err(StageInError::Cancelled),
             done = work => Ok(done),
         }
     }
@@ -189,23 +206,62 @@ impl Stage {
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
-        let written = tokio::task::spawn_blocking(move || ingest.write_out()).await;
+        let written = self.blocking.run(move || ingest.write_out()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
     }
 
     /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
-    pub(crate) async fn land(&self, blocks: Vec<ShippedBlock>, incoming: Incoming) -> Result<Reply, String> {
+    pub(crate) async fn land(
+        &self,
+        server: &Arc<Server>,
+        blocks: Vec<ShippedBlock>,
+        incoming: Incoming,
+    ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
-        let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store(&blocks, slot, len)).await;
-        match stored.map_err(|error| error.to_string())? {
+        match self.store(server, blocks.into(), slot, len).await {
             Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
             Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
             Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// Stores a batch; where there is no room for it, out of what is only kept.
+    async fn store(
+        &self,
+        server: &Arc<Server>,
+        blocks: Arc<[ShippedBlock]>,
+        slot: Slot,
+        len: usize,
+    ) -> Result<Stored, IngestError> {
+        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let mut slot = slot;
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
+            let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
+            match stored.map_err(|error| IngestError::Room(error.to_string()))?? {
+                Stored::Full(full) if attempts_left > 0 && server.make_room(room).await.map_err(IngestError::Room)? => {
+                    slot = full
+                }
+                stored => return Ok(stored),
+            }
+        }
+        Err(IngestError::Room("no room for a batch".to_owned()))
+    }
+
+    /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
+    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64, rival: Rival) -> Result<Option<u32>, String> {
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
+            let ingest = self.ingest.clone();
+            let reserved = self.blocking.run(move || ingest.reserve(block_len, rival)).await;
+            let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
+            if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
+                return Ok(reserved);
+            }
+        }
+        Ok(None)
     }
 
     /// Takes a piece of a block for which a peer has asked for room.
@@ -217,7 +273,7 @@ impl Stage {
     ) -> Result<Reply, String> {
         let (slot, len) = self.landed(incoming).await?;
         let ingest = self.ingest.clone();
-        let stored = tokio::task::spawn_blocking(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
+        let stored = self.blocking.run(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
         match stored.map_err(|error| error.to_string())? {
             Ok(()) => Ok(Reply::Done),
             Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
@@ -241,7 +297,7 @@ impl Stage {
         let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
         let runs = runs.unwrap_or_else(|| Err("no runs".to_owned()))?;
         let ingest = self.ingest.clone();
-        let finished = tokio::task::spawn_blocking(move || ingest.finish()).await;
+        let finished = self.blocking.run(move || ingest.finish()).await;
         finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
     }
@@ -268,14 +324,12 @@ impl Stage {
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Takes room for the catalog of so many files, as far as there is any.
-    fn keep_catalog_room(&self, files: u64) {
+    /// Takes room for the catalog of so many files, as far as there is any; how much is missing.
+    fn keep_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(room) = &mut *room {
-            let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
-            // If there is none, that will be told when the catalog comes.
-            let _ = room.grow(more);
-        }
+        let Some(room) = &mut *room else { return 0 };
+        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        if room.grow(more) { 0 } else { more }
     }
 
     /// The room that was kept for the catalog, and where.
@@ -304,6 +358,7 @@ impl Stage {
     pub(crate) fn settle(&self, server: &Server) {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.set_gone(true);
             replaced.give_up();
             server.arena().forget(replaced.id());
         }
@@ -358,13 +413,15 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
 async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
-        let (server, stage, placement) = (server.clone(), stage.clone(), placement.clone());
-        workers.spawn_blocking(move || run_worker(&server, &stage, placement));
+        let (server, stage, placement, blocking) = (server.clone(), stage.clone(), placement.clone(), server.blocking().clone());
+        let worker = move || run_worker(&server, &stage, placement);
+        workers.spawn(blocking.run(worker));
     }
     let mut all = Vec::new();
     let mut failure = None;
     while let Some(ended) = workers.join_next().await {
-        match ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string())) {
+        let ended = ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string()));
+        match ended.and_then(|ended| ended.map_err(|error| error.to_string())) {
             Ok(mut runs) => all.append(&mut runs),
             // The first failure is the one that counts: the others end because of it.
             Err(reason) if failure.is_none() => {
@@ -405,13 +462,19 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
     let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone()).map_err(StageInError::Scratch)?;
     let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
-    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders };
+    let questions = stage.questions.clone();
+    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
     let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
         // Twice the deadline: the lead waits for its slowest node to begin.
-        let reply = runtime.block_on(stage.unless_cancelled(server.ask(stage.lead, request, 2 * server.deadlines().request)))?;
+        let reply = server.blocking().wait_for(stage.unless_cancelled(server.ask(
+            stage.lead,
+            request,
+            2 * server.deadlines().request,
+        )))?;
+        worker.answer()?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
@@ -428,7 +491,10 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let mut is_undone = false;
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        let request = Request::Report { stage: stage.number, progress: stage.gauge.take() };
+        let progress = stage.gauge.take();
+        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let (suspects, sightings) = (stage.ingest.take_suspects(), stage.questions.take_sightings());
+        let request = Request::Report { stage: stage.number, progress, waits, suspects, sightings };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
@@ -441,7 +507,14 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => stage.keep_catalog_room(files),
+            Ok(Reply::Go { files, questions }) => {
+                stage.questions.ask(questions);
+                let missing = stage.keep_catalog_room(files);
+                // If there is none, that will be told when the catalog comes.
+                if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
+                    stage.keep_catalog_room(files);
+                }
+            }
             Ok(Reply::Undone) => {
                 is_undone = true;
                 break;

@@ -3,7 +3,9 @@
 mod dataset;
 mod drive;
 mod kept;
+mod pages;
 mod segment;
+pub(crate) mod write_back;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,6 +21,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use dataset::{ChunkInfo, Dataset};
 pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
+pub(crate) use kept::{lowered_threshold, threshold_for};
 pub(crate) use segment::{Segments, room_for};
 
 /// Memory to be shared with processes, which cannot make it shorter under our feet.
@@ -52,7 +55,7 @@ impl Conflict {
 pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
-    board: Board,
+    board: Arc<Board>,
     counters: Arc<Counters>,
     board_file: File,
     counters_file: File,
@@ -66,7 +69,7 @@ impl Store {
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
-            board: Board::map(&board_file, true)?,
+            board: Arc::new(Board::map(&board_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
             board_file: read_only(&board_file)?,
             counters_file,
@@ -88,12 +91,31 @@ impl Store {
         self.drives.iter().map(|drive| drive.capacity()).sum()
     }
 
+    /// What stage-ins may take: our share, or what is left of the drives if others have taken from it. What is only kept makes way.
+    pub(crate) fn free(&self) -> u64 {
+        let mut ours = BTreeMap::new();
+        for drive in &self.drives {
+            let free: &mut (u64, u64) = ours.entry(drive.device()).or_default();
+            *free = (free.0 + drive.free(), drive.free_on_file_system());
+        }
+        ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.kept_room()
+    }
+
+    /// What blocks take that are only kept.
+    pub(crate) fn kept_room(&self) -> u64 {
+        self.datasets().iter().map(|dataset| dataset.segments().kept_room()).sum()
+    }
+
     pub(crate) fn used(&self) -> u64 {
         self.drives.iter().map(|drive| drive.used()).sum()
     }
 
     pub(crate) fn counters(&self) -> &Arc<Counters> {
         &self.counters
+    }
+
+    pub(crate) fn board(&self) -> &Arc<Board> {
+        &self.board
     }
 
     /// The board to read, and the counters to write.
@@ -132,7 +154,7 @@ impl Store {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = instead_of.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
-            replaced.set_gone(true);
+            replaced.hide();
         }
         dataset.set_gone(false);
         datasets.insert(dataset.id(), dataset);

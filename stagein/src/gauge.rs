@@ -1,11 +1,16 @@
 //! What the workers of a stage-in on one node have done, how busy they were with what, whether they should go on, and how fast
 //! they may read.
 
+mod activity;
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::wire::control::{Counted, STEPS, Step};
+
+use activity::Activities;
+pub use activity::Activity;
 
 /// A reader that must wait looks this often whether it should go on at all.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
@@ -20,9 +25,28 @@ pub struct Gauge {
     bytes: AtomicU64,
     shipped_bytes: AtomicU64,
     busy_ns: [AtomicU64; STEPS],
+    steps: AtomicU64,
+    activities: Activities,
     cancelled: AtomicBool,
     limit: Option<Limit>,
-    large_window: Mutex<()>,
+    large_window: LargeWindow,
+}
+
+/// Whether someone decodes with a large window.
+#[derive(Default)]
+struct LargeWindow {
+    is_taken: Mutex<bool>,
+    freed: Condvar,
+}
+
+/// Held by who decodes with a large window: one at a time.
+pub(crate) struct Alone<'a>(&'a LargeWindow);
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        *self.0.is_taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.freed.notify_one();
+    }
 }
 
 /// A rate, and when all that was admitted so far will have been read at it.
@@ -47,6 +71,7 @@ impl Gauge {
             bytes: take(&self.bytes),
             shipped_bytes: take(&self.shipped_bytes),
             busy_ns: std::array::from_fn(|step| take(&self.busy_ns[step])),
+            steps: take(&self.steps),
         }
     }
 
@@ -70,9 +95,34 @@ impl Gauge {
         self.busy_ns[step as usize].fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Held by whoever decodes with a large window: one at a time.
-    pub(crate) fn large_window(&self) -> &Mutex<()> {
-        &self.large_window
+    /// Counts what no other counter shows: something went forward.
+    pub fn step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A place to say what a thread does.
+    pub fn activity(&self) -> Activity {
+        self.activities.enter()
+    }
+
+    /// What the threads do that have said so, in words.
+    pub fn activities(&self) -> Vec<String> {
+        self.activities.told()
+    }
+
+    /// Waits until nobody decodes with a large window; `None` if the stage-in was cancelled before.
+    pub(crate) fn large_window(&self) -> Option<Alone<'_>> {
+        let window = &self.large_window;
+        let mut is_taken = window.is_taken.lock().unwrap_or_else(PoisonError::into_inner);
+        while *is_taken {
+            if self.is_cancelled() {
+                return None;
+            }
+            let waited = window.freed.wait_timeout(is_taken, SLEEP_MAX);
+            is_taken = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *is_taken = true;
+        Some(Alone(window))
     }
 
     pub(crate) fn file(&self, bytes: u64) {
@@ -93,6 +143,8 @@ impl Gauge {
             if left.is_zero() {
                 return;
             }
+            // Who waits because its user wants it to does not stand still.
+            self.step();
             std::thread::sleep(left.min(SLEEP_MAX));
         }
     }

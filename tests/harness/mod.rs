@@ -1,11 +1,15 @@
 //! The cluster harness: real servers of the real program, several sessions side by side, each in folders of its own.
 //! Whatever a test does, its session's processes are gone when it ends.
 
-#![allow(dead_code, reason = "each test binary uses its part of the harness")]
+#![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
+pub(crate) mod drive;
+pub(crate) mod inside;
 pub(crate) mod samples;
+pub(crate) mod strace;
 pub(crate) mod twin;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
@@ -19,6 +23,33 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
+
+/// Makes tests of functions of the file, each with servers that have few stage-in workers and with servers that have many.
+macro_rules! with_few_and_many_workers {
+    ($($test:ident),* $(,)?) => {
+        mod with_few_workers {
+            $(#[test] fn $test() { crate::harness::with_workers(0, super::$test) })*
+        }
+        mod with_many_workers {
+            $(#[test] fn $test() { crate::harness::with_workers(1, super::$test) })*
+        }
+    };
+}
+pub(crate) use with_few_and_many_workers;
+
+thread_local! {
+    /// Stage-in workers of the servers of sessions that this thread starts; else the servers choose.
+    static WORKERS: Cell<Option<u16>> = const { Cell::new(None) };
+}
+
+/// Runs a test with few (0) or many (1) stage-in workers a server: 1 and 7, if `DAYFLY_TEST_STAGE_IN_WORKERS` does not name two others.
+pub(crate) fn with_workers(which: usize, test: fn()) {
+    let wanted = std::env::var("DAYFLY_TEST_STAGE_IN_WORKERS").unwrap_or_else(|_| "1,7".to_owned());
+    let counts: Vec<u16> = wanted.split(',').map(|count| count.parse().expect("a number of workers")).collect();
+    WORKERS.set(Some(counts[which]));
+    test();
+    WORKERS.set(None);
+}
 
 /// The longest that any command of a test may take: more is a hang.
 pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
@@ -79,8 +110,10 @@ impl Ground {
     }
 
     pub(crate) fn up_with(self, nodes: u16, options: &[&str]) -> Cluster {
-        let nodes_text = nodes.to_string();
-        let id = self.ok(&[&["up", "--local", &nodes_text], options].concat()).trim().to_owned();
+        let (nodes_text, workers) = (nodes.to_string(), WORKERS.get().map(|workers| workers.to_string()));
+        let workers = workers.as_deref().map(|workers| ["--stage-in-workers", workers]);
+        let workers = workers.as_ref().map_or(&[][..], |option| option);
+        let id = self.ok(&[&["up", "--local", &nodes_text], workers, options].concat()).trim().to_owned();
         Cluster { ground: self, id }
     }
 

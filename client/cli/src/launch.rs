@@ -9,6 +9,7 @@ mod launchers;
 mod memory;
 mod names;
 mod processes;
+mod watch;
 
 use std::env;
 use std::ffi::OsStr;
@@ -24,10 +25,11 @@ use std::time::{Duration, Instant};
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, WORKERS_MAX};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, stage_workers_max};
 use dayfly_meta::path::display;
 use dayfly_server::{Key, Preference};
 use nix::fcntl::Flock;
+use nix::unistd::gethostname;
 use tokio::sync::oneshot;
 use zeroize::Zeroizing;
 
@@ -35,6 +37,7 @@ use crate::args::{Network, SessionOptions};
 use crate::failure::{Failure, complain};
 use crate::size;
 use keeper::{Keeper, Plan};
+use launchers::Chosen;
 
 /// A server that has ended is gone within this.
 const GOING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -48,6 +51,7 @@ pub(crate) use invitation::{FromKeeper, FromServer, Invitation, Settings};
 pub(crate) use launchers::{job, names as launcher_names};
 pub(crate) use names::own_addresses;
 pub(crate) use processes::Processes;
+pub(crate) use watch::{gone_message, until_gone};
 
 /// A session that has just been started, kept as long as this lives.
 pub(crate) struct Started {
@@ -60,6 +64,11 @@ impl Started {
     /// What ends the session when it is sent or dropped.
     pub(crate) fn end_handle(&mut self) -> Option<oneshot::Sender<()>> {
         self.keeper.end_handle()
+    }
+
+    /// What tells why the session has ended that nobody ended; dropped without a word where somebody did.
+    pub(crate) fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
+        self.keeper.loss()
     }
 
     /// Waits until all servers have ended.
@@ -81,9 +90,32 @@ impl Drop for Started {
     }
 }
 
-/// Starts all servers and waits until they are ready, or until `cancelled`.
-/// The session goes on for `keep` when its keeper is lost.
-pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
+/// A session that was asked for in a way that makes sense, and where it is to be; nothing of it is there yet.
+pub(crate) struct Planned {
+    options: SessionOptions,
+    keep: Duration,
+    prefix: Vec<u8>,
+    memory: u64,
+    deadlines: Deadlines,
+    chosen: Chosen,
+    transport: Preference,
+}
+
+impl Planned {
+    /// The path below which programs will see the namespace.
+    pub(crate) fn prefix(&self) -> &[u8] {
+        &self.prefix
+    }
+
+    /// Whether node 0 will be on this machine, so that what this process sees of the sources is what will be read.
+    pub(crate) fn is_led_from_here(&self) -> bool {
+        let own = gethostname().ok().and_then(|name| name.into_string().ok()).unwrap_or_default();
+        self.chosen.launcher.is_local() || self.chosen.hosts.iter().any(|host| names::same_name(host, &own))
+    }
+}
+
+/// Finds out where a session is to be, and checks what is asked of it. It is to go on for `keep` when its keeper is lost.
+pub(crate) fn plan(options: &SessionOptions, keep: Duration) -> Result<Planned, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
     let path = Path::new(OsStr::from_bytes(&prefix));
     if let Some(real) = fs::canonicalize(path).ok().filter(|real| real != path) {
@@ -96,12 +128,15 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
     let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
     if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(
-            "--memory must be at least {}: what is read takes its way through it, in pieces",
+            "--memory must be at least {}: blocks of other nodes are read through it, several chunks at a time",
             size::show(ARENA_LEN_MIN)
         )));
     }
-    memory::check(options.stage_in_memory)?;
-    let deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+    memory::check(options.stage_in_memory, options.stage_in_workers)?;
+    let mut deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+    if let Some(seconds) = options.stage_in_timeout {
+        deadlines.stall = Duration::from_secs(seconds);
+    }
     deadlines.check().map_err(Failure::new)?;
     let chosen = launchers::choose(&options.launch)?;
     if chosen.is_fallback {
@@ -114,6 +149,12 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             chosen.launcher.name
         )));
     }
+    Ok(Planned { options: options.clone(), keep, prefix, memory, deadlines, chosen, transport })
+}
+
+/// Starts all servers and waits until they are ready, or until `cancelled`.
+pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Result<Started, Failure> {
+    let Planned { options, keep, prefix, memory, deadlines, chosen, transport } = planned;
     let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
     let data_dirs = data_dir::chosen(&options.data_dir).iter().map(std::path::absolute).collect::<Result<Vec<_>, _>>()?;
     sweep(&locate::runtime_dir(), &data_dirs)?;
@@ -122,10 +163,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         Some(path) => std::path::absolute(path)?,
         None => env::current_dir()?.join(format!(".dayfly-{session}.key")),
     };
-    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref()).map_err(|error| {
-        let folder = locate::runtime_dir();
-        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
-    })?;
+    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref())?;
     let noted = match chosen.launcher.input {
         // Should this be killed while it is there, the next that comes by removes it.
         launchers::Input::File => fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes()),
@@ -147,6 +185,7 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
             capacity: options.capacity,
             memory,
             stage_in_memory: options.stage_in_memory,
+            stage_in_workers: options.stage_in_workers,
             prefix,
             verify_reads: options.verify_reads,
             encrypt: options.encrypt,
@@ -173,7 +212,8 @@ pub(crate) fn start(options: &SessionOptions, keep: Duration, cancelled: oneshot
         start_timeout: Duration::from_secs(launch.start_timeout),
         chosen,
     };
-    match noted.map_err(Failure::from).and_then(|()| Keeper::start(plan, cancelled)) {
+    let watch = noted.and_then(|()| location.watch_keeper(&lock));
+    match watch.map_err(Failure::from).and_then(|watch| Keeper::start(plan, watch, cancelled)) {
         Ok(keeper) => Ok(Started { location, keeper, lock: Some(lock) }),
         Err(failure) => {
             drop(lock);
@@ -238,12 +278,11 @@ impl Place {
         if !is_local {
             sweep(&all, &settings.data_dirs)?;
         }
-        let (data_dirs, warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
-        let capacity = settings.capacity.map_or_else(|| data_dir::share_of_free(&data_dirs, settings.servers_here), Ok)?;
-        let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here);
-        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
-            Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
-        })?;
+        let (data_dirs, mut warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
+        let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
+        warnings.extend(warning);
+        let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
+        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local)?;
         let list = location.folder.join(data_dir::LIST);
         match OpenOptions::new().create_new(true).write(true).mode(0o600).open(list) {
             Ok(mut list) => list.write_all(&data_dir::list(&data_dirs, session))?,
@@ -253,10 +292,16 @@ impl Place {
         }
         // Of those that this process may use, by its cpuset and control group.
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let workers = (cores / usize::from(settings.servers_here)).clamp(1, WORKERS_MAX);
+        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_workers_max(stage_memory));
+        let workers = settings.stage_in_workers.map_or(share, usize::from);
         // One source is decoded by as many as are there: with many sources, its workers take turns all the same.
         let decoders = cores.clamp(1, DECODERS_MAX);
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_memory, warnings })
+    }
+
+    /// The session's folders in the data dirs, which hold those of the nodes.
+    pub(crate) fn session_folders(&self) -> Vec<PathBuf> {
+        data_dir::for_session(&self.data_dirs, self.location.session)
     }
 
     /// A node's folders in the data dirs, made, and held for as long as the locks live.
@@ -265,6 +310,12 @@ impl Place {
         let locks = data_dir::create_and_lock(&folders)?;
         Ok((folders, locks))
     }
+}
+
+/// Removes a session's folders in its data dirs but for those of servers that live: also where the list of them is gone with the
+/// session's own folder.
+pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
+    data_dir::remove(folders);
 }
 
 /// Starts servers for those below an invited one in the tree.

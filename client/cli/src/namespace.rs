@@ -1,6 +1,7 @@
 //! What the commands share: the session that is meant, its view, and paths.
 
 use std::ffi::{OsStr, OsString};
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 
 use dayfly_client::locate::{self, Location};
@@ -30,7 +31,12 @@ pub(crate) fn paths_or_all(view: &View, paths: Vec<OsString>) -> Vec<Vec<u8>> {
 
 /// A target below the prefix, as the server wants it.
 pub(crate) fn target(session: &Session, path: &OsStr) -> Result<Vec<u8>, Failure> {
-    let prefix = session.prefix().strip_suffix(b"/").unwrap_or(session.prefix());
+    target_below(session.prefix(), path)
+}
+
+/// The same, of a session that is not there yet.
+pub(crate) fn target_below(prefix: &[u8], path: &OsStr) -> Result<Vec<u8>, Failure> {
+    let prefix = prefix.strip_suffix(b"/").unwrap_or(prefix);
     let below = path.as_bytes().strip_prefix(prefix).filter(|rest| rest.is_empty() || rest.starts_with(b"/"));
     let below = below.ok_or_else(|| {
         let (path, prefix) = (display(path.as_bytes()), display(prefix));
@@ -42,4 +48,9 @@ pub(crate) fn target(session: &Session, path: &OsStr) -> Result<Vec<u8>, Failure
 /// A path in words, with what is wrong with it.
 pub(crate) fn about(path: &[u8], error: &ViewError) -> String {
     format!("'{}': {error}", display(path))
+}
+
+/// Writes a name: bytes as they are for a program, escaped for a terminal, as GNU's `ls` does too.
+pub(crate) fn write_name(output: &mut impl Write, name: &[u8], is_terminal: bool) -> io::Result<()> {
+    if is_terminal { write!(output, "{}", display(name)) } else { output.write_all(name) }
 }

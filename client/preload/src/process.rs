@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use dayfly_client::kept::Kept;
 use dayfly_client::locate::{CWD_VARIABLE, Location, PREFIX_VARIABLE, SESSION_VARIABLE};
 use dayfly_client::{ClientError, Session, View, ViewError, fault, fork};
+use dayfly_meta::id::NodeId;
 
 use crate::memory::{self, Errno, Failed};
 use crate::{carry, cwd, next, offset, table, vfork};
@@ -137,10 +138,9 @@ pub(crate) fn known_view() -> Option<&'static View> {
 fn attach() -> Result<Attached, Fault> {
     let location = Location::of_environment()?;
     let node = location.node_of_environment()?;
-    if !location.socket(node).exists() {
-        let (session, socket) = (location.session, location.socket(node));
-        complain(&format!("node {node} of session {session} has no server on this machine any more ('{}')", socket.display()));
-        return Err(Fault::Errno(libc::EIO));
+    let socket = location.socket(node);
+    if !socket.exists() {
+        return Err(no_server(&location, node));
     }
     if vfork::child().is_some() {
         return Ok(Attached::Passing(Box::new(View::new(Session::attach_to(&location, node)?))));
@@ -149,7 +149,11 @@ fn attach() -> Result<Attached, Fault> {
         log(&format!("SIGBUS cannot be caught ({error}): segments are not mapped"));
     }
     let session = Session::attach_to(&location, node)?;
-    hold_placeholder(&location.socket(node))?;
+    match hold_placeholder(&socket) {
+        // The server has ended since it was attached to. That says nothing about the path that the program looks for.
+        Err(Fault::Errno(libc::ENOENT)) => return Err(no_server(&location, node)),
+        held => held?,
+    }
     log(&format!("process {} attached to node {node} of session {}", std::process::id(), location.session));
     let view = Box::into_raw(Box::new(View::new(session)));
     if VIEW.compare_exchange(null_mut(), view, Ordering::AcqRel, Ordering::Acquire).is_err() {
@@ -158,6 +162,12 @@ fn attach() -> Result<Attached, Fault> {
         drop(unsafe { Box::from_raw(view) });
     }
     known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))
+}
+
+fn no_server(location: &Location, node: NodeId) -> Fault {
+    let (session, socket) = (location.session, location.socket(node));
+    complain(&format!("node {node} of session {session} has no server on this machine any more ('{}')", socket.display()));
+    Fault::Errno(libc::EIO)
 }
 
 unsafe extern "C" fn next_sigaction(number: i32, new: *const libc::sigaction, old: *mut libc::sigaction) -> i32 {
@@ -264,7 +274,7 @@ pub(crate) fn log(message: &str) {
 }
 
 fn write_line(message: &str) {
-    let line = format!("dayfly: {message}\n");
+    let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
     // To standard error, if there is one.
     let _ = next::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
 }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -14,6 +14,7 @@ use super::layout::{
 };
 use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
+use super::scratch::ScratchFile;
 use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
@@ -65,9 +66,9 @@ pub struct Built {
 /// Streams outcomes into a catalog.
 pub struct CatalogBuilder<'a> {
     scratch: Scratch<'a>,
-    columns: Vec<ColumnWriter>,
-    hashes: BufWriter<File>,
-    patches: BufWriter<File>,
+    columns: Vec<ScratchFile>,
+    hashes: ScratchFile,
+    patches: ScratchFile,
     open: Vec<OpenDirectory>,
     last_path: Vec<u8>,
     shared: HashMap<MemberKey, u32>,
@@ -86,11 +87,6 @@ pub struct About {
     pub group: Grouping,
 }
 
-struct ColumnWriter {
-    file: BufWriter<File>,
-    len: u64,
-}
-
 struct OpenDirectory {
     path: Vec<u8>,
     entry: u32,
@@ -98,18 +94,20 @@ struct OpenDirectory {
     subdirectories: u32,
 }
 
+/// Bytes of a column that are copied at a time.
+const COPY_LEN: u64 = 16 << 20;
 /// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
 const PATCH_LEN: usize = 16;
 
 impl<'a> CatalogBuilder<'a> {
     /// Starts a catalog.
     pub fn new(scratch: Scratch<'a>, about: About, sources: &[Source]) -> Result<Self, BuildError> {
-        let new_column = |_| Ok(ColumnWriter { file: BufWriter::new(scratch()?), len: 0 });
+        let new_column = |_| Ok(ScratchFile::new(scratch()?));
         let mut builder = Self {
             scratch,
             columns: (0..COLUMNS).map(new_column).collect::<io::Result<_>>()?,
-            hashes: BufWriter::new(scratch()?),
-            patches: BufWriter::new(scratch()?),
+            hashes: ScratchFile::new(scratch()?),
+            patches: ScratchFile::new(scratch()?),
             open: Vec::new(),
             last_path: Vec::new(),
             shared: HashMap::new(),
@@ -152,12 +150,12 @@ impl<'a> CatalogBuilder<'a> {
         if let Some(&sample) = self.shared.get(&member.key) {
             return self.add_entry(path, EntryKind::File, sample).map(drop);
         }
-        let first_block = self.columns[Column::Owners as usize].len / WIDTHS[Column::Owners as usize];
+        let first_block = self.columns[Column::Owners as usize].len() / WIDTHS[Column::Owners as usize];
         if first_block + blocks.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
         self.add_checksums(path, first_block as u32, size, (blocks.len(), checksums))?;
-        let sample = (self.columns[Column::Samples as usize].len / WIDTHS[Column::Samples as usize]) as u32;
+        let sample = (self.columns[Column::Samples as usize].len() / WIDTHS[Column::Samples as usize]) as u32;
         self.write_node(Column::Samples, member, size, names, first_block as u32)?;
         let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
         self.write(Column::Origins, &origin.encode())?;
@@ -179,7 +177,7 @@ impl<'a> CatalogBuilder<'a> {
         if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
             return Err(BuildError::Shape(display(path)));
         }
-        let mut next = self.columns[Column::Checksums as usize].len / WIDTHS[Column::Checksums as usize];
+        let mut next = self.columns[Column::Checksums as usize].len() / WIDTHS[Column::Checksums as usize];
         if next + checksums.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
@@ -234,7 +232,7 @@ impl<'a> CatalogBuilder<'a> {
         let next = self.entries() as u32;
         let links = directory.subdirectories.saturating_add(2);
         for word in [directory.entry, next, directory.row, links] {
-            self.patches.write_all(&word.to_le_bytes())?;
+            self.patches.append(&word.to_le_bytes())?;
         }
         Ok(())
     }
@@ -250,12 +248,12 @@ impl<'a> CatalogBuilder<'a> {
         let parent = self.open.last().map_or(0, |directory| directory.entry);
         let record = EntryRecord { name_offset, name_len: name.len() as u8, kind, parent, next: entry + 1, node };
         self.write(Column::Entries, &record.encode())?;
-        self.hashes.write_all(&xxh3_64(path).to_le_bytes())?;
+        self.hashes.append(&xxh3_64(path).to_le_bytes())?;
         Ok(entry)
     }
 
     fn entries(&self) -> u64 {
-        self.columns[Column::Entries as usize].len / WIDTHS[Column::Entries as usize]
+        self.columns[Column::Entries as usize].len() / WIDTHS[Column::Entries as usize]
     }
 
     fn write_node(&mut self, column: Column, member: &Member, data: u64, links: u32, extra: u32) -> Result<u32, BuildError> {
@@ -267,14 +265,14 @@ impl<'a> CatalogBuilder<'a> {
     /// Appends to a column; returns the offset within it.
     fn write(&mut self, column: Column, bytes: &[u8]) -> io::Result<u64> {
         let writer = &mut self.columns[column as usize];
-        writer.file.write_all(bytes)?;
-        let offset = writer.len;
-        writer.len += bytes.len() as u64;
+        let offset = writer.len();
+        writer.append(bytes)?;
         Ok(offset)
     }
 
-    /// Joins the columns, fills in what is known only now, and makes the path index.
-    pub fn finish(mut self) -> Result<Built, BuildError> {
+    /// Joins the columns, fills in what is known only now, and makes the path index. Calls `step` as it goes forward, for of a large
+    /// dataset that takes minutes.
+    pub fn finish(mut self, step: &dyn Fn()) -> Result<Built, BuildError> {
         if self.open.is_empty() {
             self.open_directory(b"", 0o755, self.about.created_s, 0)?;
         }
@@ -286,7 +284,7 @@ impl<'a> CatalogBuilder<'a> {
         let mut end = PAGE_SIZE;
         for (column, extent) in extents.iter_mut().enumerate() {
             let is_index = column == Column::Index as usize;
-            let count = if is_index { index_buckets(entries) } else { self.columns[column].len / WIDTHS[column] };
+            let count = if is_index { index_buckets(entries) } else { self.columns[column].len() / WIDTHS[column] };
             *extent = Extent { offset: end, count };
             end = (end + count * WIDTHS[column]).next_multiple_of(PAGE_SIZE);
         }
@@ -297,12 +295,10 @@ impl<'a> CatalogBuilder<'a> {
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
                 // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
-                io::copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to)?;
+                copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
-            let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
-            from.rewind()?;
-            io::copy(&mut from, &mut to)?;
+            copy(&mut writer.read_back()?, &mut to, step)?;
         }
         let header = HeaderRecord {
             seed: self.about.seed,
@@ -313,8 +309,8 @@ impl<'a> CatalogBuilder<'a> {
         };
         write_start(&file, &header, end)?;
         let mut map = map_private_file(&file)?;
-        apply_patches(&mut map, &extents, self.patches)?;
-        fill_index(&mut map, &extents, self.hashes)?;
+        apply_patches(&mut map, &extents, self.patches, step)?;
+        fill_index(&mut map, &extents, self.hashes, step)?;
         let checksum = crc32c::crc32c(&map);
         drop(map);
         let count = |column: Column| extents[column as usize].count;
@@ -332,16 +328,19 @@ fn write_start(file: &File, header: &HeaderRecord, file_len: u64) -> Result<(), 
     Ok(())
 }
 
-fn rewound(writer: BufWriter<File>) -> io::Result<BufReader<File>> {
-    let mut file = writer.into_inner().map_err(io::IntoInnerError::into_error)?;
-    file.rewind()?;
-    Ok(BufReader::new(file))
+/// Copies to the end, a piece at a time.
+fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
+    while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
+        step();
+    }
+    Ok(())
 }
 
-fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>) -> io::Result<()> {
-    let mut patches = rewound(patches)?;
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
+    let mut patches = patches.read_back()?;
     let mut patch = [0; PATCH_LEN];
     while read_whole(&mut patches, &mut patch)? {
+        step();
         let [entry, next, row, links] = std::array::from_fn(|word| &patch[word * 4..word * 4 + 4]);
         let number = |word: &[u8]| word.iter().rev().fold(0_usize, |value, &byte| value << 8 | usize::from(byte));
         let entry_at = extents[Column::Entries as usize].offset as usize + number(entry) * 20;
@@ -352,12 +351,13 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter
     Ok(())
 }
 
-fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>) -> io::Result<()> {
-    let mut hashes = rewound(hashes)?;
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
+    let mut hashes = hashes.read_back()?;
     let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;
     while read_whole(&mut hashes, &mut hash)? {
+        step();
         let (mut bucket, fingerprint) = index_bucket(u64::from_le_bytes(hash), buckets);
         entry += 1;
         let slot = (u64::from(fingerprint) << 32 | u64::from(entry)).to_le_bytes();

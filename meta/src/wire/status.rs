@@ -161,6 +161,12 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// What it may take.
     pub capacity_bytes: u64,
+    /// What a stage-in may still take: less than the capacity leaves, where others have filled the drives. What is only kept makes way.
+    pub free_bytes: u64,
+    /// Bytes that all its files take, as its file systems count them: what is only kept, and what is set aside for it, among them.
+    pub taken_bytes: u64,
+    /// Of these, what is only kept.
+    pub kept_room_bytes: u64,
     /// Size of the arena, and how much of it holds blocks.
     pub arena_bytes: u64,
     /// See `arena_bytes`.
@@ -171,6 +177,10 @@ pub struct NodeStatus {
     pub clients: u64,
     /// Those that read most.
     pub busiest: Vec<ClientStatus>,
+    /// Units that this node reads at a time in one stage-in.
+    pub stage_in_workers: u64,
+    /// Its memory for all stage-ins that run at once, in bytes.
+    pub stage_in_memory_bytes: u64,
     /// Resident memory of the server, in bytes; shared parts included.
     pub memory_bytes: u64,
     /// What this node's clients read, by [`Source`].

@@ -6,6 +6,7 @@ use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
 use dayfly_transport::Slot;
 
+use crate::blocking::Blocking;
 use crate::store::Dataset;
 
 /// More bytes than this are not checked on a thread that moves messages: they would keep others waiting.
@@ -36,13 +37,18 @@ pub(super) struct Filled {
 
 impl Filled {
     /// Compares each chunk with its checksum.
-    pub(super) async fn check(self, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Result<Vec<Landed>, String> {
+    pub(super) async fn check(
+        self,
+        blocking: &dyn Blocking,
+        dataset: &Arc<Dataset>,
+        chunks: &[Chunk],
+    ) -> Result<Vec<Landed>, String> {
         let len: usize = self.slots.iter().map(Slot::len).sum();
         if len <= CHECKED_AT_ONCE_MAX {
             return Ok(self.checked(dataset, chunks));
         }
         let (dataset, chunks) = (dataset.clone(), chunks.to_vec());
-        let checking = tokio::task::spawn_blocking(move || self.checked(&dataset, &chunks));
+        let checking = blocking.run(move || self.checked(&dataset, &chunks));
         checking.await.map_err(|error| format!("the check of what came failed: {error}"))
     }
 

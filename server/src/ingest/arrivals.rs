@@ -1,4 +1,7 @@
 //! Where each block lies, by the number it got when it arrived: a word each, in a file, so that memory does not grow with them.
+//!
+//! The file is not synced. A word is written once, so a page that its drive loses holds what was written of it before, or zeros, which
+//! are no place: the block is missing then, and the stage-in fails.
 
 use std::fs::File;
 use std::io;

@@ -11,9 +11,9 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
-use tokio::runtime::Handle;
 
 use super::LeadStage;
+use super::conflicts::{Replaced, Rivals};
 use crate::server::Server;
 use crate::store::nameless_file;
 
@@ -24,6 +24,7 @@ pub(super) struct Merging {
     pub(super) runs: Vec<(NodeId, u32, u64)>,
     pub(super) about: About,
     pub(super) sources: Vec<Source>,
+    pub(super) rivals: Arc<Rivals>,
 }
 
 /// The finished catalog.
@@ -35,16 +36,17 @@ pub(super) struct Merged {
     pub(super) bytes: u64,
     pub(super) others: u64,
     pub(super) refused: Refused,
+    pub(super) replaced: Replaced,
 }
 
 impl Merging {
     /// Blocks.
-    pub(super) fn run(self, runtime: &Handle) -> Result<Merged, String> {
+    pub(super) fn run(self) -> Result<Merged, String> {
         let drive = self.server.store().roomiest_drive();
         let scratch = || nameless_file(drive.path());
         let rejected = self.stage.rejected();
         let counts = |member: &io::Result<Member>| member.as_ref().map_or(true, |member| !rejected.contains(&member.ticket));
-        let members = self.all(runtime).filter(counts);
+        let members = self.all().filter(counts);
         if self.stage.counts().hard_links == 0 {
             return self.build(&scratch, Histories::new(members), &Links::default());
         }
@@ -54,6 +56,7 @@ impl Merging {
         let mut aside = BufWriter::new(scratch().map_err(cannot)?);
         for member in members {
             let member = member.map_err(cannot)?;
+            self.stage.step();
             collector.see(&member).map_err(|error| error.to_string())?;
             write_member(&mut aside, &member).map_err(cannot)?;
         }
@@ -63,12 +66,12 @@ impl Merging {
     }
 
     /// The members of all runs, in order.
-    fn all<'a>(&'a self, runtime: &'a Handle) -> Merge<RunReader<'a>> {
+    fn all(&self) -> Merge<RunReader<'_>> {
         let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
         let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);
         let reader = |&(node, run, len): &(NodeId, u32, u64)| {
             let buffer = Vec::new();
-            RunReader { merging: self, runtime, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
+            RunReader { merging: self, node, run, len, ahead_len, offset: 0, buffer, at: 0 }
         };
         Merge::new(self.runs.iter().map(reader).collect())
     }
@@ -79,16 +82,25 @@ impl Merging {
     {
         let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
+        let mut replaced = Replaced::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
+            self.stage.step();
             let path = history.path.clone();
+            if let Some(conflict) = self.rivals.conflict(&history.members) {
+                return Err(conflict);
+            }
+            // Nearly every path happened once.
+            let several = if history.members.len() > 1 { history.members.clone() } else { Vec::new() };
             if let Some((member, names)) = links.outcome(history, &mut refused) {
+                replaced.see(&several, &member, &self.rivals);
                 builder.add(&path, &member, names).map_err(|error| error.to_string())?;
             }
         }
         refused.count += histories.refused.count;
         refused.names.append(&mut histories.refused.names);
-        let Built { file, len, checksum, samples, bytes, others } = builder.finish().map_err(|error| error.to_string())?;
-        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused })
+        let Built { file, len, checksum, samples, bytes, others } =
+            builder.finish(&|| self.stage.step()).map_err(|error| error.to_string())?;
+        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused, replaced })
     }
 }
 
@@ -102,7 +114,6 @@ fn read_back(mut file: &File) -> io::Result<impl Iterator<Item = io::Result<Memb
 /// Reads a run wherever it lies.
 struct RunReader<'a> {
     merging: &'a Merging,
-    runtime: &'a Handle,
     node: NodeId,
     run: u32,
     len: u64,
@@ -121,8 +132,9 @@ impl Read for RunReader<'_> {
             }
             let request = Request::ReadRun { stage: self.merging.stage.number, run: self.run, offset: self.offset };
             let room = self.ahead_len.min(self.len - self.offset);
-            let bytes =
-                self.runtime.block_on(self.merging.server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
+            let server = &self.merging.server;
+            let bytes = server.blocking().wait_for(server.pull_bytes(self.node, request, room)).map_err(io::Error::other)?;
+            self.merging.stage.step();
             if bytes.is_empty() {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }

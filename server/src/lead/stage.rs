@@ -2,17 +2,31 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
-use dayfly_meta::wire::peer::{Reply, UnitReport};
+use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, SetOnce, watch};
+use tokio::time::Instant;
 
+use super::LEAD;
+use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
+
+/// Nodes that are named when a stage-in stands still.
+const WAITING_NODES_TOLD_MAX: usize = 8;
+
+/// What a node tells of its part.
+#[derive(Default)]
+pub(crate) struct Reported {
+    pub(crate) progress: Counted,
+    pub(crate) waits: Vec<String>,
+    pub(crate) suspects: Vec<Question>,
+    pub(crate) sightings: Vec<Sighting>,
+}
 
 /// A stage-in as the lead sees it.
 pub(crate) struct LeadStage {
@@ -26,15 +40,28 @@ pub(crate) struct LeadStage {
     reported: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<String>>,
     /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
-    pub(super) all_begun: watch::Sender<bool>,
+    pub(super) all_begun: SetOnce<()>,
     pub(super) all_read: watch::Sender<bool>,
     /// A unit came back: there may be more to hand out, or nothing any more.
     judged: Notify,
+    /// Counts all that goes forward, on any node: without it for long enough, the stage-in ends.
+    steps: AtomicU64,
+    /// What each node's threads wait for, while nothing goes forward there.
+    waits: Mutex<Vec<Vec<String>>>,
+    rivals: Arc<Rivals>,
+    keeps_going: bool,
+    suspicions: Mutex<Suspicions>,
     deadlines: Deadlines,
 }
 
 impl LeadStage {
-    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize, deadlines: Deadlines) -> Self {
+    pub(super) fn new(
+        number: u64,
+        (handing, counts): (Handing, Counts),
+        (rivals, keeps_going): (Arc<Rivals>, bool),
+        nodes: usize,
+        deadlines: Deadlines,
+    ) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
@@ -45,18 +72,24 @@ impl LeadStage {
             counts: Mutex::new(counts),
             redone_bytes: AtomicU64::new(0),
             failure: watch::Sender::new(None),
-            all_begun: watch::Sender::new(false),
+            all_begun: SetOnce::new(),
             all_read: watch::Sender::new(false),
             judged: Notify::new(),
+            steps: AtomicU64::new(0),
+            waits: Mutex::new(vec![Vec::new(); nodes]),
+            rivals,
+            keeps_going,
+            suspicions: Mutex::default(),
             deadlines,
         }
     }
 
     /// A worker has finished units, or none yet, and wants more.
     pub(crate) async fn next_unit(&self, finished: Vec<UnitReport>) -> Reply {
-        // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
-        let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
+        // That a `begin` takes too long ends the stage-in elsewhere.
+        self.all_begun.wait().await;
         if !finished.is_empty() {
+            self.step();
             finished.into_iter().for_each(|report| self.take_back(report));
             self.judged.notify_waiters();
         }
@@ -70,7 +103,10 @@ impl LeadStage {
                 }
                 let handed = self.handing().hand_out();
                 match handed {
-                    Ok(Handed::Units(units)) => return Reply::Units(units),
+                    Ok(Handed::Units(units)) => {
+                        self.step();
+                        return Reply::Units(units);
+                    }
                     Ok(Handed::Nothing) => {}
                     Ok(Handed::Done) => {
                         self.all_read.send_replace(true);
@@ -124,16 +160,33 @@ impl LeadStage {
     }
 
     /// A node is so far.
-    pub(crate) fn report(&self, node: NodeId, counted: Counted) -> Reply {
+    pub(crate) fn report(&self, node: NodeId, reported: Reported) -> Reply {
+        let Reported { progress: counted, waits, suspects, sightings } = reported;
         if let Some(reported) = self.reported().get_mut(node.index()) {
             *reported = Instant::now();
         }
         self.count(node, counted);
-        if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files } }
+        if let Some(of_node) = self.waits().get_mut(node.index()) {
+            *of_node = waits;
+        }
+        let (questions, conflict) = {
+            let mut suspicions = self.suspicions.lock().unwrap_or_else(PoisonError::into_inner);
+            suspicions.take(suspects, sightings);
+            let handing = self.handing();
+            let is_certain = |ticket| handing.is_certain(ticket, self.keeps_going);
+            (suspicions.questions(), suspicions.conflict(&self.rivals, is_certain))
+        };
+        if let Some(reason) = conflict {
+            self.fail(reason);
+        }
+        if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files, questions } }
     }
 
     /// Adds what a node has done since it was last heard of.
     pub(super) fn count(&self, node: NodeId, counted: Counted) {
+        if !counted.is_still() {
+            self.step();
+        }
         let mut progress = self.progress();
         progress.source_bytes += counted.source_bytes;
         progress.files += counted.files;
@@ -145,6 +198,33 @@ impl LeadStage {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner).add(node, counted.source_bytes);
     }
 
+    /// Something went forward.
+    pub(super) fn step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How much has gone forward so far.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// What is waited for, when nothing has gone forward for too long.
+    pub(super) fn waits_for(&self) -> String {
+        let waits = self.waits();
+        let told = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty());
+        let told: Vec<String> =
+            told.take(WAITING_NODES_TOLD_MAX).map(|(node, waits)| format!("node {node}: {}", waits.join(", "))).collect();
+        match (self.progress().phase, told.is_empty()) {
+            (Phase::Merging, _) => format!("node {LEAD}: merging what was found into the catalog"),
+            (_, true) => "no node says what for".to_owned(),
+            (_, false) => told.join("; "),
+        }
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<Vec<String>>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The first failure ends the stage-in.
     pub(crate) fn fail(&self, reason: String) {
         self.failure.send_if_modified(|failure| {
@@ -153,7 +233,8 @@ impl LeadStage {
             is_first
         });
         // Those who wait for everyone to begin must hear that it is over.
-        self.all_begun.send_replace(true);
+        // They may have begun before.
+        let _ = self.all_begun.set(());
         self.judged.notify_waiters();
     }
 

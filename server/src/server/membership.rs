@@ -50,6 +50,11 @@ impl Server {
         try_join_all(telling).await
     }
 
+    /// Ends the session on all other nodes, as far as they can be told.
+    pub async fn end_others(self: &Arc<Self>) {
+        drop(self.end_all_but(&[]).await);
+    }
+
     /// Ends the session on all other nodes but these, and gives up what is here. Returns how many they are, the bytes freed, and who could not be told.
     pub(crate) async fn end_all_but(self: &Arc<Self>, but: &[u16]) -> (u16, u64, Vec<String>) {
         let others = self.peers.nodes().filter(|node| *node != self.config.node && !but.contains(&node.0));

@@ -1,5 +1,6 @@
 //! How the node reads ahead and what it keeps: told by `tune`, and thought over again whenever datasets come and go.
 
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,9 +10,13 @@ use futures_util::future::join_all;
 use tokio::time::{Instant, sleep};
 
 use super::Server;
+use crate::store::{Dataset, lowered_threshold, threshold_for};
 
 /// How often processes are looked at that have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+/// A stage-in that needs room gets at least this part of the node's at a time: looking through all that is kept for each batch would
+/// take longer than writing it.
+const ROOM_STEPS: u64 = 64;
 
 impl Server {
     /// Tells all nodes; what holds now, or who could not be told.
@@ -33,48 +38,97 @@ impl Server {
         }
     }
 
-    /// Gives up all that is kept of other nodes' blocks, so that its room is free.
-    pub(crate) async fn give_up_kept(self: &Arc<Self>) -> Result<(), String> {
+    /// Makes room for a stage-in out of what is only kept, for `bytes` that found none, and some more; says whether it is worth another
+    /// try.
+    pub(crate) async fn make_room(self: &Arc<Self>, bytes: u64) -> Result<bool, String> {
         let _alone = self.planning.lock().await;
-        self.give_up_kept_alone().await
+        if self.store.drives().iter().any(|drive| drive.free() >= bytes) {
+            // Another has made some.
+            return Ok(true);
+        }
+        let wanted = bytes.max(self.store.capacity() / ROOM_STEPS);
+        let mut freed = 0;
+        while freed < wanted {
+            let more = wanted - freed;
+            if !self.on_drives(move |server| server.has_withdrawn() || server.lower_kept(more)).await? {
+                break;
+            }
+            match self.free_withdrawn().await? {
+                Some(bytes) => freed += bytes,
+                None => break,
+            }
+        }
+        Ok(freed > 0)
     }
 
-    /// As [`Self::give_up_kept`], by who is the only one: what one withdraws, another must not plan anew before its room is free.
-    async fn give_up_kept_alone(self: &Arc<Self>) -> Result<(), String> {
-        let is_kept = |server: &Self| server.store.datasets().iter().any(|dataset| dataset.has_kept());
-        if !is_kept(self) {
-            return Ok(());
+    /// Nothing more is kept until [`Self::plan_kept`] says so: a stage-in needs the room.
+    pub(super) fn pause_keeping(&self) {
+        self.store.datasets().iter().for_each(|dataset| dataset.kept().set_paused(true));
+    }
+
+    fn has_withdrawn(&self) -> bool {
+        self.store.datasets().iter().any(|dataset| dataset.has_withdrawn())
+    }
+
+    /// Withdraws about so much of what is kept; `false` if nothing is.
+    fn lower_kept(&self, bytes: u64) -> bool {
+        let room = self.store.kept_room();
+        let kept: Vec<Arc<Dataset>> =
+            self.store.datasets().into_iter().filter(|dataset| dataset.kept().threshold() > 0).collect();
+        for dataset in &kept {
+            dataset.lower_kept(lowered_threshold(dataset.kept().threshold(), bytes, room));
         }
-        self.on_drives(|server| server.store.datasets().iter().for_each(|dataset| dataset.withdraw_kept())).await?;
+        !kept.is_empty()
+    }
+
+    /// Gives back the room of all that was withdrawn, once no process looks at it any more; `None` if one does for too long.
+    async fn free_withdrawn(self: &Arc<Self>) -> Result<Option<u64>, String> {
         let deadline = Instant::now() + self.deadlines().views;
         while self.processes.have_views(self.store.counters()) {
             if Instant::now() > deadline {
                 tracing::warn!("processes still look at blocks that were kept; their room stays taken");
-                return Ok(());
+                return Ok(None);
             }
             sleep(LOOK_INTERVAL).await;
         }
-        let freed = self.on_drives(|server| server.store.datasets().iter().try_for_each(|dataset| dataset.free_kept())).await?;
-        freed.map_err(|error| format!("cannot give back what is kept: {error}"))
+        let free = |server: &Self| server.store.datasets().iter().map(|dataset| dataset.free_kept()).sum::<io::Result<u64>>();
+        let freed = self.on_drives(free).await?;
+        freed.map(Some).map_err(|error| format!("cannot give back what is kept: {error}"))
     }
 
-    /// Parts the room that is left among the datasets, for what they may keep from now on. What is kept is chosen anew.
+    /// Parts the room that is left, with that of what is kept already, among the datasets, for what they may keep from now on. What
+    /// they keep stays, but for what is beyond their part.
     pub(crate) async fn plan_kept(self: &Arc<Self>) -> Result<(), String> {
         let _alone = self.planning.lock().await;
-        self.give_up_kept_alone().await?;
+        let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
+        let planned = self.on_drives(move |server| {
+            let datasets = server.store.datasets();
+            let wanted = datasets.iter().map(|dataset| dataset.others_bytes()).sum();
+            let threshold = threshold_for(server.store.free().min(limit), wanted);
+            datasets.iter().for_each(|dataset| dataset.lower_kept(threshold));
+            (threshold, server.has_withdrawn())
+        });
+        let (threshold, has_withdrawn) = planned.await?;
+        if has_withdrawn {
+            // What is still looked at is given back the next time.
+            self.free_withdrawn().await?;
+        }
         if self.stages.is_any() {
             // They need the room; when the last has ended, this comes again.
             return Ok(());
         }
-        let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
-        let planned = self.on_drives(move |server| {
-            let room = server.store.capacity().saturating_sub(server.store.used()).min(limit);
-            let datasets = server.store.datasets();
-            let wanted = datasets.iter().map(|dataset| dataset.others_bytes()).sum();
-            datasets.iter().try_for_each(|dataset| dataset.plan_kept(room, wanted))
+        let raised = self.on_drives(move |server| {
+            server.store.datasets().iter().try_for_each(|dataset| {
+                dataset.raise_kept(threshold)?;
+                dataset.kept().set_paused(false);
+                Ok(())
+            })
         });
-        planned.await?.map_err(|error| format!("cannot prepare for what is kept: {error}"))?;
+        raised.await?.map_err(|error: io::Error| format!("cannot prepare for what is kept: {error}"))?;
         // One may have begun in the meantime.
-        if self.stages.is_any() { self.give_up_kept_alone().await } else { Ok(()) }
+        if self.stages.is_any() {
+            self.pause_keeping();
+        }
+        Ok(())
     }
 }

@@ -1,5 +1,8 @@
 //! What a server tells of itself and of its session.
 
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use dayfly_meta::wire::peer::{Reply, Request};
@@ -7,6 +10,9 @@ use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Sta
 
 use super::Server;
 use crate::store::Dataset;
+
+/// What `stat` counts a file's room in.
+const BLOCK_LEN: u64 = 512;
 
 impl Server {
     /// What this node says of itself.
@@ -27,13 +33,18 @@ impl Server {
             blocks: sum(&|dataset| dataset.held().blocks),
             damaged: self.damage.get(),
             held_bytes: sum(&|dataset| dataset.held().bytes),
-            used_bytes: self.store.used().saturating_sub(sum(&|dataset| dataset.segments().kept_room())),
+            used_bytes: self.store.used().saturating_sub(self.store.kept_room()),
             capacity_bytes: self.store.capacity(),
+            free_bytes: self.store.free(),
+            taken_bytes: self.taken_bytes(),
+            kept_room_bytes: self.store.kept_room(),
             arena_bytes: self.arena.len(),
             arena_used_bytes,
             leases,
             clients,
             busiest,
+            stage_in_workers: self.config.workers as u64,
+            stage_in_memory_bytes: self.config.stage_memory,
             memory_bytes: resident_memory(),
             reads,
             remote: self.fetcher.remote(),
@@ -50,6 +61,19 @@ impl Server {
             policy: self.prefetcher.policy(),
             network: self.transport.status(),
         }
+    }
+
+    /// What the files of datasets and stage-ins take, as their file systems count it.
+    fn taken_bytes(&self) -> u64 {
+        let datasets = self.store.datasets();
+        // A stage-in's segments become its dataset's when it is shown.
+        let files: HashMap<*const File, Arc<File>> = datasets
+            .iter()
+            .flat_map(|dataset| dataset.segments().files().chain([dataset.catalog_file()]))
+            .chain(self.stages.all().iter().flat_map(|stage| stage.ingest().segments().files()))
+            .map(|file| (Arc::as_ptr(file), file.clone()))
+            .collect();
+        files.values().filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * BLOCK_LEN).sum()
     }
 
     /// What all nodes say.

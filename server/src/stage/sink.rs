@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
-use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::peer::{Damaged, Reply, Request, Rival};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
 use dayfly_transport::{Region, Slot};
@@ -37,6 +37,12 @@ impl ServerSink {
     fn is_here(&self, owner: NodeId) -> bool {
         owner == self.server.config().node
     }
+}
+
+/// Stores on this node what needs no offer.
+async fn here(server: Arc<Server>, store: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+    let stored = server.blocking().run(store).await;
+    stored.map_err(|error| failed(server.config().node, error))?
 }
 
 fn failed(node: NodeId, reason: impl ToString) -> StageInError {
@@ -85,22 +91,22 @@ impl Sink for ServerSink {
         }
         // What stays here is put where what comes from others lands: it is kept there until it is written.
         let slot = self.stage.landing_slot(BATCH_LEN_MAX as u64);
-        let slot = self.runtime.block_on(self.stage.unless_cancelled(slot))?;
+        let slot = self.server.blocking().wait_for(self.stage.unless_cancelled(slot))?;
         slot.map(Some).map_err(|reason| failed(owner, reason))
     }
 
     fn ship(&mut self, owner: NodeId, batch: Batch<Slot>) -> Result<(), StageInError> {
         if self.is_here(owner) {
-            let stage = self.stage.clone();
-            let store = move || {
+            let (server, stage) = (self.server.clone(), self.stage.clone());
+            let store = async move {
                 let (slot, table) = batch.into_parts();
-                let stored = stage.ingest().store(&table.blocks, slot, table.len);
+                let stored = stage.store(&server, table.blocks.as_slice().into(), slot, table.len).await;
                 match stored.map_err(|error| not_stored(owner, error))? {
                     Stored::At(first) => Ok(Settled::Stored(first, table)),
                     Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
                 }
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(store, &self.runtime);
             return Ok(());
         }
         let (server, stage) = (self.server.clone(), self.stage.clone());
@@ -129,7 +135,7 @@ impl Sink for ServerSink {
                 let stored = stage.ingest().store_piece(arrival, offset, checksum, &buffer[..len]);
                 stored.map(|()| Settled::Piece).map_err(|error| not_stored(owner, error))
             };
-            self.under_way.spawn_blocking_on(store, &self.runtime);
+            self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
         }
         let offer = async move {
@@ -152,20 +158,22 @@ impl Sink for ServerSink {
 
     fn settle(&mut self) -> Outcome {
         // Each offer has its own deadline; a drive of this node that stands still is met by the lead's, which cancels.
-        match self.runtime.block_on(self.stage.unless_cancelled(self.under_way.join_next()))? {
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
             None => Ok(Settled::Piece),
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            return self.stage.ingest().reserve(block_len).map_err(|error| failed(owner, error));
+            let reserved = self.stage.reserve(&self.server, block_len, rival);
+            let reserved = self.server.blocking().wait_for(self.stage.unless_cancelled(reserved))?;
+            return reserved.map_err(|reason| failed(owner, reason));
         }
-        let request = Request::Reserve { stage: self.stage.number, block_len };
+        let request = Request::Reserve { stage: self.stage.number, block_len, rival };
         let asked = self.server.ask(owner, request, self.server.deadlines().request);
-        match self.runtime.block_on(self.stage.unless_cancelled(asked))? {
+        match self.server.blocking().wait_for(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),
             Ok(_) => Err(failed(owner, "it answers what was not asked")),
             Err(error) => Err(failed(owner, error)),

@@ -13,9 +13,10 @@ use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::{Location, Place};
 use dayfly_transport::Piece;
 
-use super::drive::{Drive, Reservation, fill_room, nameless_file, read_only};
+use super::drive::{Drive, Reservation, read_only};
 use super::kept::Kept;
 use super::segment::Segments;
+use super::shared_file;
 
 /// Blocks that do not count are not looked for if they are no more than this.
 const UNUSED_BYTES_MAX: u64 = 1 << 20;
@@ -29,7 +30,7 @@ pub(crate) enum PrepareError {
     Checksum,
     #[error("block {part} of sample {} is said to be here but was not stored", sample.0)]
     Missing { sample: SampleId, part: u32 },
-    #[error("cannot write to the data dir: {0}")]
+    #[error("cannot make the dataset ready: {0}")]
     Write(#[from] io::Error),
 }
 
@@ -55,7 +56,7 @@ pub(crate) struct Dataset {
     id: DatasetId,
     target: Vec<u8>,
     catalog: Catalog,
-    catalog_file: File,
+    catalog_file: Arc<File>,
     locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
@@ -66,7 +67,7 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Checks a catalog whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies;
+    /// Sees to it that the drive has a catalog, checks it whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies;
     /// `taken_bytes` is how much was, whether it came to count or not.
     #[expect(clippy::too_many_arguments, reason = "a dataset is put together here and nowhere else")]
     pub(crate) fn prepare(
@@ -74,26 +75,23 @@ impl Dataset {
         target: Vec<u8>,
         file: &File,
         checksum: u32,
-        mut room: Reservation,
+        room: Reservation,
         (me, nodes): (NodeId, usize),
         drive: &Drive,
         segments: Arc<Segments>,
         taken_bytes: u64,
         find: &dyn Fn(u32) -> Option<Place>,
     ) -> Result<Self, PrepareError> {
-        let catalog_file = read_only(file)?;
+        let catalog_file = Arc::new(read_only(file)?);
+        // Before it is checked: a page that the drive has lost since is read again now, and differs.
+        drive.sync(file)?;
         let catalog = Catalog::open(&catalog_file)?;
         if catalog.file_checksum() != checksum {
             return Err(PrepareError::Checksum);
         }
         catalog.check(nodes)?;
-        let table = nameless_file(drive.path())?;
-        // It is written through a mapping, where a full file system would be a signal and not an error.
-        let table_len = Locations::file_len(catalog.header().blocks);
-        if !room.grow(table_len) {
-            return Err(io::Error::from(io::ErrorKind::StorageFull).into());
-        }
-        fill_room(&table, 0, table_len)?;
+        // In memory: a drive that lost a page of it might give back words of yesterday, which lead to other blocks' bytes today.
+        let table = shared_file("dayfly-locations", Locations::file_len(catalog.header().blocks))?;
         let locations = Locations::create(&table, catalog.header().blocks)?;
         let held = fill(&catalog, &locations, me, find)?;
         if taken_bytes > held.bytes + UNUSED_BYTES_MAX {
@@ -130,6 +128,10 @@ impl Dataset {
             files.push(read_only(segment)?);
         }
         Ok(files)
+    }
+
+    pub(crate) fn catalog_file(&self) -> &Arc<File> {
+        &self.catalog_file
     }
 
     /// Whether all of the block is in this node's segments.
@@ -187,6 +189,11 @@ impl Dataset {
     pub(crate) fn set_gone(&self, gone: bool) {
         self.gone.store(gone, Ordering::Release);
         self.locations.set_gone(gone);
+    }
+
+    /// From here on this node's processes read nothing of it any more. Peers on which it is still shown do.
+    pub(crate) fn hide(&self) {
+        self.locations.set_gone(true);
     }
 
     pub(crate) fn is_gone(&self) -> bool {

@@ -3,22 +3,36 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dayfly_meta::limits::DRIVES_MAX;
-use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, OFlag, fallocate};
+use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
-/// Zeros written at a time where a file system cannot set room aside.
-const ZEROS_LEN: usize = 1 << 20;
+use super::write_back::{Kernel, WriteBack};
+
+/// A drive did not do what was asked of it.
+#[derive(Debug, thiserror::Error)]
+enum DriveError {
+    #[error("cannot write to the data dir '{}': {error}; make room there, or name another drive with --data-dir", path.display())]
+    Write { path: PathBuf, error: io::Error },
+    #[error(
+        "the drive of the data dir '{}' has lost what was written to it: {error}; look into the kernel's log (dmesg), make room on \
+         the drive, or name another one with --data-dir",
+        path.display()
+    )]
+    Lost { path: PathBuf, error: io::Error },
+}
 
 /// A data dir with a share of the node's capacity.
 pub(crate) struct Drive {
     path: PathBuf,
+    write_back: Arc<dyn WriteBack>,
+    /// Of its file system: two data dirs may share one.
+    device: u64,
     /// What it was given, and what it has at present: less after the file system was full.
     given: u64,
     capacity: AtomicU64,
@@ -28,6 +42,11 @@ pub(crate) struct Drive {
 impl Drive {
     /// Parts `capacity` among the data dirs by the room that is free there.
     pub(crate) fn open_all(paths: &[PathBuf], capacity: u64) -> io::Result<Vec<Arc<Self>>> {
+        Self::open_all_with(paths, capacity, &(Arc::new(Kernel) as Arc<dyn WriteBack>))
+    }
+
+    /// As [`Self::open_all`], with calls of the caller's own.
+    pub(crate) fn open_all_with(paths: &[PathBuf], capacity: u64, write_back: &Arc<dyn WriteBack>) -> io::Result<Vec<Arc<Self>>> {
         if paths.is_empty() || paths.len() > DRIVES_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("1 to {DRIVES_MAX} data dirs are needed")));
         }
@@ -35,14 +54,36 @@ impl Drive {
         let total: u128 = free.iter().map(|&free| u128::from(free)).sum();
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
         let drive = |(path, free): (&PathBuf, u64)| {
-            let given = share(free);
-            Arc::new(Self { path: path.clone(), given, capacity: AtomicU64::new(given), used: AtomicU64::new(0) })
+            let device = std::fs::metadata(path)?.dev();
+            // No more than there is, whatever the user says.
+            let given = share(free).min(free);
+            let (path, write_back, capacity) = (path.clone(), write_back.clone(), AtomicU64::new(given));
+            Ok(Arc::new(Self { path, write_back, device, given, capacity, used: AtomicU64::new(0) }))
         };
-        Ok(paths.iter().zip(free).map(drive).collect())
+        paths.iter().zip(free).map(drive).collect()
     }
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    pub(super) fn write_back(&self) -> &Arc<dyn WriteBack> {
+        &self.write_back
+    }
+
+    /// Waits until the drive has all of one of its files.
+    pub(super) fn sync(&self, file: &File) -> io::Result<()> {
+        self.write_back.sync(file).map_err(|error| self.has_lost(error))
+    }
+
+    /// Names the drive in the error of a write.
+    pub(super) fn cannot_write(&self, error: io::Error) -> io::Error {
+        io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), error })
+    }
+
+    /// Names the drive in the error of a sync: the kernel had taken the bytes, and the drive has not.
+    pub(super) fn has_lost(&self, error: io::Error) -> io::Error {
+        io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), error })
     }
 
     pub(crate) fn capacity(&self) -> u64 {
@@ -57,6 +98,15 @@ impl Drive {
         self.capacity().saturating_sub(self.used())
     }
 
+    pub(super) fn device(&self) -> u64 {
+        self.device
+    }
+
+    /// What anyone may still write there; what we may, where the file system does not tell.
+    pub(super) fn free_on_file_system(&self) -> u64 {
+        free_bytes(&self.path).unwrap_or_else(|_| self.free())
+    }
+
     /// Takes room, if it is there.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
         let mut reservation = Reservation { drive: self.clone(), bytes: 0 };
@@ -66,6 +116,11 @@ impl Drive {
     /// The file system was full before our capacity was: take no more until something is given back.
     pub(crate) fn set_full(&self) {
         self.capacity.store(self.used(), Ordering::Relaxed);
+    }
+
+    /// Something was given back.
+    pub(super) fn set_not_full(&self) {
+        self.capacity.store(self.given, Ordering::Relaxed);
     }
 }
 
@@ -113,7 +168,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         self.drive.used.fetch_sub(self.bytes, Ordering::Relaxed);
-        self.drive.capacity.store(self.drive.given, Ordering::Relaxed);
+        self.drive.set_not_full();
     }
 }
 
@@ -132,24 +187,6 @@ pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
             Ok(file)
         }
         other => other,
-    }
-}
-
-/// Makes the file system set a range of a file aside, so that a later write into it, through a mapping too, does not fail.
-pub(crate) fn fill_room(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    match fallocate(file, FallocateFlags::empty(), offset as i64, len as i64) {
-        // Where that is not known, zeros do the same.
-        Err(Errno::EOPNOTSUPP) => {
-            let zeros = vec![0; ZEROS_LEN.min(len as usize)];
-            let mut done = 0;
-            while done < len {
-                let count = (len - done).min(zeros.len() as u64);
-                file.write_all_at(&zeros[..count as usize], offset + done)?;
-                done += count;
-            }
-            Ok(())
-        }
-        filled => Ok(filled?),
     }
 }
 

@@ -1,9 +1,13 @@
 //! What a node keeps of other nodes' blocks: those that a hash chooses, as many as there is room for. The choice is the same in every
 //! epoch, so a data set that does not fit all is not pressed out by its own next epoch, as it would be by an LRU.
+//!
+//! Blocks are written in groups. Processes find those of a group once a sync has covered all of it; until then they are in the arena, or
+//! are asked for again. When room is needed, those with the highest hashes go.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::chunk::Chunk;
@@ -12,6 +16,9 @@ use dayfly_meta::segment::{Location, Place};
 
 use super::Dataset;
 use super::segment::room_for;
+
+#[cfg(test)]
+mod tests;
 
 /// All blocks: their hashes are below this.
 const ALL: u64 = 1 << 32;
@@ -23,17 +30,42 @@ const ROOM_PERMILLE: u64 = 985;
 pub(crate) struct Kept {
     /// Blocks whose hash is below this are kept.
     threshold: AtomicU64,
+    /// While a stage-in runs nothing more is kept.
+    is_paused: AtomicBool,
     blocks: AtomicU64,
     bytes: AtomicU64,
     /// Held while blocks are placed, written and published, and while they are given up.
-    writing: Mutex<HashMap<BlockId, Partial>>,
+    writing: Mutex<Writing>,
 }
 
-/// A block of which some chunks have come.
-pub(super) struct Partial {
+/// Blocks that processes cannot find here yet, or not any more.
+#[derive(Default)]
+pub(super) struct Writing {
+    /// Some of their chunks have come.
+    partial: HashMap<BlockId, Partial>,
+    /// Written whole, and found once a sync has covered their group.
+    unsynced: HashMap<BlockId, Unsynced>,
+    /// The group that what is written now belongs to.
+    group: u64,
+    /// Whether the room of some has not been given back yet.
+    has_withdrawn: bool,
+}
+
+struct Partial {
     place: Place,
+    len: u64,
     /// One bit a chunk.
     chunks: u16,
+}
+
+struct Unsynced {
+    place: Place,
+    len: u64,
+    group: u64,
+}
+
+fn hash(block: BlockId, seed: u64) -> u64 {
+    xxhash_rust::xxh3::xxh3_64_with_seed(&block.0.to_le_bytes(), seed) >> 32
 }
 
 impl Kept {
@@ -44,21 +76,36 @@ impl Kept {
 
     /// Which share of the blocks is meant to be kept, in thousandths.
     pub(crate) fn share_permille(&self) -> u64 {
-        self.threshold.load(Ordering::Relaxed) * 1000 / ALL
+        self.threshold() * 1000 / ALL
     }
 
-    fn chooses(&self, block: BlockId, seed: u64) -> bool {
-        let threshold = self.threshold.load(Ordering::Relaxed);
-        if threshold == 0 {
-            return false;
-        }
-        let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&block.0.to_le_bytes(), seed) >> 32;
-        hash < threshold
+    /// Blocks whose hash is below this are kept.
+    pub(crate) fn threshold(&self) -> u64 {
+        self.threshold.load(Ordering::Relaxed)
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<BlockId, Partial>> {
+    /// Keeps nothing more, or does so again; what is kept already stays.
+    pub(crate) fn set_paused(&self, is_paused: bool) {
+        self.is_paused.store(is_paused, Ordering::Relaxed);
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Writing> {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The threshold by which as many blocks are kept as fit `room` bytes, of `wanted` bytes that all datasets want to keep.
+pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
+    let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
+    share.map_or(ALL, |share| share.min(ALL.into()) as u64)
+}
+
+/// The threshold to which one is lowered so that `bytes` of `kept_room` come free.
+pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, kept_room: u64) -> u64 {
+    let left = u128::from(kept_room.saturating_sub(bytes));
+    // A little more goes, for a page is free only when no block is left in it; and something always does.
+    let share = (u128::from(threshold) * left).checked_div(kept_room.into()).unwrap_or(0) as u64;
+    share.saturating_sub(threshold / 256).min(threshold.saturating_sub(1))
 }
 
 impl Dataset {
@@ -67,122 +114,182 @@ impl Dataset {
         self.catalog().header().bytes.saturating_sub(self.held().bytes)
     }
 
-    /// Whether anything is kept, or may be, or takes room though it was given up.
-    pub(crate) fn has_kept(&self) -> bool {
-        self.kept().threshold.load(Ordering::Relaxed) > 0 || self.segments().kept_room() > 0
-    }
-
     /// Whether a block that came from its owner is to be kept.
     pub(crate) fn keeps(&self, block: BlockId) -> bool {
-        self.kept().chooses(block, self.catalog().header().seed) && !self.is_here(block)
+        let threshold = self.kept().threshold();
+        threshold > 0 && !self.kept().is_paused.load(Ordering::Relaxed) && self.hash(block) < threshold && !self.is_here(block)
     }
 
-    /// Keeps as many as fit `room` bytes from now on, of `wanted` bytes that all datasets want to keep.
-    pub(crate) fn plan_kept(&self, room: u64, wanted: u64) -> io::Result<()> {
+    fn hash(&self, block: BlockId) -> u64 {
+        hash(block, self.catalog().header().seed)
+    }
+
+    /// Keeps blocks below a threshold from now on, which is no lower than the one before.
+    pub(crate) fn raise_kept(&self, threshold: u64) -> io::Result<()> {
         let _nothing_is_given_up = self.kept().lock();
-        if self.is_gone() {
+        if self.is_gone() || threshold < self.kept().threshold() {
             return Ok(());
         }
-        let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
-        let threshold = share.map_or(ALL, |share| share.min(ALL.into()) as u64);
         // Processes map what the file is long, when they first see it: so it is long from the start, without taking room.
-        let most = u128::from(self.others_bytes()) * u128::from(threshold) / u128::from(ALL);
-        self.segments().begin_kept(room_for(most as u64) + most as u64 / 16)?;
+        let most = (u128::from(self.others_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
+        let more = most.saturating_sub(self.kept().usage().1);
+        self.segments().begin_kept(room_for(more) + more / 16)?;
         self.kept().threshold.store(threshold, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Writes chunks to this node's drives and lets processes find them there. What there is no room for is not kept.
-    pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<()> {
-        let mut partial = self.kept().lock();
+    /// Writes chunks to this node's drives, for processes to find there after [`Self::sync_kept`]; returns the bytes written. What there
+    /// is no room for is not kept.
+    pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
+        let mut writing = self.kept().lock();
         if self.is_gone() {
-            return Ok(());
+            return Ok(0);
         }
         let (mut whole, mut pieces) = (Vec::with_capacity(chunks.len()), Vec::new());
-        for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| self.keeps(chunk.block)) {
+        let is_new = |chunk: &Chunk| self.keeps(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
+        for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| is_new(chunk)) {
             match self.catalog().block(chunk.block) {
                 Some((_, len)) if len == bytes.len() as u64 => whole.push((chunk.block, bytes)),
                 Some((_, len)) => pieces.push((chunk, len, bytes)),
                 None => {}
             }
         }
-        whole.sort_by_key(|(block, _)| block.0);
+        // Those that go first when room is needed lie side by side, so that whole pages come free.
+        whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
-        self.keep_whole(&whole)?;
-        for (chunk, block_len, bytes) in pieces {
-            self.keep_piece(&mut partial, chunk, block_len, bytes)?;
-        }
-        Ok(())
+        let kept = self.keep_whole(&mut writing, &whole).and_then(|written| {
+            let mut keep = |(chunk, len, bytes)| self.keep_piece(&mut writing, chunk, len, bytes);
+            pieces.into_iter().try_fold(written, |written, piece| Ok(written + keep(piece)?))
+        });
+        // The room of what could not be written.
+        writing.has_withdrawn |= kept.is_err();
+        kept
     }
 
-    fn keep_whole(&self, blocks: &[(BlockId, &[u8])]) -> io::Result<()> {
+    fn keep_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
         let lens = || blocks.iter().map(|(_, bytes)| bytes.len() as u64);
         let room = lens().map(room_for).sum();
-        let Some(drive) = self.segments().promise_anywhere(room)? else { return Ok(()) };
+        let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
         let places = self.segments().place(drive, lens(), room)?;
         self.segments().write_placed(&places, blocks.iter().map(|(_, bytes)| *bytes))?;
+        let group = writing.group;
         for (&(block, bytes), place) in blocks.iter().zip(places) {
-            self.publish_kept(block, place, bytes.len() as u64);
+            writing.unsynced.insert(block, Unsynced { place, len: bytes.len() as u64, group });
         }
-        Ok(())
+        Ok(lens().sum())
     }
 
-    fn keep_piece(&self, partial: &mut HashMap<BlockId, Partial>, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<()> {
-        if let std::collections::hash_map::Entry::Vacant(vacant) = partial.entry(chunk.block) {
+    fn keep_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
+        if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
-            let Some(drive) = self.segments().promise_anywhere(room)? else { return Ok(()) };
+            let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
             let places = self.segments().place(drive, [block_len].into_iter(), room)?;
-            let Some(&place) = places.first() else { return Ok(()) };
-            vacant.insert(Partial { place, chunks: 0 });
+            let Some(&place) = places.first() else { return Ok(0) };
+            vacant.insert(Partial { place, len: block_len, chunks: 0 });
         }
-        let Some(known) = partial.get_mut(&chunk.block) else { return Ok(()) };
+        let Some(known) = writing.partial.get_mut(&chunk.block) else { return Ok(0) };
         let place = known.place;
         self.segments().write(Place { offset: place.offset + chunk.start(), ..place }, bytes)?;
         known.chunks |= 1 << chunk.index;
         if Chunk::all(chunk.block, block_len).count() == known.chunks.count_ones() as usize {
-            partial.remove(&chunk.block);
-            self.publish_kept(chunk.block, place, block_len);
+            writing.partial.remove(&chunk.block);
+            writing.unsynced.insert(chunk.block, Unsynced { place, len: block_len, group: writing.group });
         }
-        Ok(())
+        Ok(bytes.len() as u64)
     }
 
-    fn publish_kept(&self, block: BlockId, place: Place, len: u64) {
-        self.locations().publish(block, Location::Kept(place));
-        self.kept().blocks.fetch_add(1, Ordering::Relaxed);
-        self.kept().bytes.fetch_add(len, Ordering::Relaxed);
+    /// Waits until the drives have what was written, and lets processes find it there. What a drive did not take is forgotten, with
+    /// all that was written to it since the last time that it took everything; that drive keeps nothing more of this dataset.
+    pub(crate) fn sync_kept(&self) -> io::Result<()> {
+        let synced = {
+            let mut writing = self.kept().lock();
+            if self.is_gone() {
+                return Ok(());
+            }
+            self.segments().begin_kept_group();
+            writing.group += 1;
+            writing.group
+        };
+        // Not while the lock is held: the drive may take its time, and more may be written meanwhile.
+        let result = self.segments().sync_others();
+        let mut writing = self.kept().lock();
+        if self.is_gone() {
+            return Ok(());
+        }
+        // Also by a write in the meantime, which may have heard of an error instead of the sync.
+        let is_lost = |place: Place| self.segments().has_failed(place.drive);
+        let (unsynced, partial) = (writing.unsynced.len(), writing.partial.len());
+        writing.unsynced.retain(|_, block| !is_lost(block.place));
+        writing.partial.retain(|_, block| !is_lost(block.place));
+        writing.has_withdrawn |= unsynced + partial > writing.unsynced.len() + writing.partial.len();
+        let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced;
+        for (block, Unsynced { place, len, .. }) in writing.unsynced.extract_if(is_covered) {
+            self.locations().publish(block, Location::Kept(place));
+            self.kept().blocks.fetch_add(1, Ordering::Relaxed);
+            self.kept().bytes.fetch_add(len, Ordering::Relaxed);
+        }
+        result
     }
 
-    /// Keeps nothing more, and takes back where everything was kept. Whoever copies just now sees that it was; whoever looks at the
-    /// bytes in place is to be waited for before [`Self::free_kept`].
-    pub(crate) fn withdraw_kept(&self) {
-        let mut partial = self.kept().lock();
-        self.kept().threshold.store(0, Ordering::Relaxed);
-        partial.clear();
-        for block in (0..self.catalog().header().blocks).map(BlockId) {
-            if let Some(kept @ Location::Kept(_)) = self.locations().find(block) {
-                self.locations().withdraw(block, kept);
+    /// Keeps only blocks below a threshold from now on, and takes back where the others were kept. Whoever copies just now sees that
+    /// it was; whoever looks at the bytes in place is to be waited for before [`Self::free_kept`].
+    pub(crate) fn lower_kept(&self, threshold: u64) {
+        let mut writing = self.kept().lock();
+        if threshold >= self.kept().threshold() {
+            return;
+        }
+        self.kept().threshold.store(threshold, Ordering::Relaxed);
+        writing.has_withdrawn = true;
+        let stays = |block: BlockId| self.hash(block) < threshold;
+        writing.partial.retain(|&block, _| stays(block));
+        writing.unsynced.retain(|&block, _| stays(block));
+        for (block, kept, len) in self.all_kept() {
+            if !stays(block) && self.locations().withdraw(block, kept) {
+                self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
+                self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
             }
         }
-        self.kept().blocks.store(0, Ordering::Relaxed);
-        self.kept().bytes.store(0, Ordering::Relaxed);
     }
 
-    /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room stays taken until all
-    /// that is kept is given up. Whoever looks at the bytes in place goes on to see the same.
+    /// Whether [`Self::free_kept`] would give something back.
+    pub(crate) fn has_withdrawn(&self) -> bool {
+        self.kept().lock().has_withdrawn
+    }
+
+    /// Gives back the room of what was withdrawn; how much it was.
+    pub(crate) fn free_kept(&self) -> io::Result<u64> {
+        let mut writing = self.kept().lock();
+        if self.is_gone() || !writing.has_withdrawn {
+            return Ok(0);
+        }
+        let freed = self.segments().free_kept(|see| {
+            self.all_kept().filter_map(|(_, kept, len)| Some((kept.place()?, len))).for_each(|(place, len)| see(place, len));
+            writing.partial.values().for_each(|block| see(block.place, block.len));
+            writing.unsynced.values().for_each(|block| see(block.place, block.len));
+        })?;
+        writing.has_withdrawn = false;
+        Ok(freed)
+    }
+
+    /// Blocks that processes find here, where, and how long they are.
+    fn all_kept(&self) -> impl Iterator<Item = (BlockId, Location, u64)> {
+        (0..self.catalog().header().blocks).map(BlockId).filter_map(|block| match self.locations().find(block) {
+            Some(kept @ Location::Kept(_)) => Some((block, kept, self.catalog().block(block)?.1)),
+            _ => None,
+        })
+    }
+
+    /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
+    /// that any is. Whoever looks at the bytes in place goes on to see the same.
     pub(crate) fn withdraw_copy(&self, block: BlockId, place: Place) -> bool {
-        let _nothing_is_given_up = self.kept().lock();
+        let mut writing = self.kept().lock();
         let is_withdrawn = self.locations().withdraw(block, Location::Kept(place));
         if is_withdrawn {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
             self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
             self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+            writing.has_withdrawn = true;
         }
         is_withdrawn
-    }
-
-    /// Gives back the room of what was withdrawn.
-    pub(crate) fn free_kept(&self) -> io::Result<()> {
-        let _nothing_is_written = self.kept().lock();
-        self.segments().free_kept()
     }
 }

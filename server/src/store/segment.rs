@@ -2,17 +2,20 @@
 
 use std::fs::File;
 use std::io::{self, IoSlice};
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
-use dayfly_meta::segment::{DATA_START, Place, header, pack};
+use dayfly_meta::segment::{DATA_START, OFFSET_MAX, Place, header, pack};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::uio::pwritev;
 
 use super::drive::{Drive, Reservation, nameless_file};
+use super::pages::Pages;
+use super::write_back::Unsynced;
 
 /// A dataset's segments.
 pub(crate) struct Segments {
@@ -23,6 +26,7 @@ struct Segment {
     drive: Arc<Drive>,
     file: Arc<File>,
     room: Mutex<Room>,
+    unsynced: Unsynced,
 }
 
 struct Room {
@@ -32,9 +36,18 @@ struct Room {
     promised: u64,
     /// Up to where the file system has set room aside.
     filled: u64,
-    /// From here on lies what is only kept.
-    kept_start: Option<u64>,
+    /// What is only kept, if anything may be.
+    kept: Option<KeptRoom>,
     reservation: Option<Reservation>,
+}
+
+/// Room of what is only kept. It lies behind all that the node owns. An offset that was given up is never used again: a reader that
+/// was slow would take what lies there now for what it was told of.
+struct KeptRoom {
+    /// Nothing that is kept lies before this.
+    start: u64,
+    /// Bytes that were reserved for it.
+    taken: u64,
 }
 
 /// A gap before a block that starts on a page is at most this.
@@ -55,8 +68,9 @@ impl Segments {
             let file = nameless_file(drive.path())?;
             file.write_all_at(&header(dataset.0, number as u8), 0)?;
             let reservation = drive.reserve(DATA_START);
-            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept_start: None, reservation });
-            Ok(Segment { drive: drive.clone(), file: Arc::new(file), room })
+            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept: None, reservation });
+            let unsynced = Unsynced::new(drive.write_back().clone());
+            Ok(Segment { drive: drive.clone(), file: Arc::new(file), room, unsynced })
         };
         Ok(Self { segments: drives.iter().enumerate().map(create).collect::<io::Result<_>>()? })
     }
@@ -89,38 +103,51 @@ impl Segments {
         if let Some(reservation) = &mut room.reservation {
             reservation.shrink(surplus);
         }
+        let taken = room.end - start;
+        if let Some(kept) = &mut room.kept {
+            kept.taken += taken;
+        }
         Ok(places)
     }
 
-    /// Writes bytes at a place.
+    /// Writes bytes at a place, and has the drive begin to take them.
     pub(crate) fn write(&self, place: Place, bytes: &[u8]) -> io::Result<()> {
-        self.segment(place.drive)?.file.write_all_at(bytes, place.offset)
+        let segment = self.segment(place.drive)?;
+        let written = segment.file.write_all_at(bytes, place.offset);
+        written.map_err(|error| segment.drive.cannot_write(error))?;
+        segment.written(place.offset..place.offset + bytes.len() as u64)
     }
 
-    /// Writes blocks that were placed together, with zeros between them.
+    /// Writes blocks that were placed together, with zeros between them, and has the drive begin to take them.
     pub(crate) fn write_placed<'a>(&self, places: &[Place], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
         let Some(first) = places.first() else { return Ok(()) };
-        let file = &self.segment(first.drive)?.file;
-        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES_MAX);
-        let (mut start, mut end) = (first.offset, first.offset);
-        for (place, bytes) in places.iter().zip(blocks) {
-            if slices.len() + 2 > SLICES_MAX {
-                write_all_vectored(file, &mut slices, start)?;
-                slices.clear();
-                start = end;
-            }
-            let gap = place.offset.saturating_sub(end).min(PAGE_SIZE);
-            slices.push(IoSlice::new(&ZEROS[..gap as usize]));
-            slices.push(IoSlice::new(bytes));
-            end = place.offset + bytes.len() as u64;
-        }
-        write_all_vectored(file, &mut slices, start)
+        let segment = self.segment(first.drive)?;
+        let end = write_all_placed(&segment.file, first.offset, places, blocks);
+        segment.written(first.offset..end.map_err(|error| segment.drive.cannot_write(error))?)
     }
 
-    /// As [`Self::promise`], on the drive with the most room that has enough.
-    pub(crate) fn promise_anywhere(&self, len: u64) -> io::Result<Option<u8>> {
+    /// Waits until the drives have all that was written before.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        self.segments.iter().try_for_each(Segment::sync)
+    }
+
+    /// As [`Self::sync`], of those drives that have lost nothing yet; the first error, once all have been asked.
+    pub(crate) fn sync_others(&self) -> io::Result<()> {
+        let others = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
+        let synced: Vec<io::Result<()>> = others.map(Segment::sync).collect();
+        synced.into_iter().collect()
+    }
+
+    /// Whether a drive has lost something that was written: then nothing that was written since the last good sync counts.
+    pub(crate) fn has_failed(&self, drive: u8) -> bool {
+        self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
+    }
+
+    /// As [`Self::promise`], for what is only kept, on the drive with the most room that has enough.
+    pub(crate) fn promise_kept(&self, len: u64) -> io::Result<Option<u8>> {
         for drive in self.by_room() {
-            if self.promise(drive, len)? {
+            let segment = self.segment(drive)?;
+            if segment.room().kept.is_some() && !segment.unsynced.has_failed() && segment.promise(len)? {
                 return Ok(Some(drive));
             }
         }
@@ -132,41 +159,75 @@ impl Segments {
     pub(crate) fn begin_kept(&self, len: u64) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
-            if room.kept_start.is_none() {
+            if room.kept.is_none() {
                 let start = room.end.next_multiple_of(PAGE_SIZE);
+                match punch(&segment.file, start, PAGE_SIZE) {
+                    Ok(()) => {}
+                    // What could not be given up is not kept.
+                    Err(Errno::EOPNOTSUPP) => return Ok(()),
+                    Err(error) => return Err(error.into()),
+                }
                 (room.end, room.filled) = (start, room.filled.max(start));
-                room.kept_start = Some(start);
+                room.kept = Some(KeptRoom { start, taken: 0 });
             }
-            let wanted = (room.end + len).next_multiple_of(PAGE_SIZE);
-            if segment.file.metadata()?.len() < wanted { segment.file.set_len(wanted) } else { Ok(()) }
+            let wanted = room.end.saturating_add(len).min(OFFSET_MAX).next_multiple_of(PAGE_SIZE);
+            if segment.file.metadata()?.len() >= wanted {
+                return Ok(());
+            }
+            match segment.file.set_len(wanted) {
+                // Its file system has no files of that length. What finds no place is not kept.
+                Err(error) if error.kind() == io::ErrorKind::FileTooLarge => Ok(()),
+                set => set,
+            }
         })
     }
 
-    /// Room taken by what was placed since [`Self::begin_kept`].
+    /// What is kept from now on shares no page with what was kept before.
+    pub(crate) fn begin_kept_group(&self) {
+        self.segments.iter().for_each(|segment| segment.room().align_kept());
+    }
+
+    /// Room taken by what was placed since [`Self::begin_kept`] and not given back.
     pub(crate) fn kept_room(&self) -> u64 {
-        let taken = |segment: &Segment| {
-            let room = segment.room();
-            room.kept_start.map_or(0, |start| room.end - start)
-        };
-        self.segments.iter().map(taken).sum()
+        self.segments.iter().map(|segment| segment.room().kept.as_ref().map_or(0, |kept| kept.taken)).sum()
     }
 
-    /// Gives back the room of all that was placed since [`Self::begin_kept`].
-    pub(crate) fn free_kept(&self) -> io::Result<()> {
-        self.segments.iter().try_for_each(|segment| {
+    /// Gives back the pages of what was placed since [`Self::begin_kept`] in which nothing lies that `live` names. Returns the bytes
+    /// given back.
+    pub(crate) fn free_kept(&self, live: impl Fn(&mut dyn FnMut(Place, u64))) -> io::Result<u64> {
+        self.begin_kept_group();
+        let pages = |segment: &Segment| {
+            let room = segment.room();
+            room.kept.as_ref().map(|kept| Pages::new(kept.start..room.end))
+        };
+        let mut pages: Vec<Option<Pages>> = self.segments.iter().map(pages).collect();
+        live(&mut |place, len| {
+            if let Some(Some(pages)) = pages.get_mut(usize::from(place.drive)) {
+                pages.mark(place.offset, len);
+            }
+        });
+        let mut all_freed = 0;
+        for (segment, pages) in self.segments.iter().zip(pages) {
             let mut room = segment.room();
-            let Some(start) = room.kept_start else { return Ok(()) };
-            let (taken, len) = (room.end - start, room.filled.max(room.end).saturating_sub(start));
-            if len > 0 {
-                let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-                fallocate(&segment.file, flags, start as i64, len as i64)?;
+            let Some(pages) = pages else { continue };
+            pages.unused(1).try_for_each(|unused| punch(&segment.file, unused.start, unused.end - unused.start))?;
+            let used = pages.used_bytes();
+            if used == 0 && room.filled > room.end {
+                punch(&segment.file, room.end, room.filled - room.end)?;
+                room.filled = room.end;
             }
-            (room.end, room.filled) = (start, start);
+            let end = room.end;
+            let Some(kept) = &mut room.kept else { continue };
+            kept.start = pages.first_used().unwrap_or(end);
+            let freed = kept.taken.saturating_sub(used);
+            kept.taken -= freed;
             if let Some(reservation) = &mut room.reservation {
-                reservation.shrink(taken);
+                reservation.shrink(freed);
             }
-            Ok(())
-        })
+            segment.drive.set_not_full();
+            all_freed += freed;
+        }
+        Ok(all_freed)
     }
 
     /// Gives back what was set aside and is not needed, once all is written.
@@ -182,44 +243,28 @@ impl Segments {
     /// Gives back the pages that no block lies in: blocks of ranges that were begun at a wrong place, and of files that others
     /// replaced. `live` names all that count. Returns the bytes given back.
     pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(Place, u64))) -> io::Result<u64> {
-        let mut pages: Vec<Vec<u64>> = Vec::new();
-        for segment in &self.segments {
-            pages.push(vec![0; segment.room().end.div_ceil(PAGE_SIZE).div_ceil(64) as usize]);
-        }
+        // The header is no block; the last page may be one's in part.
+        let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
+        let mut pages: Vec<Pages> = self.segments.iter().map(pages).collect();
         live(&mut |place, len| {
-            let Some(pages) = pages.get_mut(usize::from(place.drive)) else { return };
-            for page in place.offset / PAGE_SIZE..(place.offset + len).div_ceil(PAGE_SIZE) {
-                if let Some(word) = pages.get_mut((page / 64) as usize) {
-                    *word |= 1 << (page % 64);
-                }
+            if let Some(pages) = pages.get_mut(usize::from(place.drive)) {
+                pages.mark(place.offset, len);
             }
         });
         let mut freed = 0;
         for (segment, pages) in self.segments.iter().zip(pages) {
             let mut room = segment.room();
-            let is_free = |page: u64| pages[(page / 64) as usize] >> (page % 64) & 1 == 0;
-            // The header is no block; the last page may be one's in part.
-            let end = room.end / PAGE_SIZE;
-            let mut page = DATA_START / PAGE_SIZE;
-            while page < end {
-                let start = page;
-                while page < end && is_free(page) {
-                    page += 1;
+            for unused in pages.unused(FREED_PAGES_MIN) {
+                let len = unused.end - unused.start;
+                match punch(&segment.file, unused.start, len) {
+                    Ok(()) => freed += len,
+                    // Then it stays taken until the dataset goes.
+                    Err(Errno::EOPNOTSUPP) => break,
+                    Err(error) => return Err(error.into()),
                 }
-                if page - start >= FREED_PAGES_MIN {
-                    let (offset, len) = (start * PAGE_SIZE, (page - start) * PAGE_SIZE);
-                    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-                    match fallocate(&segment.file, flags, offset as i64, len as i64) {
-                        Ok(()) => freed += len,
-                        // Then it stays taken until the dataset goes.
-                        Err(Errno::EOPNOTSUPP) => break,
-                        Err(error) => return Err(error.into()),
-                    }
-                    if let Some(reservation) = &mut room.reservation {
-                        reservation.shrink(len);
-                    }
+                if let Some(reservation) = &mut room.reservation {
+                    reservation.shrink(len);
                 }
-                page += 1;
             }
         }
         Ok(freed)
@@ -228,6 +273,11 @@ impl Segments {
     /// The file of a place's drive.
     pub(crate) fn file(&self, drive: u8) -> Option<&Arc<File>> {
         self.segments.get(usize::from(drive)).map(|segment| &segment.file)
+    }
+
+    /// The folder on a drive, for messages.
+    pub(crate) fn drive_path(&self, drive: u8) -> &[u8] {
+        self.segments.get(usize::from(drive)).map_or(b"", |segment| segment.drive.path().as_os_str().as_encoded_bytes())
     }
 
     /// All files, by drive.
@@ -258,18 +308,32 @@ impl Segment {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has the drive begin to take what was just written.
+    fn written(&self, range: Range<u64>) -> io::Result<()> {
+        // What is kept waits for nobody: its groups bound how much is on its way.
+        let started = if self.room().kept.is_some() {
+            self.unsynced.start(&self.file, &range)
+        } else {
+            self.unsynced.start_and_bound(&self.file, range)
+        };
+        started.map_err(|error| self.drive.has_lost(error))
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.unsynced.sync(&self.file).map_err(|error| self.drive.has_lost(error))
+    }
+
     fn promise(&self, len: u64) -> io::Result<bool> {
         let mut room = self.room();
         if !room.reservation.as_mut().is_some_and(|reservation| reservation.grow(len)) {
             return Ok(false);
         }
-        let needed = room.end + room.promised + len;
-        if needed > room.filled && !self.set_aside(&mut room, needed)? {
-            // The file system is full before our capacity is.
+        let needed = (room.end + room.promised).saturating_add(len);
+        let is_there = needed <= room.filled || needed <= OFFSET_MAX && self.set_aside(&mut room, needed)?;
+        if !is_there {
             if let Some(reservation) = &mut room.reservation {
                 reservation.shrink(len);
             }
-            self.drive.set_full();
             return Ok(false);
         }
         room.promised += len;
@@ -278,7 +342,9 @@ impl Segment {
 
     /// Makes the file system set room aside up to `needed`, and some more if it has it.
     fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        for until in [needed.next_multiple_of(ROOM_STEP), needed] {
+        // On a drive of which little was given, no more than a small part of that.
+        let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        for until in [needed.next_multiple_of(step), needed] {
             match fallocate(&self.file, FallocateFlags::empty(), room.filled as i64, (until - room.filled) as i64) {
                 // Where it cannot do that, a full one is met when blocks are written.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {
@@ -286,11 +352,51 @@ impl Segment {
                     return Ok(true);
                 }
                 Err(Errno::ENOSPC | Errno::EDQUOT) => {}
-                Err(error) => return Err(error.into()),
+                // As long as its file system lets a file be.
+                Err(Errno::EFBIG) => return Ok(false),
+                Err(error) => return Err(self.drive.cannot_write(error.into())),
             }
         }
+        // The file system is full before our capacity is.
+        self.drive.set_full();
         Ok(false)
     }
+}
+
+impl Room {
+    fn align_kept(&mut self) {
+        let gap = self.end.next_multiple_of(PAGE_SIZE) - self.end;
+        let Some(kept) = &mut self.kept else { return };
+        self.end += gap;
+        // Where there is no room for a gap, there is none for what would follow it.
+        if self.reservation.as_mut().is_some_and(|reservation| reservation.grow(gap)) {
+            kept.taken += gap;
+        }
+    }
+}
+
+/// Gives a range of a file back to its file system.
+fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
+    fallocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, offset as i64, len as i64)
+}
+
+/// Writes blocks with zeros between them; where the last one ends.
+fn write_all_placed<'a>(file: &File, first: u64, places: &[Place], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<u64> {
+    let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES_MAX);
+    let (mut start, mut end) = (first, first);
+    for (place, bytes) in places.iter().zip(blocks) {
+        if slices.len() + 2 > SLICES_MAX {
+            write_all_vectored(file, &mut slices, start)?;
+            slices.clear();
+            start = end;
+        }
+        let gap = place.offset.saturating_sub(end).min(PAGE_SIZE);
+        slices.push(IoSlice::new(&ZEROS[..gap as usize]));
+        slices.push(IoSlice::new(bytes));
+        end = place.offset + bytes.len() as u64;
+    }
+    write_all_vectored(file, &mut slices, start)?;
+    Ok(end)
 }
 
 fn write_all_vectored(file: &File, slices: &mut [IoSlice<'_>], mut offset: u64) -> io::Result<()> {

@@ -357,7 +357,7 @@ async fn fuzzed_handshakes_get_nowhere() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_conforms_when_slow() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let plan: Plan = Arc::new(|number| (number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(number % 7))));
+    let plan: Plan = Arc::new(|seen| (seen.number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(seen.number % 7))));
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
 }
 
@@ -401,8 +401,8 @@ async fn async_rdma_conforms() {
 async fn faults_are_what_they_say() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
-    let plan: Plan = Arc::new(|number| {
-        [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(number as usize).copied().flatten()
+    let plan: Plan = Arc::new(|seen| {
+        [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(seen.number as usize).copied().flatten()
     });
     let connection = Faulty::new(ours, plan).connect(NodeId(1), address).await.unwrap();
     let mut results = Vec::new();

@@ -22,10 +22,26 @@ pub enum Fault {
     Refuse,
     /// The peer dies; so do all later requests.
     Kill,
+    /// A bit of its bulk bytes flips on their way, whichever way they go.
+    FlipOnWire,
+    /// A bit of the bytes that it offers flips in the memory that they are offered from.
+    FlipInBuffer,
 }
 
-/// Decides, for a request's number (from 0), what happens to it.
-pub type Plan = Arc<dyn Fn(u64) -> Option<Fault> + Send + Sync>;
+/// A request that is about to be made.
+pub struct Seen<'a> {
+    /// Its number on its connection, from 0.
+    pub number: u64,
+    /// To whom.
+    pub peer: NodeId,
+    /// What it says.
+    pub message: &'a [u8],
+    /// Bytes that it offers, or that it has slots for.
+    pub bulk_len: u64,
+}
+
+/// Decides what happens to a request.
+pub type Plan = Arc<dyn Fn(&Seen<'_>) -> Option<Fault> + Send + Sync>;
 
 /// A transport whose connections meet faults.
 pub struct Faulty<T> {
@@ -73,6 +89,38 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
+/// So that one whose kind is known only when it runs can be decorated.
+#[async_trait]
+impl Transport for Arc<dyn Transport> {
+    fn region(&self, len: u64) -> io::Result<Region> {
+        (**self).region(len)
+    }
+
+    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+        (**self).connect(peer, address).await
+    }
+
+    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
+        (**self).serve(service).await
+    }
+
+    fn ability(&self) -> Ability {
+        (**self).ability()
+    }
+
+    fn agree(&self, agreement: Agreement) {
+        (**self).agree(agreement);
+    }
+
+    fn fallen_back(&self) -> Vec<(NodeId, String)> {
+        (**self).fallen_back()
+    }
+
+    fn status(&self) -> Network {
+        (**self).status()
+    }
+}
+
 struct State {
     requests: u64,
     killed: bool,
@@ -86,20 +134,21 @@ struct FaultyConnection {
 }
 
 impl FaultyConnection {
-    async fn meet(&self, timeout: Duration) -> Result<(), TransportError> {
+    /// What happens before the request goes out; how its bytes are damaged, if they are.
+    async fn meet(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
         let (peer, address) = (self.inner.peer(), self.address);
         let fault = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let fault = (self.plan)(state.requests);
+            let fault = (self.plan)(&Seen { number: state.requests, peer, message, bulk_len });
             state.requests += 1;
             state.killed |= fault == Some(Fault::Kill);
             if state.killed { Some(Fault::Kill) } else { fault }
         };
         match fault {
-            None => Ok(()),
+            None | Some(Fault::FlipOnWire | Fault::FlipInBuffer) => Ok(fault),
             Some(Fault::Delay(delay)) => {
                 tokio::time::sleep(delay).await;
-                Ok(())
+                Ok(None)
             }
             Some(Fault::Lose) => {
                 tokio::time::sleep(timeout).await;
@@ -122,12 +171,34 @@ impl Connection for FaultyConnection {
     }
 
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
-        self.meet(timeout).await?;
-        self.inner.pull(message, slots, timeout).await
+        let bulk_len = slots.iter().map(|slot| slot.len() as u64).sum();
+        let fault = self.meet(&message, bulk_len, timeout).await?;
+        let mut pulled = self.inner.pull(message, slots, timeout).await?;
+        if fault == Some(Fault::FlipOnWire)
+            && let Some((slot, &len)) = pulled.slots.iter_mut().zip(&pulled.lens).find(|(_, len)| **len > 0)
+        {
+            flip(&mut slot[..len as usize]);
+        }
+        Ok(pulled)
     }
 
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
-        self.meet(timeout).await?;
-        self.inner.offer(message, payload, len, timeout).await
+    async fn offer(&self, message: Vec<u8>, mut payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
+        let fault = self.meet(&message, len as u64, timeout).await?;
+        if fault.is_some() {
+            flip(&mut payload[..len]);
+        }
+        let mut offered = self.inner.offer(message, payload, len, timeout).await?;
+        if fault == Some(Fault::FlipOnWire) {
+            flip(&mut offered.payload[..len]);
+        }
+        Ok(offered)
+    }
+}
+
+/// Flips a bit in the middle.
+fn flip(bytes: &mut [u8]) {
+    let middle = bytes.len() / 2;
+    if let Some(byte) = bytes.get_mut(middle) {
+        *byte ^= 0x10;
     }
 }

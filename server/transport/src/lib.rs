@@ -214,6 +214,11 @@ pub struct Incoming {
 }
 
 impl Incoming {
+    /// Bytes that a transport has announced and will land when it is told where.
+    pub fn new(len: u64, landing: Box<dyn Landing>) -> Self {
+        Self { len, landing }
+    }
+
     /// How many bytes are offered.
     pub fn len(&self) -> u64 {
         self.len
@@ -235,7 +240,8 @@ impl Incoming {
 
 /// How a transport lands offered bytes.
 #[async_trait]
-trait Landing: Send {
+pub trait Landing: Send {
+    /// Lets the bytes come into `slot`, which has room for them.
     async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot>;
 }
 
@@ -296,6 +302,13 @@ pub async fn open(
 pub struct Serving {
     /// Ends the tasks.
     _tasks: tokio::task::JoinSet<()>,
+}
+
+impl Serving {
+    /// A listener that these tasks are.
+    pub fn new(tasks: tokio::task::JoinSet<()>) -> Self {
+        Self { _tasks: tasks }
+    }
 }
 
 #[cfg(test)]

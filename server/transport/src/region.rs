@@ -52,13 +52,18 @@ struct Inner {
 impl Region {
     /// Makes a region of `len` bytes over a memfd that can neither shrink nor grow. Untouched bytes take no memory.
     pub fn new(len: u64) -> io::Result<Self> {
+        Self::with_slots(len, SLOTS_MIN.max((len / UNIT) as u32 / UNITS_PER_SLOT))
+    }
+
+    /// As [`Self::new`], of which no more slots are taken at once than these.
+    pub fn with_slots(len: u64, slots_max: u32) -> io::Result<Self> {
         let units =
             u32::try_from(len / UNIT).map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a region is at most 256 GiB"))?;
         let file = File::from(memfd_create("dayfly-region", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
         file.set_len(u64::from(units) * UNIT)?;
         let map = MmapRaw::map_raw(&file)?;
         fcntl(file.as_fd(), FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL))?;
-        let room = Mutex::new(Allocator::with_max_allocs(units, SLOTS_MIN.max(units / UNITS_PER_SLOT)));
+        let room = Mutex::new(Allocator::with_max_allocs(units, slots_max));
         let inner = Inner { registration: OnceLock::new(), map, file, room, freed: Notify::new() };
         Ok(Self { inner: Arc::new(inner) })
     }

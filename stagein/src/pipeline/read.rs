@@ -74,6 +74,7 @@ impl<S: Sink> Worker<S> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
         let changed = || StageInError::Changed { path: path.to_owned() };
         let start = Instant::now();
+        self.activity.begin(Step::Reading, path.as_os_str().as_bytes());
         let file = File::open(path).map_err(unreadable)?;
         let as_planned = Version { size: planned, mtime_s: member.mtime_s, mtime_ns: member.mtime_ns };
         let found = version(&file).map_err(unreadable)?;

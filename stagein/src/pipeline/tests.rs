@@ -110,7 +110,7 @@ impl Sink for &mut MemorySink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, _: Rival) -> Result<Option<u32>, StageInError> {
         let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(None) };
         self.room[owner.index()] = left;
         self.arrivals += 1;
@@ -127,7 +127,7 @@ fn placement(nodes: usize) -> Arc<Placement> {
 fn planned(paths: &[&Path], selection: &Selection) -> Result<Plan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
-    plan(&wanted, tempfile::tempfile().unwrap(), &|| false)
+    plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())
 }
 
 /// What a stage-in found.
@@ -177,7 +177,7 @@ fn run_within(
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
     let decoders = Decoders { threads: 2, ahead_len: 4 << 20 };
-    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders };
+    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders, questions: Arc::default() };
     let gauge: Arc<Gauge> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, orders, gauge.clone())?;
     let mut handing = Handing::new(plan.units, plan.ranges);

@@ -30,10 +30,11 @@ pub(crate) enum Found {
 /// Names already seen of files that have several, by device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
-/// Calls `found` for the tree's root and everything below it.
+/// Calls `found` for the tree's root and everything below it, and `look_at` before it looks at a path, which may take long.
 pub(crate) fn walk(
     root: &Path,
     selector: &Selector,
+    look_at: &dyn Fn(&Path) -> Result<(), StageInError>,
     found: &mut dyn FnMut(Found) -> Result<(), StageInError>,
 ) -> Result<(), StageInError> {
     let mut number = 0;
@@ -41,6 +42,7 @@ pub(crate) fn walk(
     // Directories yet to be read, so that depth costs memory and not stack.
     let mut waiting = vec![(root.to_owned(), Vec::new())];
     while let Some((path, name)) = waiting.pop() {
+        look_at(&path)?;
         let metadata = match fs::symlink_metadata(&path) {
             Ok(metadata) => metadata,
             Err(error) => {

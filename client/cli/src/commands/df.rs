@@ -13,18 +13,19 @@ pub(super) fn run(arguments: Df) -> Result<ExitCode, Failure> {
     let show = |bytes: u64| if arguments.human { size::show(bytes) } else { (bytes / 1024).to_string() };
     let unit = if arguments.human { "Size" } else { "1K-blocks" };
     say!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
-    let (mut all_size, mut all_used) = (0, 0);
-    let line = |name: &str, size: u64, used: u64| {
+    let (mut all_size, mut all_used, mut all_free) = (0, 0, 0);
+    let line = |name: &str, size: u64, used: u64, free: u64| {
         let percent = (used * 100).checked_div(size).unwrap_or(0);
-        say!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(size.saturating_sub(used)));
+        say!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(free));
     };
     let mut failed = false;
     for entry in &status.nodes {
         match &entry.status {
             Ok(node) => {
-                line(&entry.node.to_string(), node.capacity_bytes, node.used_bytes);
+                line(&entry.node.to_string(), node.capacity_bytes, node.used_bytes, node.free_bytes);
                 all_size += node.capacity_bytes;
                 all_used += node.used_bytes;
+                all_free += node.free_bytes;
             }
             Err(reason) => {
                 complain(reason);
@@ -32,6 +33,6 @@ pub(super) fn run(arguments: Df) -> Result<ExitCode, Failure> {
             }
         }
     }
-    line("all", all_size, all_used);
+    line("all", all_size, all_used, all_free);
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -3,7 +3,7 @@
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::io;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -38,7 +38,7 @@ pub(super) fn print(arguments: Env) -> Result<ExitCode, Failure> {
 pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
     let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
-    if prefix.is_some_and(|prefix| Path::new(program).starts_with(prefix)) {
+    if prefix.is_some_and(|prefix| is_in_namespace(program, prefix)) {
         return Ok(("env".into(), command.to_vec()));
     }
     if preload::is_static(program) {
@@ -48,9 +48,15 @@ pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> R
     Ok((program.clone(), rest.to_vec()))
 }
 
+/// Whether CMD lies in the namespace.
+pub(super) fn is_in_namespace(program: &OsStr, prefix: &Path) -> bool {
+    Path::new(program).starts_with(prefix)
+}
+
 /// Why CMD could not be started, with the exit status that shells give.
 pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
-    let status = if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_EXECUTABLE };
+    let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
+    let status = if is_absent { NOT_FOUND } else { NOT_EXECUTABLE };
     Failure::new(format!("cannot run '{}': {error}", program.display())).with_status(status)
 }
 
@@ -65,11 +71,6 @@ pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(S
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let library = preload::library()?;
-    let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
-    if let Some(rest) = env::var_os("PATH").filter(|rest| !rest.is_empty()) {
-        path.push(OsStr::from_bytes(b":"));
-        path.push(rest);
-    }
     // On other machines of the session, where CMD may start more of itself, other nodes live.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
@@ -85,8 +86,19 @@ pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(S
     }
     let inside = |(name, value): &(&str, OsString)| CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()));
     let for_containers: Vec<_> = variables.iter().flat_map(inside).chain(binds(&[&library, &location.folder])).collect();
-    variables.push(("PATH", path));
+    variables.push(("PATH", search_path()?));
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
+}
+
+/// Where CMD is looked for: in our own folder first. Without a PATH it is where the C library looks then.
+pub(super) fn search_path() -> io::Result<OsString> {
+    let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
+    let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    if !rest.is_empty() {
+        path.push(":");
+        path.push(rest);
+    }
+    Ok(path)
 }
 
 /// Both names of the same program.

@@ -1,8 +1,12 @@
-//! `dayfly run`: a session around one command. It ends whatever that command does.
+//! `dayfly run`: a session around one command. It ends whatever that command does. What can be known to fail fails before it begins
+//! (`preflight`).
+
+mod preflight;
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
+use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
 use std::time::Duration;
 
@@ -15,13 +19,15 @@ use tokio::time::timeout;
 
 use super::signals::Interruptions;
 use super::{down, exec, harden, stage_in};
-use crate::args::{Run, SessionOptions};
+use crate::args::Run;
 use crate::failure::{Failure, NOT_STARTED, complain};
-use crate::launch::{self, Started};
+use crate::launch::{self, Planned, Started};
 use crate::size;
 
 /// How long CMD may take to end after it was told to.
 const GRACE: Duration = Duration::from_secs(30);
+/// A session that is lost is known to be within this.
+const LOSS_TOLD_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     harden();
@@ -30,32 +36,32 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     if arguments.options.report.is_some() && stage_ins.len() > 1 {
         return Err(Failure::usage("--report is of one --stage-in; give the others in a session of 'dayfly up'"));
     }
-    for (number, (_, target)) in stage_ins.iter().enumerate() {
-        if stage_ins[..number].iter().any(|(_, earlier)| earlier == target) {
-            let target = target.display();
-            return Err(Failure::usage(format!(
-                "'{target}' is staged in to twice; several sources into one target are a glob or a @LIST"
-            )));
-        }
-    }
+    let planned = launch::plan(&arguments.session, Duration::ZERO).map_err(itself)?;
+    preflight::check(&arguments, &planned, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         // From here on a signal does not end us, but what we do.
         let mut interruptions = Interruptions::new()?;
-        let Some(started) = start(arguments.session, Duration::ZERO, &mut interruptions).await.map_err(itself)? else {
+        let Some(mut started) = start(planned, &mut interruptions).await.map_err(itself)? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
+        let mut loss = pin!(ever_lost(started.loss()));
         let work = async {
             for (source, target) in stage_ins {
                 let (location, options) = (started.location.clone(), arguments.options.clone());
                 let staging =
                     tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false));
                 tokio::select! {
-                    staged = staging => staged.map_err(Failure::new)?.map_err(itself)?,
+                    staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
+                        // One that fails since the session is lost hears first of what it lost by that.
+                        let reason = timeout(LOSS_TOLD_TIMEOUT, &mut loss).await;
+                        return Err(itself(reason.map_or(failure, Failure::new)));
+                    },
                     number = interruptions.next() => return Ok(128 + number as u8),
+                    reason = &mut loss => return Err(itself(Failure::new(reason))),
                 }
             }
-            command(&started.location, &arguments.command, &mut interruptions).await
+            command(&started.location, &arguments.command, &mut interruptions, loss).await
         };
         let status = work.await;
         let ended = down::end_servers(&started.location);
@@ -70,14 +76,23 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     result
 }
 
+/// Why a session is lost that has ended; `None` where it ended as it was told to.
+pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
+    loss?.await.ok()
+}
+
+/// The same, once it is lost; a session that ends otherwise never is.
+async fn ever_lost(loss: Option<oneshot::Receiver<String>>) -> String {
+    match lost(loss).await {
+        Some(reason) => reason,
+        None => std::future::pending().await,
+    }
+}
+
 /// Starts a session; `None` if it was interrupted.
-pub(super) async fn start(
-    options: SessionOptions,
-    keep: Duration,
-    interruptions: &mut Interruptions,
-) -> Result<Option<Started>, Failure> {
+pub(super) async fn start(planned: Planned, interruptions: &mut Interruptions) -> Result<Option<Started>, Failure> {
     let (cancel, cancelled) = oneshot::channel();
-    let mut starting = tokio::task::spawn_blocking(move || launch::start(&options, keep, cancelled));
+    let mut starting = tokio::task::spawn_blocking(move || launch::start(planned, cancelled));
     tokio::select! {
         started = &mut starting => started.map_err(Failure::new)?.map(Some),
         _ = interruptions.next() => {
@@ -97,12 +112,18 @@ fn part(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
     Ok((OsStr::from_bytes(&bytes[..colon]).to_owned(), OsStr::from_bytes(&bytes[colon + 1..]).to_owned()))
 }
 
-/// Runs CMD and tells it of the signals that we get.
-async fn command(location: &Location, command: &[OsString], interruptions: &mut Interruptions) -> Result<u8, Failure> {
+/// Runs CMD and tells it of the signals that we get. It ends with the session, where that is lost.
+async fn command(
+    location: &Location,
+    command: &[OsString],
+    interruptions: &mut Interruptions,
+    mut loss: Pin<&mut impl Future<Output = String>>,
+) -> Result<u8, Failure> {
     let variables = exec::variables(location, None).map_err(|failure| failure.with_status(NOT_STARTED))?;
     let (program, rest) = exec::split(command, &variables)?;
     let mut child =
         Command::new(&program).args(rest).envs(variables).spawn().map_err(|error| exec::not_started(&program, &error))?;
+    let mut reason = None;
     let number = loop {
         tokio::select! {
             status = child.wait() => return Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
@@ -111,6 +132,10 @@ async fn command(location: &Location, command: &[OsString], interruptions: &mut 
                 number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => pass_on(&child, number),
                 number => break number,
             },
+            lost = &mut loss => {
+                reason = Some(lost);
+                break Signal::SIGTERM as i32;
+            }
         }
     };
     // A terminal has told all of its foreground group already.
@@ -125,7 +150,10 @@ async fn command(location: &Location, command: &[OsString], interruptions: &mut 
             child.wait().await
         }
     };
-    Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?))
+    match reason {
+        Some(reason) => Err(Failure::new(reason).with_status(NOT_STARTED)),
+        None => Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
+    }
 }
 
 fn is_in_foreground() -> bool {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::{Location, Watch};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
@@ -117,10 +117,11 @@ async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure>
             }
         });
     }
-    let location = place.location.clone();
+    let (location, folders) = (place.location.clone(), place.session_folders());
     let served = serve(session, key, &invitation, place, names, terminate, Far { sender, receiver, local }).await;
     // By whoever goes last.
     launch::remove(&location)?;
+    launch::remove_data_folders(&folders);
     served
 }
 
@@ -168,7 +169,7 @@ async fn serve(
     // Its deadline is the keeper's, who waits for others; this is for one that is gone without a word.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let orders = tokio::select! {
-        orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("nothing was heard of who started this server"))??,
+        orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("the launcher let this server come and then said nothing; did it end?"))??,
         _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
     };
     let FromKeeper::Orders { node, listen } = orders else {
@@ -195,6 +196,7 @@ async fn tell_failure(sender: &mut Sender, names: Vec<String>, failure: &Failure
 struct Serving {
     server: Arc<Server>,
     location: Location,
+    watch: Watch,
     locks: Vec<Flock<File>>,
 }
 
@@ -212,7 +214,8 @@ async fn start(
         None => listen,
     };
     let location = place.location.clone();
-    let mut locks = vec![launch::lock_node(&location, node)?];
+    let node_lock = launch::lock_node(&location, node)?;
+    let mut locks = Vec::new();
     // Who ages files in /tmp passes over a folder that is locked.
     locks.extend(Flock::lock(File::open(&location.folder)?, FlockArg::LockSharedNonblock));
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(location.folder.join(format!("node-{node}.log")))?;
@@ -236,7 +239,7 @@ async fn start(
             },
         },
         runtime_dir: location.folder.clone(),
-        data_dirs,
+        data_dirs: data_dirs.clone(),
         capacity: place.capacity,
         memory: settings.memory,
         prefix: settings.prefix.clone(),
@@ -247,7 +250,10 @@ async fn start(
         deadlines: settings.deadlines,
     };
     let server = Server::start(config).await.map_err(Failure::new)?;
-    Ok(Serving { server, location, locks })
+    let mut watch = location.watch_node(node, &node_lock)?;
+    data_dirs.iter().try_for_each(|folder| watch.add_folder(folder))?;
+    locks.push(node_lock);
+    Ok(Serving { server, location, watch, locks })
 }
 
 impl Serving {
@@ -260,42 +266,58 @@ impl Serving {
         invitation: &Invitation,
     ) -> Result<(), Failure> {
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let server = &self.server;
+        let Self { server, location, watch, locks } = self;
+        let server = &server;
         say(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
+        let (mut loss, patience) = (None, invitation.settings.deadlines.lease_interval);
         let why = tokio::select! {
             () = server.ended() => "as it was told to",
             () = terminated(&mut terminate, invitation.is_step) => "by SIGTERM",
             _ = interrupt.recv() => "by SIGINT",
+            path = launch::until_gone(watch) => {
+                loss = Some(launch::gone_message(&path));
+                "for its folder is gone"
+            }
             why = async {
                 match obey(server, &mut sender, receiver, invitation).await {
                     Parting::Meant(why) => why,
-                    Parting::Lost(why) => self.stay(Duration::from_millis(invitation.keep_ms), why).await,
+                    Parting::Lost(why) => stay(&location, Duration::from_millis(invitation.keep_ms), why).await,
                 }
             } => why,
         };
+        if let Some(reason) = &loss {
+            tracing::error!(reason);
+            // Said before anything fails for it. The keeper tells the other nodes, and who waits for it.
+            let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
+            let _ = timeout(patience, say(&mut sender, &failed)).await;
+        }
         // Its bytes first: whoever ended us may not give us long.
         server.give_up();
+        if loss.is_some() {
+            // No keeper may be left to tell the other nodes.
+            let _ = timeout(patience, server.end_others()).await;
+        }
         // A keeper that is gone needs no word.
         let _ = say(&mut sender, &FromServer::Ended).await;
         server.close();
         tracing::info!("the session has ended here, {why}");
-        drop(self.locks);
+        drop(locks);
         Ok(())
     }
+}
 
-    /// Goes on without a keeper, for who comes next.
-    async fn stay(&self, keep: Duration, why: &'static str) -> &'static str {
-        if keep.is_zero() {
-            return why;
-        }
-        tracing::info!("{why}, the session goes on for {} s", keep.as_secs());
-        // Its job is over: the next one finds it as nobody's.
-        if let Err(error) = self.location.forget_job() {
-            tracing::warn!(%error, "the session stays that of its job");
-        }
-        sleep(keep).await;
-        "for its time is over"
+/// Goes on without a keeper, for who comes next.
+async fn stay(location: &Location, keep: Duration, why: &'static str) -> &'static str {
+    if keep.is_zero() {
+        return why;
     }
+    tracing::info!("{why}, the session goes on for {} s", keep.as_secs());
+    // Its job is over: the next one finds it as nobody's.
+    if let Err(error) = location.forget_job() {
+        tracing::warn!(%error, "the session stays that of its job");
+    }
+    sleep(keep).await;
+    "for its time is over"
 }
 
 /// A manager may tell all steps some time before the end of the job, which CMD is to use: so the first time is a notice, and the
@@ -374,10 +396,15 @@ async fn say(sender: &mut Sender, message: &FromServer) -> Result<(), Failure> {
     Ok(sender.send(&message).await?)
 }
 
+fn other_version() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    format!("this server's build of dayfly (version {version}) differs from its launcher's; use the same one on all nodes")
+}
+
 async fn hear(receiver: &mut Receiver) -> Result<FromKeeper, Failure> {
     let message = receiver.receive().await;
-    let message = message.map_err(|error| Failure::new(format!("who started this server is gone ({error})")))?;
-    serde_json::from_slice(&message).map_err(|_| Failure::new("who started this server is of another version"))
+    let message = message.map_err(|error| Failure::new(format!("the launcher of this server is gone ({error})")))?;
+    serde_json::from_slice(&message).map_err(|_| Failure::new(other_version()))
 }
 
 /// Clients and peers each cost descriptors; the soft limit is often far below what is allowed.

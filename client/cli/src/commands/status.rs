@@ -50,7 +50,7 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 fn as_table(session: &Session, status: &SessionStatus) {
     say!("session {} at {}, {} nodes", session.id(), display(session.prefix()), session.nodes());
     say!(
-        "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>10} {:>8}",
+        "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>8}",
         "node",
         "address",
         "samples",
@@ -59,26 +59,29 @@ fn as_table(session: &Session, status: &SessionStatus) {
         "kept",
         "taken",
         "free",
-        "memory"
+        "memory",
+        "workers"
     );
     let all = all_held(status);
     for NodeEntry { node, address, status } in &status.nodes {
         match status {
-            Err(reason) => say!("{node:<5} {address:<21} does not answer: {reason}"),
+            Err(reason) => say!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
             Ok(node_status) => say!(
-                "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8}",
+                "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8} {:>8}",
                 node_status.samples,
                 show(node_status.held_bytes),
                 share_percent(node_status, all),
                 show(node_status.kept.bytes),
-                show(node_status.used_bytes),
-                show(node_status.capacity_bytes.saturating_sub(node_status.used_bytes)),
-                show(node_status.memory_bytes)
+                show(node_status.taken_bytes),
+                show(node_status.free_bytes),
+                show(node_status.memory_bytes),
+                node_status.stage_in_workers
             ),
         }
     }
     say!(
-        "'kept': blocks of other nodes. 'taken': what nameless files take on the data dirs, unseen by du. Empty samples are on no node."
+        "'kept': copies of other nodes' blocks, which make way for stage-ins: 'free' counts their room. 'taken': what all nameless files take \
+          on the data dirs, copies too, unseen by du. 'workers': units that a node reads at a time in a stage-in. Empty samples are on no node."
     );
     say!(
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
@@ -104,9 +107,9 @@ fn as_table(session: &Session, status: &SessionStatus) {
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
-        say!("node {node} reaches its peers by {}: {}", kind(network), network.detail);
+        say!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
         for (peer, why) in &network.fallen_back {
-            say!("node {node} reaches node {peer} by TCP all the same: {why}");
+            say!("node {node} reaches node {peer} by TCP all the same: {}", display(why.as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
@@ -148,8 +151,10 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
             "samples": status.samples, "blocks": status.blocks, "held_bytes": status.held_bytes,
             "share_percent": share_percent(status, all),
             "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
+            "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "kept_room_bytes": status.kept_room_bytes,
             "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
             "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
+            "stage_in_workers": status.stage_in_workers, "stage_in_memory_bytes": status.stage_in_memory_bytes,
             "reads": by_source(&status.reads),
             "remote_reads": status.remote.count, "remote_bytes": status.remote.bytes, "joined": status.joined,
             "served_reads": status.served.count, "served_bytes": status.served.bytes,

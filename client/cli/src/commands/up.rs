@@ -16,7 +16,7 @@ use super::signals::Interruptions;
 use super::{down, harden};
 use crate::args::Up;
 use crate::failure::{FAILED, Failure, complain};
-use crate::launch::Started;
+use crate::launch::{self, Started};
 
 pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
     if arguments.foreground || arguments.background { keep(arguments) } else { start_keeper() }
@@ -57,11 +57,11 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
     }
     harden();
+    let planned = launch::plan(&arguments.session, arguments.keep.unwrap_or_default())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(arguments.session.clone(), arguments.keep.unwrap_or_default(), &mut interruptions).await?
-        else {
+        let Some(mut started) = start(planned, &mut interruptions).await? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
         if arguments.background {
@@ -78,10 +78,13 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
         if arguments.background {
             to_log(&started)?;
         }
-        let (location, end) = (started.location.clone(), started.end_handle());
+        let (location, end, loss) = (started.location.clone(), started.end_handle(), started.loss());
         let mut waiting = tokio::task::spawn_blocking(move || started.wait());
         tokio::select! {
-            _ = &mut waiting => Ok(ExitCode::SUCCESS),
+            _ = &mut waiting => match super::run::lost(loss).await {
+                Some(reason) => Err(Failure::new(reason)),
+                None => Ok(ExitCode::SUCCESS),
+            },
             _ = interruptions.next() => {
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
                 drop(end);

@@ -4,11 +4,13 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use dayfly_client::locate::Watch;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
 use dayfly_meta::limits::LAUNCHER_END_TIMEOUT;
@@ -25,6 +27,7 @@ use super::key_file::Written;
 use super::launchers::{Chosen, Input, Start};
 use super::names::{few, own_addresses, place, same_name};
 use super::processes::{Event, Processes};
+use super::watch::{gone_message, until_gone};
 use crate::failure::{Failure, complain};
 
 /// After so long, and then ever again, the user is told who is waited for.
@@ -45,29 +48,36 @@ pub(super) struct Plan {
 /// A keeper at work, on a thread of its own. Dropped, it ends the session.
 pub(crate) struct Keeper {
     end: Option<oneshot::Sender<()>>,
+    loss: Option<oneshot::Receiver<String>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Keeper {
-    /// Starts all servers and waits until they are ready, or until `cancelled`.
-    pub(super) fn start(plan: Plan, cancelled: oneshot::Receiver<()>) -> Result<Self, Failure> {
+    /// Starts all servers and waits until they are ready, or until `cancelled`. Ends the session when what is watched is gone.
+    pub(super) fn start(plan: Plan, watch: Watch, cancelled: oneshot::Receiver<()>) -> Result<Self, Failure> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (end, ending) = oneshot::channel();
+        let (losing, loss) = oneshot::channel();
         let (told, tells) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name("keeper".to_owned()).spawn(move || {
             runtime.block_on(async {
                 let cancelled = async { drop(cancelled.await) };
                 let deadlines = plan.invitation.settings.deadlines;
                 let mut start = Starting::new(plan);
+                let mut gone = pin!(until_gone(watch));
                 let came = tokio::select! {
                     came = start.all() => came,
                     () = cancelled => Err(Failure::new("interrupted")),
+                    path = &mut gone => Err(Failure::new(gone_message(&path))),
                 };
                 match came {
                     Ok(members) => {
                         // Who asked for it waits for this word.
                         let _ = told.send(Ok(()));
-                        keep(members, &mut start.processes, deadlines, ending).await;
+                        if let Some(reason) = keep(members, &mut start.processes, deadlines, ending, gone).await {
+                            // Where nobody waits for it, the session's end is all that can be done.
+                            let _ = losing.send(reason);
+                        }
                         start.processes.wind_down().await;
                     }
                     Err(failure) => {
@@ -78,8 +88,10 @@ impl Keeper {
                     }
                 }
             });
+            // A look at a folder may still wait for its file system.
+            runtime.shutdown_background();
         })?;
-        let keeper = Self { end: Some(end), thread: Some(thread) };
+        let keeper = Self { end: Some(end), loss: Some(loss), thread: Some(thread) };
         tells.recv().map_err(|_| Failure::new("the keeper ended"))??;
         Ok(keeper)
     }
@@ -90,6 +102,11 @@ impl Keeper {
             // Its panic has been told.
             let _ = thread.join();
         }
+    }
+
+    /// What tells why the session is lost; dropped without a word where it ends otherwise.
+    pub(crate) fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
+        self.loss.take()
     }
 
     /// What ends the session when it is sent or dropped.
@@ -140,10 +157,16 @@ async fn say(sender: &mut Sender, message: &FromKeeper) -> Result<(), String> {
 
 async fn hear(receiver: &mut Receiver) -> Result<FromServer, String> {
     let message = receiver.receive().await.map_err(|error| match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "it ended".to_owned(),
+        std::io::ErrorKind::UnexpectedEof => "its server ended without a word, killed most likely".to_owned(),
         _ => error.to_string(),
     })?;
-    serde_json::from_slice(&message).map_err(|_| "it says what this version does not know".to_owned())
+    serde_json::from_slice(&message).map_err(|_| unexpected())
+}
+
+/// What a server says that nobody expects.
+fn unexpected() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    format!("its build of dayfly differs from this one (version {version}); use the same one on all nodes")
 }
 
 /// The next that is no mere sign of life.
@@ -251,7 +274,7 @@ impl Starting {
                         let Channel { sender, mut receiver, local, far } = channel;
                         // It says it once it has looked at its node, which takes no time.
                         let first = timeout(handshake * 5, hear(&mut receiver)).await;
-                        let first = first.unwrap_or_else(|_| Err("it says no hello".to_owned()));
+                        let first = first.unwrap_or_else(|_| Err("its server connected and said nothing".to_owned()));
                         let _ = said.send((sender, receiver, local, far, first)).await;
                     });
                     while listening.try_join_next().is_some() {}
@@ -292,7 +315,10 @@ impl Starting {
                 }
                 () = sleep_until(self.deadline) => {
                     let waited_for: Vec<_> = self.waited_for().collect();
-                    let reason = format!("no server came from it within {} s", self.plan.start_timeout.as_secs());
+                    let reason = format!(
+                        "no server came from it within {} s (--start-timeout)",
+                        self.plan.start_timeout.as_secs()
+                    );
                     for place in waited_for {
                         self.fail(place, reason.clone())?;
                     }
@@ -406,7 +432,7 @@ impl Starting {
                 match hear_answer(&mut member.receiver).await? {
                     FromServer::Started { address, ability } => Ok(Placed { address, ability }),
                     FromServer::Failed { reason, .. } => Err(reason),
-                    _ => Err("it says what it was not asked".to_owned()),
+                    _ => Err(unexpected()),
                 }
             };
             let started = timeout_at(deadline, starting).await.unwrap_or_else(|_| Err("it is not ready in time".to_owned()));
@@ -431,17 +457,21 @@ impl Starting {
             let fallen_back = match hear_answer(&mut lead.receiver).await.map_err(failed)? {
                 FromServer::Met { fallen_back } => fallen_back,
                 FromServer::Failed { reason, .. } => return Err(Failure::new(format!("no session: {reason}"))),
-                _ => return Err(failed("it says what it was not asked".to_owned())),
+                _ => return Err(failed(unexpected())),
             };
             say(&mut lead.sender, &FromKeeper::Agree(agreed(&fallen_back)?)).await.map_err(failed)?;
             match hear_answer(&mut lead.receiver).await.map_err(failed)? {
                 FromServer::Ready => Ok(()),
                 FromServer::Failed { reason, .. } => Err(Failure::new(format!("no session: {reason}"))),
-                _ => Err(failed("it says what it was not asked".to_owned())),
+                _ => Err(failed(unexpected())),
             }
         };
-        let late =
-            |_| Err(Failure::new(format!("not all nodes reach each other within {} s", self.plan.start_timeout.as_secs())));
+        let late = |_| {
+            Err(Failure::new(format!(
+                "not all nodes reach each other within {} s (--start-timeout); 'dayfly doctor --hosts ...' tells which do not",
+                self.plan.start_timeout.as_secs()
+            )))
+        };
         timeout_at(self.deadline, meeting).await.unwrap_or_else(late)
     }
 }
@@ -456,8 +486,15 @@ fn did_not_start(name: &str, reason: &str) -> Failure {
     Failure::new(format!("the server of {name} did not start: {reason}"))
 }
 
-/// Tells the servers that the session goes on, until they have ended or are to.
-async fn keep(members: Vec<Member>, processes: &mut Processes, deadlines: Deadlines, mut ending: oneshot::Receiver<()>) {
+/// Tells the servers that the session goes on, until they have ended or are to. Returns why they are to, where it is for lack of
+/// what a session needs: here, as `gone` tells, or on a node.
+async fn keep(
+    members: Vec<Member>,
+    processes: &mut Processes,
+    deadlines: Deadlines,
+    mut ending: oneshot::Receiver<()>,
+    mut gone: impl Future<Output = PathBuf> + Unpin,
+) -> Option<String> {
     let (mut kept, mut listening) = (Vec::new(), JoinSet::new());
     for Member { name, sender, mut receiver } in members {
         let is_heard = Arc::new(AtomicBool::new(true));
@@ -466,9 +503,10 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, deadlines: Deadli
         listening.spawn(async move {
             loop {
                 match hear(&mut receiver).await {
-                    Ok(FromServer::Ended) => return (place, None),
+                    Ok(FromServer::Ended) => return (place, Departure::Meant),
+                    Ok(FromServer::Failed { reason, .. }) => return (place, Departure::Failed(reason)),
                     Ok(_) => heard.store(true, Ordering::Relaxed),
-                    Err(reason) => return (place, Some(reason)),
+                    Err(reason) => return (place, Departure::Lost(reason)),
                 }
             }
         });
@@ -478,15 +516,21 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, deadlines: Deadli
     while kept.iter().any(Option::is_some) {
         tokio::select! {
             _ = &mut ending => {
-                let telling = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::End)));
-                drop(join_all(telling).await);
-                return;
+                end_all(&mut kept, &deadlines).await;
+                return None;
             }
-            Some(Ok((place, reason))) = listening.join_next() => {
-                if let (Some(kept), Some(reason)) = (kept[place].take(), reason) {
-                    complain(format_args!("{} is lost: {reason}", kept.name));
+            path = &mut gone => {
+                end_all(&mut kept, &deadlines).await;
+                return Some(gone_message(&path));
+            }
+            Some(Ok((place, parting))) = listening.join_next() => match (kept[place].take(), parting) {
+                (Some(left), Departure::Lost(reason)) => complain(format_args!("{} is lost: {reason}", left.name)),
+                (Some(left), Departure::Failed(reason)) => {
+                    end_all(&mut kept, &deadlines).await;
+                    return Some(format!("{}: {reason}", left.name));
                 }
-            }
+                _ => {}
+            },
             _ = ticks.tick() => {
                 for place in &mut kept {
                     if let Some(silent) = place.take_if(|kept| kept.is_silent(&deadlines)) {
@@ -500,6 +544,24 @@ async fn keep(members: Vec<Member>, processes: &mut Processes, deadlines: Deadli
             line = processes.line() => complain(line),
         }
     }
+    None
+}
+
+/// How a server leaves.
+enum Departure {
+    /// As it was told to.
+    Meant,
+    /// Since it cannot go on, nor can the session without what it lacks.
+    Failed(String),
+    /// Without a word.
+    Lost(String),
+}
+
+/// Tells all that are there to end.
+async fn end_all(kept: &mut [Option<Kept>], deadlines: &Deadlines) {
+    let telling =
+        kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::End)));
+    drop(join_all(telling).await);
 }
 
 /// A server that lives.

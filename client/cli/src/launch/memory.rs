@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN};
+use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, stage_memory_min};
 
 use crate::failure::Failure;
 use crate::size;
@@ -12,19 +12,26 @@ use crate::size;
 /// Of a control group's limit, the share of all its servers' stage-ins: the job lives there too.
 const GROUP_SHARE: u64 = 4;
 
-/// Whether it is enough.
-pub(super) fn check(wanted: Option<u64>) -> Result<(), Failure> {
-    match wanted {
-        Some(wanted) if wanted < STAGE_MEMORY_MIN => {
-            Err(Failure::usage(format!("--stage-in-memory must be at least {}", size::show(STAGE_MEMORY_MIN))))
+/// Whether it is enough, for so many workers if their number is given.
+pub(super) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), Failure> {
+    let least = stage_memory_min(workers.map_or(1, usize::from));
+    match (wanted, workers) {
+        (Some(wanted), Some(workers)) if wanted < least => {
+            let least = size::show(least);
+            Err(Failure::usage(format!("--stage-in-memory must be at least {least} for {workers} workers of --stage-in-workers")))
+        }
+        (Some(wanted), None) if wanted < least => {
+            Err(Failure::usage(format!("--stage-in-memory must be at least {}", size::show(least))))
         }
         _ => Ok(()),
     }
 }
 
 /// Bytes for each of `servers` in the same control group.
-pub(super) fn for_stage_ins(wanted: Option<u64>, servers: u16) -> u64 {
-    wanted.unwrap_or_else(|| default(limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers))
+pub(super) fn for_stage_ins(wanted: Option<u64>, servers: u16, workers: Option<u16>) -> u64 {
+    let least = stage_memory_min(workers.map_or(1, usize::from));
+    let default = || default(limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers);
+    wanted.unwrap_or_else(|| default().max(least))
 }
 
 fn default(limit: Option<u64>, servers: u16) -> u64 {

@@ -31,7 +31,7 @@ use crate::{Incoming, Service, Serving, Slot};
 pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) -> Serving {
     let mut tasks = JoinSet::new();
     tasks.spawn(accept_all(listener, identity, service));
-    Serving { _tasks: tasks }
+    Serving::new(tasks)
 }
 
 async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) {

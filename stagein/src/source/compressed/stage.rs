@@ -272,7 +272,11 @@ impl<'scope> Splitter<'scope, '_> {
         }
         if needs_much {
             // Held until the whole file is decoded. The frames then are not told apart, so there is one decoder.
-            alone = Some(gauge.large_window().lock().unwrap_or_else(PoisonError::into_inner));
+            alone = gauge.large_window();
+            if alone.is_none() {
+                // It was cancelled; the worker that has this stream looks at that itself.
+                return;
+            }
             (cuts, threads) = (Cuts::None, 1);
         } else {
             alone = None;

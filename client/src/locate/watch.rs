@@ -1,0 +1,154 @@
+//! Watching what a process holds in a session's folders. A lock or a socket without its name is of no use: nobody finds the session by
+//! it, and nothing that ends sessions does either. So whoever holds one looks now and then whether its name still leads to it.
+
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::fcntl::AT_FDCWD;
+use nix::sys::stat::{UtimensatFlags, utimensat};
+use nix::sys::time::TimeSpec;
+
+/// Files and folders that have to keep their names, and folders whose content must not look old.
+#[derive(Debug)]
+pub struct Watch {
+    held: Vec<Held>,
+    folders: Vec<PathBuf>,
+}
+
+/// What a name led to.
+#[derive(Debug)]
+struct Held {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Watch {
+    /// Watches a folder.
+    ///
+    /// # Errors
+    ///
+    /// If it is gone already.
+    pub fn new(folder: &Path) -> io::Result<Self> {
+        let mut watch = Self { held: Vec::new(), folders: Vec::new() };
+        watch.add_folder(folder)?;
+        Ok(watch)
+    }
+
+    /// Watches one more folder.
+    ///
+    /// # Errors
+    ///
+    /// If it is gone already.
+    pub fn add_folder(&mut self, folder: &Path) -> io::Result<()> {
+        self.add(folder.to_owned(), &fs::symlink_metadata(folder)?);
+        self.folders.push(folder.to_owned());
+        Ok(())
+    }
+
+    /// Watches a name that has to lead to a file of this metadata.
+    pub fn add(&mut self, path: PathBuf, metadata: &Metadata) {
+        self.held.push(Held { path, device: metadata.dev(), inode: metadata.ino() });
+    }
+
+    /// The first name that leads nowhere, or to something else. A name that cannot be looked up for another reason counts as there.
+    pub fn gone(&self) -> Option<&Path> {
+        self.held.iter().find(|held| held.is_gone()).map(|held| &*held.path)
+    }
+
+    /// Makes the folders, and all that is in them, look as if just used, for those who remove what looks old from folders like `/tmp`.
+    pub fn touch(&self) {
+        for folder in &self.folders {
+            let content = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+            for path in content.chain([folder.clone()]) {
+                // What cannot be touched is at worst removed, which is noticed.
+                let _ = utimensat(AT_FDCWD, &path, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW, UtimensatFlags::NoFollowSymlink);
+            }
+        }
+    }
+}
+
+impl Held {
+    fn is_gone(&self) -> bool {
+        match fs::symlink_metadata(&self.path) {
+            Ok(metadata) => (metadata.dev(), metadata.ino()) != (self.device, self.inode),
+            Err(error) => {
+                let gone = [Errno::ENOENT, Errno::ENOTDIR, Errno::ESTALE].map(|errno| errno as i32);
+                error.raw_os_error().is_some_and(|errno| gone.contains(&errno))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_removed_or_leads_elsewhere_is_gone() {
+        let base = tempfile::tempdir().unwrap();
+        let folder = base.path().join("folder");
+        let remake = || {
+            let _ = fs::remove_dir_all(&folder);
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("lock"), "1").unwrap();
+            let mut watch = Watch::new(&folder).unwrap();
+            watch.add(folder.join("lock"), &fs::metadata(folder.join("lock")).unwrap());
+            assert_eq!(watch.gone(), None);
+            watch
+        };
+        let check = |change: &dyn Fn(), gone: Option<&Path>| {
+            let watch = remake();
+            change();
+            assert_eq!(watch.gone(), gone);
+        };
+        let lock = folder.join("lock");
+        check(&|| fs::write(&lock, "2").unwrap(), None);
+        check(&|| fs::remove_file(&lock).unwrap(), Some(&lock));
+        check(
+            &|| {
+                fs::rename(&lock, folder.join("other")).unwrap();
+                fs::write(&lock, "1").unwrap();
+            },
+            Some(&lock),
+        );
+        check(&|| fs::remove_dir_all(&folder).unwrap(), Some(&folder));
+        check(
+            &|| {
+                fs::rename(&folder, base.path().join("moved")).unwrap();
+                fs::write(&folder, "").unwrap();
+                fs::remove_dir_all(base.path().join("moved")).unwrap();
+            },
+            Some(&folder),
+        );
+        fs::remove_file(&folder).unwrap();
+        let watch = remake();
+        fs::rename(base.path(), base.path().with_extension("moved")).unwrap();
+        assert_eq!(watch.gone(), Some(&*folder));
+        fs::rename(base.path().with_extension("moved"), base.path()).unwrap();
+        assert_eq!(watch.gone(), None);
+    }
+
+    #[test]
+    fn what_is_touched_looks_young() {
+        let folder = tempfile::tempdir().unwrap();
+        let lock = folder.path().join("lock");
+        let _socket = std::os::unix::net::UnixListener::bind(folder.path().join("socket")).unwrap();
+        fs::write(&lock, "1").unwrap();
+        let all = [folder.path().to_owned(), lock, folder.path().join("socket")];
+        for path in &all {
+            assert!(Command::new("touch").args(["-d", "2001-02-03"]).arg(path).status().unwrap().success());
+        }
+        Watch::new(folder.path()).unwrap().touch();
+        for path in &all {
+            let metadata = fs::symlink_metadata(path).unwrap();
+            assert!(metadata.modified().unwrap().elapsed().unwrap().as_secs() < 3600, "{}", path.display());
+            assert!(metadata.accessed().unwrap().elapsed().unwrap().as_secs() < 3600, "{}", path.display());
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Chaos: sessions of four nodes, readers on all of them that check every byte, and faults of every kind in an order that a seed
+//! decides. No wrong byte, no wait above its deadline, no error without a cause that was given one; and nothing is left.
+//!
+//! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` many; `DAYFLY_CHAOS_JOBS` says how many at once. A seed that fails
+//! is printed with its steps. The steps are the same each time; what meets what within a step is the machine's affair.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "chaos/causes.rs"]
+mod causes;
+#[path = "chaos/data.rs"]
+mod data;
+#[path = "chaos/deadlines.rs"]
+mod deadlines;
+#[path = "chaos/ending.rs"]
+mod ending;
+mod harness;
+#[path = "chaos/inject.rs"]
+mod inject;
+#[path = "chaos/leftovers.rs"]
+mod leftovers;
+#[path = "chaos/log.rs"]
+mod log;
+#[path = "chaos/reader.rs"]
+mod reader;
+#[path = "chaos/readers.rs"]
+mod readers;
+#[path = "chaos/run.rs"]
+mod run;
+#[path = "chaos/schedule.rs"]
+mod schedule;
+#[path = "chaos/stages.rs"]
+mod stages;
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use schedule::Schedule;
+
+/// What CI runs.
+const SEEDS: Range<u64> = 1..21;
+/// Runs at once: most of a run is waiting.
+const JOBS_MAX: usize = 4;
+
+/// No test by itself: with the variable set, this process is a reader of a run.
+#[test]
+fn a_reader_in_a_process_of_its_own() {
+    if let Ok(task) = std::env::var(reader::VARIABLE) {
+        reader::main(&task);
+    }
+}
+
+fn seeds() -> Range<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().expect("a number");
+    if let Ok(seed) = std::env::var("DAYFLY_CHAOS_SEED") {
+        return number(&seed)..number(&seed) + 1;
+    }
+    let Ok(range) = std::env::var("DAYFLY_CHAOS_SEEDS") else { return SEEDS };
+    let (from, to) = range.split_once("..").expect("DAYFLY_CHAOS_SEEDS is FROM..TO");
+    number(from)..number(to)
+}
+
+/// SEMANTICS, the three tenets: never wrong bytes, nothing hangs, nothing is left.
+#[test]
+fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_cause() {
+    let seeds = seeds();
+    let jobs = std::env::var("DAYFLY_CHAOS_JOBS").ok().and_then(|jobs| jobs.parse().ok());
+    let jobs = jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).min(JOBS_MAX));
+    let (next, failures) = (AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| seeds.contains(seed)) {
+                    let start = Instant::now();
+                    let result = catch_unwind(AssertUnwindSafe(|| run::run(seed))).unwrap_or_else(|panic| {
+                        let words = panic.downcast_ref::<String>().cloned();
+                        Err(format!(
+                            "PANIC: {}",
+                            words.or(panic.downcast_ref::<&str>().map(|&words| words.to_owned())).unwrap_or_default()
+                        ))
+                    });
+                    let took = start.elapsed().as_secs_f64();
+                    match result {
+                        Ok(tally) => eprintln!(
+                            "seed {seed}: {} operations, {} explained errors, {} calls injected, {} faults skipped, {took:.1} s",
+                            tally.operations, tally.errors, tally.injected, tally.skipped
+                        ),
+                        Err(failure) => {
+                            let words =
+                                format!("{}  DAYFLY_CHAOS_SEED={seed} FAILED after {took:.1} s: {failure}", Schedule::new(seed));
+                            eprintln!("{words}");
+                            failures.lock().unwrap().push(seed);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let failed = failures.into_inner().unwrap();
+    eprintln!("{} seeds in {:.0} s, {} failed", seeds.end - seeds.start, begin.elapsed().as_secs_f64(), failed.len());
+    assert!(failed.is_empty(), "these seeds failed, see above: {failed:?}");
+}

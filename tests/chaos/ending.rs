@@ -1,0 +1,182 @@
+//! How a run ends: everything is read once more, and nothing is left.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use dayfly_meta::id::NodeId;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::causes::{Cause, classify};
+use crate::deadlines;
+use crate::harness::text;
+use crate::leftovers::{Descriptors, processes_of, taken};
+use crate::log::Line;
+use crate::readers::{self, Reader};
+use crate::run::Run;
+use crate::schedule::READERS;
+
+/// Lines of each server's log that a failure shows.
+const LOG_LINES: usize = 12;
+
+impl Run {
+    /// Ends readers and session, and looks at what is left.
+    pub(crate) fn end(&mut self) -> Result<(), String> {
+        fs::write(&self.stop, "").unwrap();
+        for mut reader in std::mem::take(&mut self.readers) {
+            let mut failures = Vec::new();
+            reader.wait(|reader| failures.extend(self.look_at(reader)))?;
+            if !failures.is_empty() {
+                return Err(failures.join("\n"));
+            }
+        }
+        if !self.is_over {
+            fs::remove_file(&self.stop).unwrap();
+            self.read_everything()?;
+            self.is_settled()?;
+        }
+        self.command(&["down"])?;
+        let data = self.cluster().data.path().to_str().unwrap().to_owned();
+        self.command(&["clean", "--data-dir", &data])?;
+        self.nothing_is_left()
+    }
+
+    /// From every node that lives: every file, right, but for what dead nodes hold. Soon after the last fault, not at once.
+    fn read_everything(&mut self) -> Result<(), String> {
+        let deadline = Instant::now() + deadlines::aftermath() * 2;
+        let live = self.location.live_nodes();
+        let expected = 4 - self.dead.len();
+        if live.len() != expected {
+            return Err(format!("DIED: {} servers live, and should {expected}", live.len()));
+        }
+        for node in live {
+            for attempt in 0.. {
+                let errors = self.read_from(node.0, attempt)?;
+                let dead = &self.dead;
+                let is_of_dead = |error: &&String| {
+                    classify(error)
+                        .is_some_and(|(cause, nodes)| cause == Cause::NodeLost && nodes.iter().any(|node| dead.contains(node)))
+                };
+                let Some(error) = errors.iter().find(|error| !is_of_dead(error)) else { break };
+                if Instant::now() > deadline {
+                    return Err(format!("STAYS BROKEN: node {node}: {} errors, the first: {error}", errors.len()));
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads every file from a node; what could not be read.
+    fn read_from(&mut self, node: u16, attempt: u32) -> Result<Vec<String>, String> {
+        let task = readers::task(self.cluster(), self.schedule.seed, READERS, attempt, node, None, &self.stop);
+        let mut reader = Reader::start(self.cluster(), task);
+        let (mut errors, mut failures, mut is_finished) = (Vec::new(), Vec::new(), false);
+        reader.wait(|reader| {
+            for line in reader.look(&mut failures) {
+                match line {
+                    Line::Done { error: Some(error), .. } => errors.push(error),
+                    Line::Finished => is_finished = true,
+                    _ => {}
+                }
+            }
+        })?;
+        match failures.is_empty() {
+            true if is_finished || !errors.is_empty() => Ok(errors),
+            true => Err(format!("DIED: the last reader on node {node} did not finish")),
+            false => Err(failures.join("\n")),
+        }
+    }
+
+    /// No lease, no request and no descriptor is left of the readers, which have ended.
+    fn is_settled(&mut self) -> Result<(), String> {
+        let datasets = self.shown.len().saturating_sub(self.datasets_before);
+        let deadline = Instant::now() + deadlines::aftermath() * 2;
+        loop {
+            let excess: Vec<String> = self.unsettled(datasets)?;
+            if excess.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(format!("LEFT: {excess:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn unsettled(&mut self, datasets: usize) -> Result<Vec<String>, String> {
+        let mut excess = Vec::new();
+        for (node, before) in &self.descriptors {
+            let Some(pid) = self.location.pid(NodeId(*node)) else { continue };
+            excess.extend(Descriptors::of(pid).excess(before, datasets).map(|excess| format!("node {node}: {excess}")));
+        }
+        // With a dead node its exit status is 1.
+        let output = self.cluster().output(&["status", "--json"]);
+        let status: serde_json::Value =
+            serde_json::from_slice(&output.stdout).map_err(|error| format!("no status: {error}: {}", text(&output.stderr)))?;
+        for (number, node) in status["nodes"].as_array().unwrap().iter().enumerate() {
+            for account in ["leases", "asking", "queued"] {
+                if node[account].as_u64().is_some_and(|count| count > 0) {
+                    excess.push(format!("node {number}: {} {account}", node[account]));
+                }
+            }
+        }
+        Ok(excess)
+    }
+
+    fn nothing_is_left(&mut self) -> Result<(), String> {
+        let deadline = Instant::now() + deadlines::of_lease();
+        loop {
+            let ground = &self.cluster().ground;
+            let mut left: Vec<String> = processes_of(ground.runtime.path())
+                .into_iter()
+                .map(|(pid, command)| format!("process {pid}: {command}"))
+                .collect();
+            for folder in [ground.runtime.path(), ground.data.path()] {
+                left.extend(fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path().display().to_string()));
+            }
+            let taken = self.drive.as_deref().map_or(0, taken);
+            if taken > self.taken_before {
+                left.push(format!("{taken} bytes"));
+            }
+            if left.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                return Err(format!("LEFT: {left:#?}"));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The last words of supervisor and servers.
+    pub(crate) fn logs(&self) -> String {
+        let mut said = String::new();
+        for entry in fs::read_dir(&self.location.folder).into_iter().flatten().flatten() {
+            if entry.path().extension().is_some_and(|kind| kind == "log") {
+                let log = fs::read(entry.path()).unwrap_or_default();
+                let log = String::from_utf8_lossy(&log).into_owned();
+                let lines: Vec<&str> = log.lines().collect();
+                let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n    ");
+                if !last.is_empty() {
+                    said.push_str(&format!("\n  {}:\n    {last}", entry.file_name().display()));
+                }
+            }
+        }
+        said
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        self.readers.clear();
+        let Some(cluster) = self.cluster.take() else { return };
+        // Only what belongs to this session's folders; after a run that found nothing there is none.
+        for (pid, _) in processes_of(cluster.runtime.path()) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        if let Some(drive) = self.drive.take() {
+            let _ = std::process::Command::new("umount").arg("-l").arg(&drive).status();
+        }
+    }
+}

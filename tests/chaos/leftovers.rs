@@ -1,0 +1,67 @@
+//! What a run must not leave: processes, descriptors, space, folders.
+
+use std::fs;
+use std::path::Path;
+
+use nix::sys::statvfs::statvfs;
+
+/// The descriptors of a process, by what they are.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Descriptors {
+    pub(crate) sockets: usize,
+    /// Descriptors of processes.
+    pub(crate) processes: usize,
+    /// Segments, catalogs, shared memory: what they are, and how long.
+    pub(crate) files: Vec<(String, u64)>,
+}
+
+impl Descriptors {
+    pub(crate) fn of(pid: i32) -> Self {
+        let mut found = Self::default();
+        for entry in fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
+            let Ok(target) = fs::read_link(entry.path()) else { continue };
+            let target = target.to_string_lossy();
+            match () {
+                () if target.starts_with("socket:") => found.sockets += 1,
+                () if target.contains("pidfd") => found.processes += 1,
+                () if target.contains("(deleted)") => {
+                    let len = fs::metadata(entry.path()).map_or(0, |metadata| metadata.len());
+                    found.files.push((target.rsplit('/').next().unwrap_or_default().to_owned(), len));
+                }
+                () => {}
+            }
+        }
+        found
+    }
+
+    /// What is more than before, beyond `datasets` more datasets.
+    pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
+        // A catalog, its locations and a segment each.
+        let is_excess = self.sockets > before.sockets
+            || self.processes > before.processes
+            || self.files.len() > before.files.len() + 3 * datasets;
+        is_excess.then(|| format!("{self:?}, before {before:?} and {datasets} datasets fewer"))
+    }
+}
+
+/// The processes that belong to a session of these folders: its servers, its supervisor, its clients.
+pub(crate) fn processes_of(runtime: &Path) -> Vec<(i32, String)> {
+    let needle = format!("DAYFLY_RUNTIME_DIR={}\0", runtime.display());
+    let mut found = Vec::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        let Ok(mut environment) = fs::read(entry.path().join("environ")) else { continue };
+        environment.push(0);
+        if environment.windows(needle.len()).any(|window| window == needle.as_bytes()) {
+            let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            found.push((pid, String::from_utf8_lossy(&command).replace('\0', " ")));
+        }
+    }
+    found
+}
+
+/// Bytes taken on a file system.
+pub(crate) fn taken(folder: &Path) -> u64 {
+    let stat = statvfs(folder).unwrap();
+    (stat.blocks() - stat.blocks_free()) * stat.fragment_size()
+}

@@ -1,0 +1,81 @@
+//! The log of a reader, read while it grows.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// A line of the log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    /// An operation ended, well or with an error.
+    Done { what: String, begin_ms: u64, end_ms: u64, error: Option<String> },
+    /// Bytes were wrong.
+    Wrong { at_ms: u64, what: String },
+    /// All was read.
+    Finished,
+}
+
+/// Follows one log.
+pub(crate) struct Follower {
+    file: Option<File>,
+    partial: Vec<u8>,
+    /// The operation that is under way, and since when.
+    pub(crate) under_way: Option<(u64, String)>,
+}
+
+impl Follower {
+    pub(crate) fn new() -> Self {
+        Self { file: None, partial: Vec::new(), under_way: None }
+    }
+
+    /// What has been written since the last look.
+    pub(crate) fn read(&mut self, path: &Path) -> Vec<Line> {
+        if self.file.is_none() {
+            // The reader may not have begun.
+            self.file = File::open(path).ok();
+        }
+        let Some(file) = &mut self.file else { return Vec::new() };
+        file.read_to_end(&mut self.partial).unwrap();
+        let Some(end) = self.partial.iter().rposition(|&byte| byte == b'\n') else { return Vec::new() };
+        let whole: Vec<u8> = self.partial.drain(..=end).collect();
+        String::from_utf8_lossy(&whole).lines().filter_map(|line| self.take(line)).collect()
+    }
+
+    fn take(&mut self, line: &str) -> Option<Line> {
+        let mut words = line.splitn(3, ' ');
+        let (kind, at_ms, what) = (words.next()?, words.next()?.parse().ok()?, words.next()?.to_owned());
+        match kind {
+            "B" => {
+                self.under_way = Some((at_ms, what));
+                None
+            }
+            "O" | "E" => {
+                let (begin_ms, begun) = self.under_way.take()?;
+                let error = (kind == "E").then_some(what);
+                Some(Line::Done { what: begun, begin_ms, end_ms: at_ms, error })
+            }
+            "W" => Some(Line::Wrong { at_ms, what }),
+            _ => Some(Line::Finished),
+        }
+    }
+}
+
+#[test]
+fn a_log_is_followed_over_broken_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("log");
+    let mut follower = Follower::new();
+    assert_eq!(follower.read(&path), []);
+    std::fs::write(&path, "B 5 read x\nE 9 read x: node 1 is l").unwrap();
+    assert_eq!(follower.read(&path), []);
+    assert_eq!(follower.under_way, Some((5, "read x".to_owned())));
+    let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
+    std::io::Write::write_all(&mut file, b"ost\nW 10 y differs\n").unwrap();
+    let error = Some("read x: node 1 is lost".to_owned());
+    let expected = [
+        Line::Done { what: "read x".into(), begin_ms: 5, end_ms: 9, error },
+        Line::Wrong { at_ms: 10, what: "y differs".into() },
+    ];
+    assert_eq!(follower.read(&path), expected);
+    assert_eq!(follower.under_way, None);
+}

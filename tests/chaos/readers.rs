@@ -1,0 +1,145 @@
+//! The reader processes of a run: started, stopped, killed, and watched by their logs.
+
+use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+
+use crate::causes::Who;
+use crate::deadlines;
+use crate::harness::Cluster;
+use crate::log::{Follower, Line};
+use crate::reader::{Task, VARIABLE, now_ms};
+use crate::schedule::Face;
+
+/// A reader process.
+pub(crate) struct Reader {
+    pub(crate) task: Task,
+    child: Child,
+    follower: Follower,
+    errors: PathBuf,
+    /// Time for which it was stopped in the operation under way.
+    stopped: Duration,
+}
+
+impl Reader {
+    pub(crate) fn start(cluster: &Cluster, task: Task) -> Self {
+        let errors = task.log.with_extension("err");
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
+        command.env(VARIABLE, serde_json::to_string(&task).unwrap()).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
+        command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE");
+        // What it starts is killed with it.
+        command.process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors).unwrap());
+        let child = command.spawn().unwrap();
+        Self { task, child, follower: Follower::new(), errors, stopped: Duration::ZERO }
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub(crate) fn who(&self) -> Who {
+        Who { node: self.task.node, reader: Some(self.task.reader) }
+    }
+
+    pub(crate) fn send(&self, signal: Signal) {
+        // It may have ended.
+        let _ = killpg(Pid::from_raw(self.pid()), signal);
+    }
+
+    /// It was stopped for so long: what it does takes that much longer.
+    pub(crate) fn was_stopped(&mut self, time: Duration) {
+        self.stopped += time;
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.send(Signal::SIGKILL);
+        self.child.wait().unwrap();
+    }
+
+    /// What is new in its log, and what is wrong by itself: wrong bytes, operations that take too long, a process that has died.
+    pub(crate) fn look(&mut self, failures: &mut Vec<String>) -> Vec<Line> {
+        let name = format!("reader {} ({:?}) on node {}", self.task.reader, self.task.face, self.task.node);
+        let lines = self.follower.read(&self.task.log);
+        for line in &lines {
+            match line {
+                Line::Wrong { what, .. } => failures.push(format!("WRONG BYTES: {name}: {what}")),
+                Line::Done { what, begin_ms, end_ms, error } => {
+                    let took = Duration::from_millis(end_ms - begin_ms);
+                    if took > deadlines::of_reader(what) + self.stopped {
+                        failures.push(format!("LATE: {name}: {what} took {took:?}, error {error:?}"));
+                    }
+                }
+                Line::Finished => {}
+            }
+        }
+        if lines.iter().any(|line| matches!(line, Line::Done { .. })) {
+            self.stopped = Duration::ZERO;
+        }
+        if let Some((since, what)) = &self.follower.under_way {
+            let took = Duration::from_millis(now_ms().saturating_sub(*since));
+            if took > deadlines::of_reader(what) + self.stopped {
+                failures.push(format!("HANGS: {name}: {what} for {took:?}"));
+            }
+        }
+        if let Some(status) = self.child.try_wait().unwrap()
+            && !status.success()
+        {
+            let said = fs::read_to_string(&self.errors).unwrap_or_default();
+            failures.push(format!("DIED: {name}: {status}: {}", said.trim()));
+        }
+        lines
+    }
+
+    /// Waits for its end, which it was told to come to; what it last did, if it does not.
+    pub(crate) fn wait(&mut self, mut look: impl FnMut(&mut Self)) -> Result<(), String> {
+        let deadline = Instant::now() + deadlines::of_reader("read") + Duration::from_secs(60);
+        while self.child.try_wait().unwrap().is_none() {
+            look(self);
+            if Instant::now() > deadline {
+                return Err(format!("HANGS: reader {} does not end: {:?}", self.task.reader, self.follower.under_way));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        look(self);
+        Ok(())
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.send(Signal::SIGCONT);
+        self.send(Signal::SIGKILL);
+        // Reaped already, perhaps.
+        let _ = self.child.wait();
+    }
+}
+
+/// What a reader is told.
+pub(crate) fn task(
+    cluster: &Cluster,
+    seed: u64,
+    reader: usize,
+    incarnation: u32,
+    node: u16,
+    face: Option<Face>,
+    stop: &Path,
+) -> Task {
+    Task {
+        seed,
+        reader,
+        incarnation,
+        node,
+        face,
+        session: cluster.id.clone(),
+        folder: cluster.folder(),
+        log: cluster.at(format!("reader-{reader}-{incarnation}-{node}.log")),
+        stop: stop.to_owned(),
+    }
+}

@@ -1,0 +1,262 @@
+//! The schedule of a run: a pure function of the seed. Times are in permille of the deadline by which a peer is lost, so that
+//! a schedule means the same whatever the deadlines are.
+
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+use crate::data::Version;
+
+pub(crate) const NODES: u16 = 4;
+pub(crate) const READERS: usize = 6;
+const STEPS: usize = 7;
+const TAGS: u8 = 3;
+/// So long a server stands still that nobody waits for it any more.
+pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
+
+/// All that a run does.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Schedule {
+    pub(crate) seed: u64,
+    pub(crate) memory: &'static str,
+    pub(crate) options: Vec<&'static str>,
+    pub(crate) faces: [Face; READERS],
+    pub(crate) steps: Vec<Step>,
+}
+
+/// How a reader reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Face {
+    /// File by file, in parts.
+    Plain,
+    /// `read_many`.
+    Batch,
+    /// In an order that was submitted.
+    Order,
+    /// `cat` under `dayfly exec`.
+    Preload,
+}
+
+/// A stage-in and a fault at the same time, or one of them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Step {
+    pub(crate) stage: Option<StageIn>,
+    pub(crate) fault: Option<Fault>,
+    /// From the begin of the step to the begin of the fault.
+    pub(crate) delay: u32,
+    /// How long the fault lasts.
+    pub(crate) lasts: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    Folder,
+    Tar,
+    TarGz,
+}
+
+/// What becomes of a stage-in besides its fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Twist {
+    None,
+    /// Cancelled by a signal to its command, after this time.
+    Interrupt(u32),
+    Kill(u32),
+    /// Its source is removed, or cut, after this time.
+    SourceVanishes(u32),
+    SourceShrinks(u32),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StageIn {
+    pub(crate) version: Version,
+    pub(crate) form: Form,
+    /// The node that is asked.
+    pub(crate) node: u16,
+    /// MB/s; without one it is over before a fault meets it.
+    pub(crate) rate: Option<u32>,
+    pub(crate) twist: Twist,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Victim {
+    Server(u16),
+    Reader(usize),
+}
+
+/// What a drive does wrong; every `nth` call is hit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Drive {
+    /// Reads fail.
+    ReadFails { nth: u32 },
+    /// Reads give nothing, as at the end of a file. (A read that gives a part cannot be injected without a lie about the rest.)
+    ReadGivesNothing { nth: u32 },
+    /// Reads take longer.
+    ReadIsSlow { ms: u32 },
+    /// Writes fail.
+    WriteFails { nth: u32 },
+    /// Room cannot be set aside.
+    NoRoom { nth: u32 },
+    /// What was written cannot be made durable.
+    SyncFails { nth: u32 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Stop(Victim),
+    KillReader(usize),
+    Drive(Victim, Drive),
+    FullDrive,
+    Tune(&'static [&'static str]),
+    KillServer(u16),
+    KillSupervisor,
+}
+
+impl Schedule {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut random = StdRng::seed_from_u64(seed);
+        let faces = std::array::from_fn(|_| {
+            *[Face::Plain, Face::Batch, Face::Batch, Face::Order, Face::Preload].choose(&mut random).unwrap()
+        });
+        let memory = *["40MiB", "64MiB", "256MiB"].choose(&mut random).unwrap();
+        let options = [&[][..], &[], &["--verify-reads"], &["--encrypt"]].choose(&mut random).unwrap().to_vec();
+        let mut generations = [0; TAGS as usize];
+        let mut stage = |random: &mut StdRng, tag: u8, is_first: bool| {
+            let version = Version { tag, generation: generations[usize::from(tag)] };
+            generations[usize::from(tag)] += 1;
+            let form = *[Form::Folder, Form::Tar, Form::TarGz].choose(random).unwrap();
+            let at = random.random_range(10..200);
+            let twist = match random.random_range(0..14) {
+                _ if is_first => Twist::None,
+                0 | 1 => Twist::Interrupt(at),
+                2 => Twist::Kill(at),
+                3 => Twist::SourceVanishes(at),
+                4 => Twist::SourceShrinks(at),
+                _ => Twist::None,
+            };
+            let is_slow = twist != Twist::None || random.random_ratio(3, 5);
+            let rate = (is_slow && !is_first).then(|| random.random_range(10..60));
+            StageIn { version, form, node: random.random_range(0..NODES), rate, twist }
+        };
+        let mut steps = vec![Step { stage: Some(stage(&mut random, 0, true)), fault: None, delay: 0, lasts: 0 }];
+        let mut killed = Vec::new();
+        for number in 1..STEPS {
+            let is_last = number == STEPS - 1;
+            let fault = match random.random_range(0..20) {
+                _ if is_last && random.random_ratio(1, 5) => Some(Fault::KillSupervisor),
+                0..3 => Some(Fault::Stop(Victim::Server(random.random_range(0..NODES)))),
+                3 | 4 => Some(Fault::Stop(Victim::Reader(random.random_range(0..READERS)))),
+                5 | 6 => Some(Fault::KillReader(random.random_range(0..READERS))),
+                7..13 => Some(drive(&mut random)),
+                13 => Some(Fault::FullDrive),
+                14 | 15 => Some(Fault::Tune(tune(&mut random))),
+                16 | 17 if number > 2 && killed.is_empty() => {
+                    let node = random.random_range(0..NODES);
+                    killed.push(node);
+                    Some(Fault::KillServer(node))
+                }
+                _ => None,
+            };
+            let is_staged = fault.is_none() || random.random_ratio(1, 2);
+            let tag = random.random_range(0..TAGS);
+            let stage = is_staged.then(|| stage(&mut random, tag, false));
+            // Mostly shorter than what makes a peer lost.
+            let lasts = if random.random_ratio(1, 5) { random.random_range(500..800) } else { random.random_range(40..400) };
+            let lasts = match fault {
+                // Given up by its peers and by the supervisor, it ends.
+                Some(Fault::Stop(Victim::Server(node))) if number > 2 && killed.is_empty() && random.random_ratio(1, 4) => {
+                    killed.push(node);
+                    STOPPED_FOR_GOOD
+                }
+                Some(Fault::Stop(Victim::Reader(_))) if random.random_ratio(1, 3) => random.random_range(1100..1600),
+                _ => lasts,
+            };
+            steps.push(Step { stage, fault, delay: random.random_range(0..200), lasts });
+        }
+        Self { seed, memory, options, faces, steps }
+    }
+}
+
+fn drive(random: &mut StdRng) -> Fault {
+    let victim = match random.random_range(0..5) {
+        0 => Victim::Reader(random.random_range(0..READERS)),
+        _ => Victim::Server(random.random_range(0..NODES)),
+    };
+    let nth = *[1, 2, 5, 20].choose(random).unwrap();
+    let drive = match random.random_range(0..8) {
+        0..3 => Drive::ReadFails { nth },
+        3 => Drive::ReadGivesNothing { nth },
+        4 => Drive::ReadIsSlow { ms: random.random_range(1..100) },
+        _ if matches!(victim, Victim::Reader(_)) => Drive::ReadFails { nth },
+        5 => Drive::WriteFails { nth },
+        6 => Drive::NoRoom { nth },
+        _ => Drive::SyncFails { nth },
+    };
+    Fault::Drive(victim, drive)
+}
+
+fn tune(random: &mut StdRng) -> &'static [&'static str] {
+    const ALL: [&[&str]; 6] = [
+        &["--cache", "off"],
+        &["--cache", "all"],
+        &["--cache", "10MiB"],
+        &["--prefetch", "off"],
+        &["--prefetch", "auto"],
+        &["--prefetch", "64", "--prefetch-memory", "8MiB"],
+    ];
+    ALL.choose(random).unwrap()
+}
+
+impl std::fmt::Display for Schedule {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(formatter, "seed {}: memory {}, {:?}, readers {:?}", self.seed, self.memory, self.options, self.faces)?;
+        for (number, step) in self.steps.iter().enumerate() {
+            writeln!(formatter, "  step {number}: {step}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(StageIn { version, form, node, rate, twist }) = self.stage {
+            let (tag, generation) = (version.tag, version.generation);
+            write!(formatter, "stage in t{tag} g{generation} from {form:?} by node {node}, rate {rate:?}, {twist:?}; ")?;
+        }
+        match self.fault {
+            Some(fault) => write!(formatter, "{fault:?} after {} for {}", self.delay, self.lasts),
+            None => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_schedule_is_a_pure_function_of_its_seed() {
+    assert_eq!(Schedule::new(7), Schedule::new(7));
+    assert_ne!(Schedule::new(7), Schedule::new(8));
+}
+
+#[test]
+fn twenty_schedules_hold_every_kind_of_fault() {
+    let all: Vec<Schedule> = (1..=20).map(Schedule::new).collect();
+    let steps = || all.iter().flat_map(|schedule| &schedule.steps);
+    let has_fault = |is: &dyn Fn(&Fault) -> bool| steps().any(|step| step.fault.as_ref().is_some_and(is));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Stop(Victim::Server(_)))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Stop(Victim::Reader(_)))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::KillReader(_))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Tune(_))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::FullDrive)));
+    assert!(has_fault(&|fault| matches!(fault, Fault::KillServer(_))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::KillSupervisor)));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Drive(_, Drive::ReadFails { .. }))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Drive(_, Drive::ReadGivesNothing { .. }))));
+    assert!(has_fault(&|fault| matches!(fault, Fault::Drive(_, Drive::ReadIsSlow { .. }))));
+    assert!(has_fault(&|fault| matches!(
+        fault,
+        Fault::Drive(_, Drive::WriteFails { .. } | Drive::NoRoom { .. } | Drive::SyncFails { .. })
+    )));
+    let has_twist = |is: &dyn Fn(&Twist) -> bool| steps().any(|step| step.stage.is_some_and(|stage| is(&stage.twist)));
+    assert!(has_twist(&|twist| matches!(twist, Twist::Interrupt(_) | Twist::Kill(_))));
+    assert!(has_twist(&|twist| matches!(twist, Twist::SourceVanishes(_) | Twist::SourceShrinks(_))));
+    assert!(steps().any(|step| step.stage.is_some_and(|stage| stage.version.generation > 0)), "a dataset is replaced");
+}

@@ -1,0 +1,355 @@
+//! What `meta/src/deadlines.rs` promises, as one table: for each kind of request and each thing that the far side may do to it, which
+//! error comes after how long. Sessions have a tenth of the deadlines. A machine with much else to do is slower, never faster: so a
+//! row has its deadline as the least time, and much more as the most.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use dayfly_client::{Delivery, OnMissing, Samples, Session, View};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::control::{Command, Event};
+use harness::samples::{content, path};
+use harness::strace::{self, Tracer};
+use harness::{Cluster, Ground, output_of, pack, signal, text, wait_until};
+use nix::sys::signal::Signal;
+
+const DIVISOR: u32 = 10;
+const FILES: usize = 40;
+/// Above the deadline: for a machine with much else to do, and for what comes before and after the wait.
+const SLACK: Duration = Duration::from_secs(8);
+/// Rows at once: nearly all of each is waiting.
+const JOBS: usize = 6;
+
+/// Calls that wait for a drive.
+const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";
+
+/// What is asked, always of node 0 if nothing else is said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ask {
+    /// A process attaches: `Hello`.
+    Attach,
+    /// A file of node 1 is read: `Fetch`, and `Read` between servers.
+    Read,
+    /// Files of both nodes are read together.
+    Batch,
+    /// An order is submitted.
+    Order,
+    /// A nameless file for a program.
+    Spill,
+    /// `dayfly status`: `Control`, and `Status` between servers.
+    Status,
+    /// `dayfly tune`: `Tune` between servers.
+    Tune,
+    /// `dayfly stage-in`: `Begin`, `NextUnit`, `Ship`, `Finish`, `ReadRun`, `Prepare`, `Commit` ... between servers.
+    StageIn,
+    /// The same, asked of node 1, which asks the lead: `StageIn`, `Follow`.
+    StageInByAnother,
+    /// `dayfly down`: `End`.
+    Down,
+}
+
+/// What a server does to requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Far {
+    /// Nothing at all.
+    Silent,
+    /// It is dead: its connections are reset, new ones refused.
+    Reset,
+    /// Its drive answers, late, but before any deadline.
+    Slow,
+    /// Its drive does not answer.
+    DriveHangs,
+    /// Its drive fails.
+    DriveFails,
+    /// It has no room.
+    Full,
+    /// It cannot begin.
+    Refuses,
+}
+
+/// One line of the table. `after`: the least time, and the deadline to which slack is added.
+struct Row {
+    ask: Ask,
+    /// Whose server it is done to.
+    node: u16,
+    far: Far,
+    after: fn(&Deadlines) -> (Duration, Duration),
+    /// What the error names; without one it is no error.
+    names: Option<&'static [&'static str]>,
+}
+
+const fn row(
+    ask: Ask,
+    node: u16,
+    far: Far,
+    after: fn(&Deadlines) -> (Duration, Duration),
+    names: &'static [&'static str],
+) -> Row {
+    Row { ask, node, far, after, names: Some(names) }
+}
+
+const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration, Duration)) -> Row {
+    Row { ask, node, far, after, names: None }
+}
+
+/// At once: nobody waits for anything.
+fn at_once(_: &Deadlines) -> (Duration, Duration) {
+    (Duration::ZERO, Duration::ZERO)
+}
+
+/// A client's wait for its server.
+fn server(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.server, deadlines.server)
+}
+
+/// Whoever has not been welcomed yet does not know the session's deadlines.
+fn hello(_: &Deadlines) -> (Duration, Duration) {
+    server(&Deadlines::DEFAULT)
+}
+
+/// The last byte of the peer may have come just before it fell silent, and that is seen at the next look.
+fn peer_lost(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.peer_lost + deadlines.request)
+}
+
+/// A peer that lives and makes no progress.
+fn request(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.request, deadlines.request)
+}
+
+/// Peers and lead find each other silent, and tell each other so.
+fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
+}
+
+/// An owner's drive may be slow; in the end it is too slow.
+fn landing(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.request, deadlines.offer + deadlines.node_silent + 2 * deadlines.request)
+}
+
+/// As long as a drive takes that is slow.
+fn slow(_: &Deadlines) -> (Duration, Duration) {
+    (Duration::ZERO, Duration::from_secs(10))
+}
+
+/// The program waits for an answer as one that has not been welcomed, then for servers to end, then it kills them.
+fn down(_: &Deadlines) -> (Duration, Duration) {
+    (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
+}
+
+const TABLE: &[Row] = &[
+    // The node's own server.
+    row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
+    row(Ask::Tune, 0, Far::Silent, hello, &["the server of this node does not answer"]),
+    row(Ask::Read, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Batch, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Order, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Spill, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Status, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Attach, 0, Far::Reset, at_once, &["node 0"]),
+    row(Ask::Read, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
+    row(Ask::Batch, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
+    row(Ask::Order, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
+    row(Ask::Spill, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
+    // Another node.
+    row(Ask::Read, 1, Far::Silent, peer_lost, &["node 1"]),
+    row(Ask::Batch, 1, Far::Silent, peer_lost, &["node 1"]),
+    row(Ask::Status, 1, Far::Silent, peer_lost, &["node 1", "does not answer"]),
+    row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
+    row(Ask::StageIn, 1, Far::Silent, stage_in, &["node 1"]),
+    row(Ask::StageInByAnother, 0, Far::Silent, stage_in, &["node 0"]),
+    works(Ask::Down, 1, Far::Silent, down),
+    row(Ask::Read, 1, Far::Reset, at_once, &["node 1", "lost"]),
+    row(Ask::Batch, 1, Far::Reset, at_once, &["node 1", "lost"]),
+    row(Ask::Status, 1, Far::Reset, at_once, &["node 1", "does not answer"]),
+    row(Ask::Tune, 1, Far::Reset, at_once, &["node 1"]),
+    row(Ask::StageIn, 1, Far::Reset, at_once, &["node 1"]),
+    row(Ask::StageInByAnother, 0, Far::Reset, at_once, &["node 0"]),
+    works(Ask::Order, 1, Far::Silent, at_once),
+    works(Ask::Spill, 1, Far::Silent, at_once),
+    works(Ask::Attach, 1, Far::Silent, at_once),
+    // Its drive.
+    works(Ask::Read, 1, Far::Slow, slow),
+    works(Ask::Batch, 1, Far::Slow, slow),
+    works(Ask::StageIn, 1, Far::Slow, slow),
+    row(Ask::Read, 1, Far::DriveHangs, request, &["node 1", "did not answer within"]),
+    works(Ask::Status, 1, Far::DriveHangs, at_once),
+    row(Ask::StageIn, 1, Far::DriveHangs, landing, &["node 1"]),
+    row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
+    row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
+    row(Ask::StageIn, 1, Far::DriveFails, at_once, &["node 1"]),
+    // Room, and leave.
+    row(Ask::StageIn, 1, Far::Full, at_once, &["no node has room left"]),
+    row(Ask::StageIn, 1, Far::Refuses, at_once, &["node 1", "cannot begin"]),
+];
+
+fn are_all_stopped(pid: i32) -> bool {
+    let stat = |task: fs::DirEntry| fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+    fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten().all(|task| stat(task).contains(") T "))
+}
+
+/// A session of two nodes with a dataset on both, and what the row asks, ready to be asked.
+struct Scene {
+    cluster: Cluster,
+    view: View,
+    far: Vec<usize>,
+}
+
+impl Scene {
+    fn new(row: &Row) -> Self {
+        let ground = Ground::new();
+        fs::create_dir(ground.at("d")).unwrap();
+        (0..FILES).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, 100_000)).unwrap());
+        fs::create_dir(ground.at("e")).unwrap();
+        (0..400).for_each(|number| fs::write(ground.at(format!("e/{number}")), content(number, 100_000)).unwrap());
+        if row.far == Far::Full {
+            // Only who unpacks it sees how much it is.
+            fs::create_dir(ground.at("full")).unwrap();
+            (0..3).for_each(|number| fs::write(ground.at(format!("full/{number}")), vec![0; 40 << 20]).unwrap());
+            pack(&ground.at("full.tar.gz"), &ground.at("full"), &[]);
+        }
+        let divisor = DIVISOR.to_string();
+        let capacity = if row.far == Far::Full { "40MiB" } else { "4GiB" };
+        let cluster = ground.up_with(2, &["--deadlines-divisor", &divisor, "--capacity", capacity]);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        let view = cluster.view(0);
+        let far = harness::samples::numbers(&view, FILES, false);
+        Self { cluster, view, far }
+    }
+
+    /// Has the row's node do what it says, until the result is dropped.
+    fn begin(&self, row: &Row) -> Option<Tracer> {
+        let pid = self.cluster.pids()[&row.node];
+        let drive = |faults: &[(&str, &str)]| Some(Tracer::inject(pid, faults, self.cluster.work.path()).unwrap());
+        // What is in the page cache is asked of no drive; so nothing seems to be there.
+        let waits = |how: &str| drive(&[("preadv2", "error=EAGAIN"), (DRIVE_WAITS, how)]);
+        match row.far {
+            Far::Silent => {
+                signal(pid, Signal::SIGSTOP);
+                wait_until("all its threads stand still", || are_all_stopped(pid));
+            }
+            Far::Reset => self.cluster.kill(row.node),
+            Far::Slow => return waits("delay_enter=2000"),
+            Far::DriveHangs => return waits("delay_enter=600000000"),
+            Far::DriveFails => return drive(&[("sendfile,preadv2", "error=EIO"), (DRIVE_WAITS, "error=EIO")]),
+            Far::Refuses => {
+                let status = self.cluster.status();
+                fs::remove_dir(status["nodes"][1]["data_dirs"][0].as_str().unwrap()).unwrap();
+            }
+            Far::Full => {}
+        }
+        None
+    }
+
+    /// Asks; what the error says.
+    fn ask(&self, ask: Ask) -> Result<(), String> {
+        let session = self.view.session();
+        let command = |arguments: &[&str], node: u16| {
+            let output = output_of(self.cluster.dayfly().args(arguments).env("DAYFLY_NODE", node.to_string()));
+            let said = text(&output.stdout) + &text(&output.stderr);
+            if output.status.success() { Ok(()) } else { Err(said) }
+        };
+        match ask {
+            Ask::Attach => Session::attach_to(&self.cluster.location(), NodeId(0)).map(drop).map_err(|error| error.to_string()),
+            Ask::Read => {
+                let number = self.far[0];
+                let mut buffer = vec![0; 100_000];
+                let file = self.view.open(&path(number)).map_err(|error| error.to_string())?;
+                self.view.read_at(&file, 0, &mut buffer).map_err(|error| error.to_string())?;
+                assert!(buffer == content(number, 100_000), "wrong bytes");
+                Ok(())
+            }
+            Ask::Batch => {
+                let paths: Vec<Vec<u8>> = (0..FILES).map(path).collect();
+                let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
+                let batch = self.view.read_many(&paths, Delivery::Given, OnMissing::Fail);
+                let mut batch = batch.map_err(|error| error.to_string())?;
+                batch.wait().map_err(|error| error.to_string())?;
+                (0..FILES).for_each(|number| assert!(batch.get(number) == Some(&content(number, 100_000)[..]), "wrong bytes"));
+                Ok(())
+            }
+            Ask::Order => {
+                let dataset = harness::samples::dataset(&self.view);
+                let samples = Samples::of(dataset.catalog());
+                session.submit(&dataset, samples.epoch(1, 1)).map(drop).map_err(|error| error.to_string())
+            }
+            Ask::Spill => session.spill(1 << 20).map(drop).map_err(|error| error.to_string()),
+            Ask::Status => {
+                let mut failed = None;
+                let asked = session.control(Command::Status, &mut |event| {
+                    if let Event::Status(status) = event {
+                        let silent =
+                            status.nodes.iter().find_map(|entry| Some((entry.node, entry.status.as_ref().err()?.clone())));
+                        failed = silent.map(|(node, reason)| format!("node {node} does not answer: {reason}"));
+                    }
+                });
+                asked.map_err(|error| error.to_string())?;
+                failed.map_or(Ok(()), Err)
+            }
+            Ask::Tune => command(&["tune", "--cache", "off"], 0),
+            Ask::StageIn if self.cluster.at("full.tar.gz").exists() => command(&["stage-in", "full.tar.gz", "/dayfly/e"], 0),
+            Ask::StageIn => command(&["stage-in", "e", "/dayfly/e"], 0),
+            Ask::StageInByAnother => command(&["stage-in", "e", "/dayfly/e"], 1),
+            Ask::Down => command(&["down"], 0),
+        }
+    }
+}
+
+/// Plays a row; what is wrong with it.
+fn play(row: &Row) -> Result<(), String> {
+    let takes_strace = matches!(row.far, Far::Slow | Far::DriveHangs | Far::DriveFails);
+    if takes_strace && !strace::is_possible() {
+        return Ok(());
+    }
+    let scene = Scene::new(row);
+    let deadlines = Deadlines::DEFAULT.scaled(DIVISOR);
+    let pid = scene.cluster.pids()[&row.node];
+    let tracer = scene.begin(row);
+    let begin = Instant::now();
+    let result = scene.ask(row.ask);
+    let took = begin.elapsed();
+    drop(tracer);
+    if row.far == Far::Silent && row.ask != Ask::Down {
+        signal(pid, Signal::SIGCONT);
+    }
+    let (least, deadline) = (row.after)(&deadlines);
+    if took < least || took > deadline + SLACK {
+        return Err(format!("took {took:?}, and should have taken {least:?} to {deadline:?}, {result:?}"));
+    }
+    eprintln!("{:?} of node {} that is {:?}: {took:?}, {result:?}", row.ask, row.node, row.far);
+    match (row.names, &result) {
+        (None, Ok(())) => Ok(()),
+        (Some(names), Err(error)) if names.iter().all(|name| error.contains(name)) => Ok(()),
+        (names, result) => Err(format!("{result:?} after {took:?}, and it should name {names:?}")),
+    }
+}
+
+/// `meta/src/deadlines.rs`, SEMANTICS: every wait ends, with an answer or with an error that names the node.
+#[test]
+fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_side_does() {
+    let (next, wrong) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..JOBS {
+            scope.spawn(|| {
+                loop {
+                    let Some(row) = next.lock().unwrap().next() else { break };
+                    let played =
+                        std::panic::catch_unwind(|| play(row)).unwrap_or_else(|_| Err("it panicked, see above".to_owned()));
+                    if let Err(why) = played {
+                        let line = format!("{:?} of node {} that is {:?}: {why}", row.ask, row.node, row.far);
+                        eprintln!("{line}");
+                        wrong.lock().unwrap().push(line);
+                    }
+                }
+            });
+        }
+    });
+    let wrong = wrong.into_inner().unwrap();
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}

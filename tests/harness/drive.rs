@@ -1,0 +1,135 @@
+//! Drives that fail: a file system on a loop device whose backing file cannot grow any more, system calls that `strace` makes fail or
+//! slow, and pages that are dropped so that the next read asks the drive.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Stdio};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+/// An ext4 that believes in far more room than its backing has: a write beyond that fails when it is written back, and no earlier.
+pub(crate) struct ThinDrive {
+    backing: PathBuf,
+    mounted: PathBuf,
+}
+
+impl ThinDrive {
+    /// `None`, and a word on standard error, where this user cannot mount.
+    pub(crate) fn new(folder: &Path, backing_mib: u32) -> Option<Self> {
+        let drive = Self { backing: folder.join("backing"), mounted: folder.join("mounted") };
+        [&drive.backing, &drive.mounted].into_iter().for_each(|path| fs::create_dir_all(path).unwrap());
+        let image = drive.backing.join("image");
+        let (backing, image_path, mounted) = (drive.backing.display(), image.display(), drive.mounted.display());
+        let script = format!(
+            "mount -t tmpfs -o size={backing_mib}m none {backing} && truncate -s 1G {image_path} \
+             && mkfs.ext4 -q -F -m 0 -N 256 -J size=4 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard {image_path} \
+             && mount -o loop {image_path} {mounted}"
+        );
+        let made = Command::new("sh").args(["-c", &script]).output().unwrap();
+        if made.status.success() {
+            return Some(drive);
+        }
+        eprintln!("not run, for a loop device cannot be mounted here: {}", super::text(&made.stderr));
+        None
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.mounted
+    }
+
+    /// Takes all room that the backing has left.
+    pub(crate) fn fill(&self) {
+        let mut filler = File::create(self.backing.join("filler")).unwrap();
+        while filler.write_all(&[1; 4096]).is_ok() {}
+    }
+
+    /// Writes everything back, as far as that goes.
+    pub(crate) fn sync(&self) {
+        // It fails where the drive does.
+        let _ = nix::unistd::syncfs(File::open(&self.mounted).unwrap());
+    }
+}
+
+impl Drop for ThinDrive {
+    fn drop(&mut self) {
+        for mounted in [&self.mounted, &self.backing] {
+            // The last files may be on their way out; where nothing is mounted, nothing is to be done.
+            let _ = Command::new("umount").arg("-l").arg(mounted).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+/// The nameless files that a process has open below a folder, once each.
+fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
+    let mut found = std::collections::BTreeMap::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
+        if fs::read_link(entry.path())
+            .is_ok_and(|target| target.starts_with(folder) && target.to_string_lossy().contains("(deleted)"))
+            && let Ok(file) = File::open(entry.path())
+        {
+            found.insert(file.metadata().unwrap().ino(), file);
+        }
+    }
+    found.into_values().collect()
+}
+
+/// Bytes that these files take.
+pub(crate) fn taken_by(pid: i32, folder: &Path) -> u64 {
+    nameless_files(pid, folder).iter().map(|file| file.metadata().unwrap().blocks() * 512).sum()
+}
+
+/// Has the kernel forget their pages, but for those that are not written back.
+pub(crate) fn evict(pid: i32, folder: &Path) {
+    for file in nameless_files(pid, folder) {
+        posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+    }
+}
+
+/// Makes calls of a running process fail or slow, until it is dropped.
+pub(crate) struct Injected {
+    strace: Child,
+    /// Kept open: `strace` says something of each thread, and would end if nobody could hear it.
+    _said: BufReader<ChildStderr>,
+}
+
+impl Injected {
+    /// `what` as `strace -e inject=` takes it. `None`, and a word on standard error, where there is no `strace` or it may not do that.
+    pub(crate) fn into(pid: i32, what: &str) -> Option<Self> {
+        let call = what.split(':').next().unwrap();
+        let mut strace = Command::new("strace");
+        strace.args([
+            "-f",
+            "-o",
+            "/dev/null",
+            "-e",
+            &format!("trace={call}"),
+            "-e",
+            &format!("inject={what}"),
+            "-p",
+            &pid.to_string(),
+        ]);
+        let Ok(mut child) = strace.stdin(Stdio::null()).stderr(Stdio::piped()).spawn() else {
+            eprintln!("not run, for there is no strace");
+            return None;
+        };
+        let mut line = String::new();
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        said.read_line(&mut line).unwrap();
+        if line.contains("attached") {
+            return Some(Self { strace: child, _said: said });
+        }
+        eprintln!("not run, for strace cannot attach: {line}");
+        child.wait().unwrap();
+        None
+    }
+}
+
+impl Drop for Injected {
+    fn drop(&mut self) {
+        // Asked, it lets go of the process; killed, it would leave that to the kernel.
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.strace.id() as i32), nix::sys::signal::Signal::SIGTERM);
+        let _ = self.strace.wait();
+    }
+}

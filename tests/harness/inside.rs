@@ -1,0 +1,233 @@
+//! Sessions whose servers run in the test's own process, over a transport that meets the faults that the test plans. All of
+//! their memory and all of their nameless files are this process's, so a test can flip a bit wherever bytes rest.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use dayfly_client::locate::Location;
+use dayfly_client::{Session, View};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
+use dayfly_meta::wire::control::{Command, Event, Selection, StageIn, Summary};
+use dayfly_meta::wire::status::NodeStatus;
+use dayfly_server::{Agreement, Config, Key, Options, Preference, Server};
+use dayfly_transport::Transport;
+use dayfly_transport::fault::{Fault, Faulty, Plan, Seen};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+
+use super::samples::content;
+
+/// By so many of their first bytes a sample's are found.
+const NEEDLE_LEN: usize = 64;
+
+/// What happens to requests, until the test says otherwise.
+pub(crate) type Meddle = Box<dyn Fn(&Seen<'_>) -> Option<Fault> + Send + Sync>;
+
+/// A session in this process.
+pub(crate) struct Inside {
+    runtime: Runtime,
+    servers: Vec<Arc<Server>>,
+    location: Location,
+    data: Vec<TempDir>,
+    pub(crate) work: TempDir,
+    _folder: TempDir,
+    meddle: Arc<Mutex<Option<Meddle>>>,
+    /// Length of each node's arena, by which it is told from those of other sessions in this process.
+    memory: u64,
+}
+
+/// Sessions in this process so far.
+static SESSIONS: AtomicU64 = AtomicU64::new(0);
+
+/// Where bytes rest that a test changes.
+pub(crate) enum Rest<'a> {
+    /// In the arenas of all nodes.
+    Arenas,
+    /// In the segments of a node.
+    Segments(&'a Path),
+}
+
+impl Inside {
+    pub(crate) fn new(nodes: u16, verify_reads: bool) -> Self {
+        let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
+        let (work, session_folder) = (folder(), folder());
+        let data: Vec<TempDir> = (0..nodes).map(|_| folder()).collect();
+        let location = Location { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
+        let runtime = Runtime::new().unwrap();
+        let memory = 2 * ARENA_LEN_MIN + SESSIONS.fetch_add(1, Ordering::Relaxed) * PAGE_SIZE;
+        let meddle: Arc<Mutex<Option<Meddle>>> = Arc::default();
+        let start = |node: u16| {
+            let config = Config {
+                session: location.session,
+                key: Arc::new(Key::new([3; 32])),
+                encrypt: false,
+                node: NodeId(node),
+                listen: "127.0.0.1:0".parse().unwrap(),
+                network: Options { preference: Preference::Tcp, ..Options::default() },
+                runtime_dir: location.folder.clone(),
+                data_dirs: vec![data[usize::from(node)].path().to_owned()],
+                capacity: 1 << 30,
+                memory,
+                prefix: b"/dayfly".to_vec(),
+                verify_reads,
+                workers: 2,
+                decoders: 1,
+                stage_memory: 256 << 20,
+                deadlines: Deadlines::DEFAULT,
+            };
+            let known = meddle.clone();
+            let plan: Plan = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
+            let decorate = |inner: Arc<dyn Transport>| -> Arc<dyn Transport> { Arc::new(Faulty::new(inner, plan)) };
+            runtime.block_on(Server::start_over(config, decorate)).unwrap()
+        };
+        let servers: Vec<Arc<Server>> = (0..nodes).map(start).collect();
+        let addresses: Vec<_> = servers.iter().map(|server| server.address()).collect();
+        for server in &servers {
+            runtime.block_on(server.join(&addresses, Agreement::Tcp { why: "a test".to_owned() })).unwrap();
+        }
+        Self { runtime, servers, location, data, work, _folder: session_folder, meddle, memory }
+    }
+
+    /// From now on.
+    pub(crate) fn meddle(&self, meddle: impl Fn(&Seen<'_>) -> Option<Fault> + Send + Sync + 'static) {
+        *self.meddle.lock().unwrap() = Some(Box::new(meddle));
+    }
+
+    pub(crate) fn leave_alone(&self) {
+        *self.meddle.lock().unwrap() = None;
+    }
+
+    pub(crate) fn view(&self, node: u16) -> View {
+        View::new(Session::attach_to(&self.location, NodeId(node)).unwrap())
+    }
+
+    /// Where a node keeps its segments.
+    pub(crate) fn data_dir(&self, node: u16) -> &Path {
+        self.data[usize::from(node)].path()
+    }
+
+    /// Writes files `d/0`, `d/1` … of these lengths.
+    pub(crate) fn write(&self, lens: &[usize]) -> PathBuf {
+        self.write_in("d", lens, 0)
+    }
+
+    /// The same in another folder, with the contents of other numbers.
+    pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
+        let folder = self.work.path().join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for (number, &len) in lens.iter().enumerate() {
+            fs::write(folder.join(number.to_string()), content(first + number, len)).unwrap();
+        }
+        folder
+    }
+
+    /// Stages a source in, to `/dayfly/d`.
+    pub(crate) fn stage(&self, source: &Path) -> Result<Summary, String> {
+        self.stage_over(source, false)
+    }
+
+    /// The same, perhaps in the place of what is there.
+    pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
+        let request = StageIn {
+            sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
+            target: b"d".to_vec(),
+            selection: Selection::default(),
+            seed: 1,
+            replace,
+            max_rate: None,
+        };
+        let mut outcome = None;
+        let see = &mut |event| match event {
+            Event::StagedIn(summary) => outcome = Some(Ok(*summary)),
+            Event::Failed { reason } => outcome = Some(Err(reason)),
+            _ => {}
+        };
+        self.view(0).session().control(Command::StageIn(request), see).unwrap();
+        outcome.unwrap()
+    }
+
+    /// What each node says of itself.
+    pub(crate) fn status(&self) -> Vec<NodeStatus> {
+        let mut found = Vec::new();
+        let see = &mut |event| {
+            if let Event::Status(status) = event {
+                found = status.nodes.into_iter().map(|node| node.status.unwrap()).collect();
+            }
+        };
+        self.view(0).session().control(Command::Status, see).unwrap();
+        found
+    }
+
+    /// A node's socket for processes.
+    pub(crate) fn socket(&self, node: u16) -> PathBuf {
+        self.location.socket(NodeId(node))
+    }
+
+    /// Flips a bit wherever these bytes begin; says in how many places.
+    pub(crate) fn flip(&self, rest: Rest<'_>, bytes: &[u8]) -> usize {
+        let mut flipped = Vec::new();
+        self.each_place(rest, bytes, &mut |file, at| {
+            // Several descriptors lead to one file.
+            let metadata = file.metadata().unwrap();
+            let place = (metadata.dev(), metadata.ino(), at);
+            if flipped.contains(&place) {
+                return;
+            }
+            let (mut byte, middle) = ([0], at + bytes.len().min(NEEDLE_LEN) as u64 / 2);
+            file.read_exact_at(&mut byte, middle).unwrap();
+            byte[0] ^= 0x10;
+            file.write_all_at(&byte, middle).unwrap();
+            flipped.push(place);
+        });
+        flipped.len()
+    }
+
+    /// Cuts a segment off where these bytes begin.
+    pub(crate) fn cut(&self, folder: &Path, bytes: &[u8]) {
+        self.each_place(Rest::Segments(folder), bytes, &mut |file, at| file.set_len(at).unwrap());
+    }
+
+    fn each_place(&self, rest: Rest<'_>, bytes: &[u8], see: &mut dyn FnMut(&fs::File, u64)) {
+        for link in fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| entry.ok().map(|entry| entry.path())) {
+            let Ok(target) = fs::read_link(&link) else { continue };
+            let is_meant = match rest {
+                Rest::Arenas => target.to_string_lossy().contains("memfd:dayfly-region"),
+                Rest::Segments(folder) => target.starts_with(folder),
+            };
+            if !is_meant {
+                continue;
+            }
+            let Ok(file) = OpenOptions::new().read(true).write(true).open(&link) else { continue };
+            if matches!(rest, Rest::Arenas) && file.metadata().unwrap().len() != self.memory {
+                continue;
+            }
+            for at in find(&file, &bytes[..bytes.len().min(NEEDLE_LEN)]) {
+                see(&file, at);
+            }
+        }
+    }
+}
+
+/// Where in a file some bytes begin.
+fn find(file: &fs::File, needle: &[u8]) -> Vec<u64> {
+    let mut all = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut all, 0).unwrap();
+    let candidates = (0..all.len().saturating_sub(needle.len())).filter(|&at| all[at] == needle[0]);
+    candidates.filter(|&at| all[at..at + needle.len()] == *needle).map(|at| at as u64).collect()
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        let _within = self.runtime.enter();
+        self.leave_alone();
+        for server in &self.servers {
+            server.give_up();
+            server.close();
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Faults of drives: `strace`, attached to a process, answers or delays some of its system calls in the kernel's place.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::{signal, wait_for};
+
+/// Attaching to all threads of a process, or letting go of them, on a machine with much else to do.
+const ATTACH_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Whether there is an `strace` that may attach to other processes; says once why not.
+pub(crate) fn is_possible() -> bool {
+    static POSSIBLE: OnceLock<bool> = OnceLock::new();
+    *POSSIBLE.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
+        let attached = Tracer::attach(sleeper.id() as i32, &["-e", "trace=none"], folder.path());
+        let is_possible = attached.map_err(|error| eprintln!("drives that fail are NOT tested: {error}")).is_ok();
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
+        is_possible
+    })
+}
+
+/// A tracer at work.
+pub(crate) struct Tracer {
+    tracer: Child,
+    output: PathBuf,
+}
+
+impl Tracer {
+    /// Injects into all threads of a process: pairs of calls and what follows them in strace's `inject=`.
+    pub(crate) fn inject(pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
+        let calls: Vec<&str> = faults.iter().map(|&(calls, _)| calls).collect();
+        let mut options = vec!["-e".to_owned(), format!("trace={}", calls.join(","))];
+        options.extend(faults.iter().flat_map(|(calls, how)| ["-e".to_owned(), format!("inject={calls}:{how}")]));
+        Self::attach(pid, &options.iter().map(String::as_str).collect::<Vec<_>>(), folder)
+    }
+
+    fn attach(pid: i32, options: &[&str], folder: &Path) -> Result<Self, String> {
+        let (output, messages) = (folder.join(format!("strace-{pid}.out")), folder.join(format!("strace-{pid}.err")));
+        let mut command = Command::new("strace");
+        command.args(["-f", "-p", &pid.to_string(), "-o"]).arg(&output).args(options);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&messages).unwrap());
+        let tracer = command.spawn().map_err(|error| format!("cannot start strace: {error}"))?;
+        let mut tracer = Self { tracer, output };
+        let deadline = Instant::now() + ATTACH_TIMEOUT;
+        loop {
+            let said = fs::read_to_string(&messages).unwrap_or_default();
+            if said.contains("attached") {
+                return Ok(tracer);
+            }
+            if tracer.tracer.try_wait().unwrap().is_some() || Instant::now() > deadline {
+                tracer.end();
+                return Err(format!("strace does not attach: {}", said.trim()));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Lets go; how many calls were answered or delayed.
+    pub(crate) fn end(&mut self) -> usize {
+        if self.tracer.try_wait().unwrap().is_none() {
+            signal(self.tracer.id() as i32, Signal::SIGINT);
+        }
+        if wait_for(&mut self.tracer, ATTACH_TIMEOUT).is_none() {
+            self.tracer.kill().unwrap();
+            self.tracer.wait().unwrap();
+        }
+        let traced = fs::read(&self.output).unwrap_or_default();
+        let is_injected = |line: &&str| line.contains("(INJECTED)") || line.contains("(DELAYED)");
+        String::from_utf8_lossy(&traced).lines().filter(is_injected).count()
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        // Ended already, mostly.
+        self.end();
+    }
+}
