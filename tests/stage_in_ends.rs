@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use harness::{Ground, pack};
 
 harness::with_few_and_many_workers! {
+    samples_of_one_path_in_archives_of_one_pattern_are_a_conflict,
+    a_conflict_ends_a_stage_in_while_its_sources_are_read,
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
 
@@ -78,5 +80,90 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
         assert_eq!(cluster.ok(&["ls"]), "");
     }
     cluster.stage(&[&cluster.at("a.tar")], "/dayfly/x");
+    cluster.down();
+}
+
+/// Three archives with the same four names each; content says which archive it is of.
+fn shards(ground: &Ground) {
+    fs::create_dir(ground.at("col")).unwrap();
+    for shard in ["a", "b", "c"] {
+        let tree = ground.at(format!("tree-{shard}"));
+        fs::create_dir_all(tree.join("sub")).unwrap();
+        (0..4).for_each(|number| fs::write(tree.join(format!("{number}.txt")), format!("{number} of {shard}")).unwrap());
+        fs::write(tree.join("LICENSE"), "the same in all").unwrap();
+        fs::write(tree.join("empty"), "").unwrap();
+        fs::write(tree.join(format!("sub/{shard}")), shard).unwrap();
+        pack(&ground.at(format!("col/{shard}.tar")), &tree, &[]);
+    }
+}
+
+fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
+    let ground = Ground::new();
+    shards(&ground);
+    fs::write(ground.at("list"), "col/a.tar\ncol/b.tar\n").unwrap();
+    let cluster = ground.up(2);
+    for source in ["col/*.tar", "@list"] {
+        let message = cluster.fails(1, &["stage-in", source, "/dayfly/x"]);
+        for word in [".txt'", "col/a.tar", "col/b.tar", "--prefix-by-source", "--on-conflict replace"] {
+            assert!(message.contains(word), "{source}: {word:?} is not in {message}");
+        }
+        assert_eq!(cluster.ok(&["ls"]), "", "nothing is staged in");
+    }
+    let stage_in = |arguments: &[&str]| -> (serde_json::Value, String) {
+        let output = cluster.output(&[&["stage-in", "--json", "--replace"], arguments, &["/dayfly/x"]].concat());
+        assert!(output.status.success(), "{}", harness::text(&output.stderr));
+        (serde_json::from_str(harness::text(&output.stdout).lines().last().unwrap()).unwrap(), harness::text(&output.stderr))
+    };
+    // Those that lose are counted and named, whoever wanted it so.
+    for arguments in [&["--on-conflict", "replace", "col/*.tar"][..], &["col/a.tar", "col/b.tar", "col/c.tar"]] {
+        let (told, _) = stage_in(arguments);
+        assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(9), Some(8)), "{told}");
+        let notes = told["notes"].to_string();
+        assert!(notes.contains("'0.txt' of") && notes.contains("col/c.tar"), "{notes}");
+        assert_eq!(cluster.ok(&["cat", "/dayfly/x/3.txt"]), "3 of c");
+    }
+    let output = cluster.output(&["stage-in", "--on-conflict", "replace", "col/*.tar", "/dayfly/y"]);
+    assert!(harness::text(&output.stderr).contains("warning: 8 samples replaced"), "{}", harness::text(&output.stderr));
+    let (told, _) = stage_in(&["--prefix-by-source", "col/*.tar"]);
+    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(21), Some(0)), "{told}");
+    assert_eq!(cluster.ok(&["cat", "/dayfly/x/b/3.txt"]), "3 of b");
+    // What is equal, and what one archive has twice, is no conflict.
+    let (told, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
+    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(5), Some(0)), "{told}");
+    let append =
+        Command::new("tar").arg("-rf").arg(cluster.at("col/a.tar")).arg("-C").arg(cluster.at("tree-b")).arg("./0.txt").status();
+    assert!(append.unwrap().success());
+    fs::remove_file(cluster.at("col/b.tar")).unwrap();
+    let (told, _) = stage_in(&["--include", "0.txt", "--on-conflict", "error", "col/a.tar"]);
+    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(1), Some(1)), "{told}");
+    assert_eq!(cluster.ok(&["cat", "/dayfly/x/0.txt"]), "0 of b");
+    cluster.down();
+}
+
+fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
+    let ground = Ground::new();
+    let mut state = 1_u64;
+    for shard in ["a", "b"] {
+        let tree = ground.at(format!("tree-{shard}"));
+        fs::create_dir(&tree).unwrap();
+        for number in 0..400 {
+            let noise = std::iter::repeat_with(|| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 33) as u8
+            });
+            fs::write(tree.join(format!("{number}.bin")), noise.take(50_000).collect::<Vec<u8>>()).unwrap();
+        }
+        pack(&ground.at(format!("{shard}.tar.gz")), &tree, &[]);
+    }
+    let cluster = ground.up(2);
+    let output = cluster.output(&["stage-in", "--json", "--max-rate", "1MB/s", "[ab].tar.gz", "/dayfly/x"]);
+    let (told, message) = (harness::text(&output.stdout), harness::text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    let read = told.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["source_bytes"].as_u64());
+    let all = fs::metadata(cluster.at("a.tar.gz")).unwrap().len() + fs::metadata(cluster.at("b.tar.gz")).unwrap().len();
+    let read = read.skip(1).max().unwrap();
+    assert!(read < all / 4 * 3, "{read} of {all} bytes were read");
+    assert!(message.contains("a.tar.gz") && message.contains("b.tar.gz") && message.contains("--on-conflict"), "{message}");
+    assert_eq!(cluster.ok(&["ls"]), "");
     cluster.down();
 }

@@ -1,5 +1,6 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
+mod conflicts;
 mod following;
 mod merge;
 mod rates;
@@ -16,7 +17,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
-use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::handing::Handing;
 use dayfly_stagein::pipeline::Gauge;
@@ -26,10 +27,11 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
 use crate::store::nameless_file;
+use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
 use spread::Spread;
-pub(crate) use stage::LeadStage;
+pub(crate) use stage::{LeadStage, Reported};
 
 /// The node that leads stage-ins.
 const LEAD: NodeId = NodeId(0);
@@ -69,9 +71,9 @@ impl Lead {
     }
 
     /// What a node is told that reports on a stage-in.
-    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted, waits: Vec<String>) -> Reply {
+    pub(crate) fn report(&self, number: u64, node: NodeId, reported: Reported) -> Reply {
         match self.stage(number) {
-            Some(stage) => stage.report(node, counted, waits),
+            Some(stage) => stage.report(node, reported),
             None if self.published().contains(&number) => Reply::Stop,
             None => Reply::Undone,
         }
@@ -218,9 +220,12 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
     let handing = Handing::new(plan.units, plan.ranges);
-    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count(), *server.deadlines()));
+    let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
+    let judging = (rivals.clone(), request.selection.keep_going);
+    let stage = LeadStage::new(number, (handing, plan.counts), judging, server.peers().count(), *server.deadlines());
+    let stage = Arc::new(stage);
     server.lead().running().insert(number, stage.clone());
-    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
+    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, rivals, free };
     let prepared = tokio::select! {
         biased;
         reason = stage.failed() => Err(reason),
@@ -340,6 +345,7 @@ struct Job<'a> {
     stage: &'a Arc<LeadStage>,
     request: &'a StageIn,
     sources: Vec<Source>,
+    rivals: Arc<Rivals>,
     free: Vec<u64>,
 }
 
@@ -352,7 +358,8 @@ impl Job<'_> {
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
         self.ask_all(&begin, self.server.deadlines().request).await?;
-        self.stage.all_begun.send_replace(true);
+        // A failure has set it, if it is set.
+        let _ = self.stage.all_begun.set(());
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
         let read = start.elapsed();
@@ -366,6 +373,7 @@ impl Job<'_> {
             runs,
             about: About { seed, created_s, group: self.request.selection.group },
             sources: self.sources.clone(),
+            rivals: self.rivals.clone(),
         };
         let merged = self.server.blocking().run(move || merging.run()).await.map_err(|error| error.to_string())??;
         self.stage.progress().phase = Phase::Publishing;
@@ -435,6 +443,8 @@ impl Job<'_> {
             counts.note(&format!("it is shown, but not all nodes have given up yet what it replaced: {reason}"));
         }
         counts.refused += merged.refused.count;
+        counts.replaced += merged.replaced.count;
+        merged.replaced.names.iter().for_each(|name| counts.note(name));
         merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
@@ -471,7 +481,7 @@ mod tests {
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
         let lead = Lead::new(Deadlines::DEFAULT);
-        let ask = || lead.report(5, NodeId(1), Counted::default(), Vec::new());
+        let ask = || lead.report(5, NodeId(1), Reported::default());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
         assert_eq!(ask(), Reply::Stop);

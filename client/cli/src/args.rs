@@ -220,6 +220,12 @@ pub(crate) struct StageInOptions {
     /// dot (k.jpg, k.json). They have one owner and lie side by side.
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
+    /// What becomes of samples of one path, with different content, in several sources that one pattern or @LIST names.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
+    pub(crate) on_conflict: OnConflict,
+    /// Unpack each archive into a directory of its own, named as it is without its ending.
+    #[arg(long, conflicts_with = "no_unpack")]
+    pub(crate) prefix_by_source: bool,
     /// Leave out what cannot be read, and list it, rather than fail.
     #[arg(long)]
     pub(crate) keep_going: bool,
@@ -236,6 +242,16 @@ pub(crate) struct StageInOptions {
     /// Replace the dataset at TARGET. Until the new one is whole, the old one is read.
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+/// What becomes of samples of one path.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnConflict {
+    /// They end the stage-in; nothing is staged in.
+    #[default]
+    Error,
+    /// The later one stands, as if they had been unpacked one after another; replaced ones are counted.
+    Replace,
 }
 
 /// What files are kept together by.

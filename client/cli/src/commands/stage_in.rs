@@ -11,9 +11,9 @@ use std::process::ExitCode;
 
 use dayfly_client::Session;
 use dayfly_client::locate::Location;
-use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageIn as Request};
+use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflicts, Selection, StageIn as Request};
 
-use crate::args::{Group, StageIn, StageInOptions};
+use crate::args::{Group, OnConflict, StageIn, StageInOptions};
 use crate::failure::Failure;
 use crate::namespace;
 use progress::Reporter;
@@ -44,6 +44,11 @@ pub(super) fn stage(
             nested: options.nested,
             group: options.group.map_or(Grouping::None, |Group::Stem| Grouping::Stem),
             keep_going: options.keep_going,
+            on_conflict: match options.on_conflict {
+                OnConflict::Error => Conflicts::Error,
+                OnConflict::Replace => Conflicts::Replace,
+            },
+            prefix_by_source: options.prefix_by_source,
         },
         seed: options.seed,
         replace: options.replace,

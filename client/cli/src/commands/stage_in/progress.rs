@@ -76,7 +76,8 @@ fn style(template: &str) -> ProgressStyle {
 impl Reporter {
     pub(super) fn new(json: bool, target: &str, max_rate: Option<u64>) -> Self {
         let now = Instant::now();
-        Self { json, target: target.to_owned(), max_rate, bars: None, last_line: now, start: now }
+        let target = if json { target.to_owned() } else { display(target.as_bytes()) };
+        Self { json, target, max_rate, bars: None, last_line: now, start: now }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -168,13 +169,17 @@ impl Reporter {
             (counts.refused, "members refused"),
             (counts.made_relative, "absolute names made relative"),
             (counts.unmarked_ends, "archives without an end mark"),
+            (
+                counts.replaced,
+                "samples replaced by later ones of the same path (--prefix-by-source keeps those of several archives apart)",
+            ),
             (counts.skipped, "members or sources left out, for they cannot be read"),
         ];
         for (count, what) in remarks.iter().filter(|(count, _)| *count > 0) {
             eprintln!("warning: {count} {what}");
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
-            eprintln!("  {note}");
+            eprintln!("  {}", display(note.as_bytes()));
         }
     }
 
@@ -197,7 +202,7 @@ impl Reporter {
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
-                "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
+                "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes, "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);
