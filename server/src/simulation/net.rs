@@ -450,7 +450,7 @@ impl Connection for SimConnection {
                 }
             };
             net.travel(to, from, message.len() + lens.iter().sum::<u64>() as usize, "answer").await;
-            let _ = done.send(Ok(Pulled { message, slots, lens }));
+            let _ = done.send(Ok(Pulled { message, slots, lens, unread: Default::default() }));
         })?;
         self.wait(answer, limit).await
     }
