@@ -177,7 +177,8 @@ pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 pub const ARENA_UNIT: u64 = 64;
 /// The smallest arena: some chunks land while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
-/// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
+/// The leases of one process take at most this part of the arena, and all but this part of it those of all processes together. A
+/// connection that wants more gives some back first. One without leases always gets a chunk.
 pub const LEASE_SHARE: u64 = 4;
 /// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
@@ -239,6 +240,8 @@ pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// and ends the connection after so many without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
+pub const HEARTBEAT_TICKS: u32 = 20;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.

@@ -220,6 +220,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::sync::atomic::Ordering;
 
     use dayfly_meta::checksum::checksum;
     use dayfly_meta::id::DatasetId;
@@ -227,6 +228,8 @@ mod tests {
 
     use super::*;
     use crate::store::Drive;
+    use crate::store::write_back::WriteBack;
+    use crate::store::write_back::failing::Failing;
 
     fn ingest(capacity: u64) -> (Ingest, Region, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
@@ -334,5 +337,28 @@ mod tests {
         assert!(matches!(stored, Err(IngestError::Damaged(Damaged { expected: sent, .. })) if sent == expected));
         bytes[77] ^= 0x10;
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
+    }
+
+    /// SEMANTICS: "a drive that loses what was staged in fails the stage-in".
+    #[test]
+    fn an_error_of_any_call_ends_the_stage_in_and_is_not_forgotten() {
+        for call in 0..2 {
+            let folder = tempfile::tempdir().unwrap();
+            let failing = Arc::new(Failing::default());
+            let write_back: Arc<dyn WriteBack> = failing.clone();
+            let drives = Drive::open_all_with(&[folder.path().to_owned()], 1 << 24, &write_back).unwrap();
+            let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
+            let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
+            let region = Region::new(16 << 20).unwrap();
+            let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
+            assert!(matches!(stored, Stored::At(0)));
+            [&failing.start, &failing.sync][call].store(true, Ordering::Relaxed);
+            // The kernel reports an error once.
+            for _ in 0..2 {
+                let message = ingest.finish().unwrap_err().to_string();
+                let folder = folder.path().to_str().unwrap();
+                assert!(message.contains(folder) && message.contains("has lost what was written to it"), "{message}");
+            }
+        }
     }
 }

@@ -358,7 +358,8 @@ impl Job<'_> {
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let begin = Request::Begin { stage, selection, seed, max_rate, capacities: self.free.clone() };
         self.ask_all(&begin, self.server.deadlines().request).await?;
-        self.stage.all_begun.send_replace(true);
+        // A failure has set it, if it is set.
+        let _ = self.stage.all_begun.set(());
         let mut all_read = self.stage.all_read.subscribe();
         all_read.wait_for(|all_read| *all_read).await.map_err(|error| error.to_string())?;
         let read = start.elapsed();

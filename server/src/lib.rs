@@ -66,3 +66,6 @@ pub struct Config {
     /// How long each wait may take.
     pub deadlines: Deadlines,
 }
+
+#[cfg(test)]
+mod simulation;

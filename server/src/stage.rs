@@ -19,7 +19,7 @@ use dayfly_stagein::collisions::Questions;
 use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
 use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
-use tokio::sync::watch;
+use tokio::sync::{SetOnce, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -57,10 +57,13 @@ impl Stages {
         self.lock().values().cloned().collect()
     }
 
-    /// A dataset that is prepared here and that other nodes may show already.
-    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let stages: Vec<Arc<Stage>> = self.all();
-        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let known = |stage: Arc<Stage>| {
+            let outcome = stage.outcome();
+            [outcome.prepared.clone(), outcome.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -108,7 +111,7 @@ pub(crate) struct Stage {
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
     /// Set together with the gauge's flag: ends the waits of workers at once.
-    cancelled: watch::Sender<bool>,
+    cancelled: SetOnce<()>,
     /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -154,7 +157,7 @@ impl Stage {
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
-            cancelled: watch::Sender::new(false),
+            cancelled: SetOnce::new(),
             tasks: Mutex::default(),
         });
         let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
@@ -182,17 +185,16 @@ impl Stage {
     /// Ends the workers at their next step, and every wait of theirs now.
     fn cancel(&self) {
         self.gauge.cancel();
-        self.cancelled.send_replace(true);
+        // It may be cancelled more than once.
+        let _ = self.cancelled.set(());
     }
 
     /// What `work` gives, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled: no worker waits longer than that,
     /// whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
-        let mut cancelled = self.cancelled.subscribe();
         tokio::select! {
             biased;
-            // The sender lives as long as `self`.
-            _ = cancelled.wait_for(|cancelled| *cancelled) => Err(StageInError::Cancelled),
+            _ = self.cancelled.wait() => Err(StageInError::Cancelled),
             done = work => Ok(done),
         }
     }
@@ -356,6 +358,7 @@ impl Stage {
     pub(crate) fn settle(&self, server: &Server) {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.set_gone(true);
             replaced.give_up();
             server.arena().forget(replaced.id());
         }

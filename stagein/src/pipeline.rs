@@ -333,12 +333,13 @@ impl<S: Sink> Worker<S> {
             let space = &mut buffer[..len];
             data.read_exact(space).map_err(failed)?;
             let checksum = checksum(space);
-            chunk = combine(chunk, checksum, len as u64);
+            let is_first = offset.is_multiple_of(CHUNK_LEN);
+            chunk = if is_first { checksum } else { combine(chunk, checksum, len as u64) };
             self.make_way()?;
             self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset, checksum })?;
             offset += len as u64;
             if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
-                self.add_checksum(index, std::mem::take(&mut chunk));
+                self.add_checksum(index, chunk);
             }
         }
         self.set_block(index, part, StoredBlock { owner, arrival });

@@ -104,7 +104,7 @@ pub enum Request {
         /// The stage-in.
         stage: u64,
     },
-    /// Pull: bytes of a run, as many as fit. Reply: `Done`.
+    /// Pull: bytes of a run, as many as fit. Reply: `Bytes`.
     ReadRun {
         /// The stage-in.
         stage: u64,
@@ -128,7 +128,7 @@ pub enum Request {
         /// Its CRC32C.
         checksum: u32,
     },
-    /// Pull: bytes of a prepared catalog, as many as fit. Reply: `Done`.
+    /// Pull: bytes of a prepared catalog, as many as fit. Reply: `Bytes`.
     ReadCatalog {
         /// The stage-in.
         stage: u64,
@@ -191,6 +191,11 @@ pub enum Reply {
     },
     /// Done; bytes, if any, lie in the slots.
     Done,
+    /// The wanted bytes lie in the slot.
+    Bytes {
+        /// Their CRC32C.
+        checksum: u32,
+    },
     /// The wanted chunks lie in their slots, but for these, which are not here.
     Read {
         /// By their place in the request.

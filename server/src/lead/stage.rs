@@ -9,7 +9,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
 use super::LEAD;
@@ -40,7 +40,7 @@ pub(crate) struct LeadStage {
     reported: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<String>>,
     /// Set when all nodes have begun: before, a unit's blocks could reach a node that does not know of them.
-    pub(super) all_begun: watch::Sender<bool>,
+    pub(super) all_begun: SetOnce<()>,
     pub(super) all_read: watch::Sender<bool>,
     /// A unit came back: there may be more to hand out, or nothing any more.
     judged: Notify,
@@ -72,7 +72,7 @@ impl LeadStage {
             counts: Mutex::new(counts),
             redone_bytes: AtomicU64::new(0),
             failure: watch::Sender::new(None),
-            all_begun: watch::Sender::new(false),
+            all_begun: SetOnce::new(),
             all_read: watch::Sender::new(false),
             judged: Notify::new(),
             steps: AtomicU64::new(0),
@@ -86,8 +86,8 @@ impl LeadStage {
 
     /// A worker has finished units, or none yet, and wants more.
     pub(crate) async fn next_unit(&self, finished: Vec<UnitReport>) -> Reply {
-        // The sender lives as long as `self`; that a `begin` takes too long ends the stage-in elsewhere.
-        let _ = self.all_begun.subscribe().wait_for(|begun| *begun).await;
+        // That a `begin` takes too long ends the stage-in elsewhere.
+        self.all_begun.wait().await;
         if !finished.is_empty() {
             self.step();
             finished.into_iter().for_each(|report| self.take_back(report));
@@ -233,7 +233,8 @@ impl LeadStage {
             is_first
         });
         // Those who wait for everyone to begin must hear that it is over.
-        self.all_begun.send_replace(true);
+        // They may have begun before.
+        let _ = self.all_begun.set(());
         self.judged.notify_waiters();
     }
 

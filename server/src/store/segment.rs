@@ -131,9 +131,11 @@ impl Segments {
         self.segments.iter().try_for_each(Segment::sync)
     }
 
-    /// As [`Self::sync`], drive by drive: what became of each.
-    pub(crate) fn sync_each(&self) -> Vec<io::Result<()>> {
-        self.segments.iter().map(Segment::sync).collect()
+    /// As [`Self::sync`], of those drives that have lost nothing yet; the first error, once all have been asked.
+    pub(crate) fn sync_others(&self) -> io::Result<()> {
+        let others = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
+        let synced: Vec<io::Result<()>> = others.map(Segment::sync).collect();
+        synced.into_iter().collect()
     }
 
     /// Whether a drive has lost something that was written: then nothing that was written since the last good sync counts.
@@ -340,7 +342,9 @@ impl Segment {
 
     /// Makes the file system set room aside up to `needed`, and some more if it has it.
     fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        for until in [needed.next_multiple_of(ROOM_STEP), needed] {
+        // On a drive of which little was given, no more than a small part of that.
+        let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        for until in [needed.next_multiple_of(step), needed] {
             match fallocate(&self.file, FallocateFlags::empty(), room.filled as i64, (until - room.filled) as i64) {
                 // Where it cannot do that, a full one is met when blocks are written.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {

@@ -81,16 +81,8 @@ impl Reporter {
     pub(super) fn new(json: bool, target: &str, options: &StageInOptions) -> Self {
         let (max_rate, is_unpacking_all) = (options.max_rate, options.nested || options.no_unpack);
         let now = Instant::now();
-        Self {
-            json,
-            target: target.to_owned(),
-            max_rate,
-            bars: None,
-            last_line: now,
-            start: now,
-            phase: Phase::Planning,
-            is_unpacking_all,
-        }
+        let target = if json { target.to_owned() } else { display(target.as_bytes()) };
+        Self { json, target, max_rate, bars: None, last_line: now, start: now, phase: Phase::Planning, is_unpacking_all }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -118,7 +110,7 @@ impl Reporter {
         if self.json {
             self.show_json(&Event::Failed { reason: reason.to_owned() });
         }
-        complain(format_args!("'{}': {reason}", display(self.target.as_bytes())));
+        complain(format_args!("'{}': {reason}", self.target));
     }
 
     fn clear(&mut self) {
@@ -217,7 +209,7 @@ impl Reporter {
             eprintln!("warning: {count} {what}");
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
-            eprintln!("  {note}");
+            eprintln!("  {}", display(note.as_bytes()));
         }
     }
 

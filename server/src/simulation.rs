@@ -1,0 +1,102 @@
+//! Whole sessions in one thread, over a network and a clock that are simulated: a seed decides how long each message takes, in which
+//! order blocking work goes on, and what goes wrong when. What runs is what ships: the coordinator, the stage-in's workers, the
+//! fetcher, the arena and the peers' side, put together by [`crate::Server::start_on`].
+//!
+//! `DAYFLY_SIMULATION_SEED` runs one seed and tells each message; `DAYFLY_SIMULATION_SEEDS` says how many run.
+
+mod faults;
+mod jobs;
+mod net;
+mod planted;
+mod random;
+mod session;
+mod source;
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use jobs::Pool;
+use planted::Planted;
+use session::{Outcome, run};
+use source::Sources;
+
+/// Seeds of one test run, unless it is told otherwise.
+const SEEDS: u64 = 5000;
+/// A planted bug is found within so many.
+const SEEDS_TO_FIND: u64 = 20;
+/// What a seed has at least, so that it counts.
+const READS_MIN: u64 = 50;
+const FAULTS_MIN: u64 = 3;
+
+fn variable(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
+}
+
+/// Runs seeds on all cores; each with what came of it, in order.
+fn run_all(seeds: std::ops::Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcome> {
+    let (sources, next, outcomes) = (Sources::write(), AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                let pool = Pool::default();
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if !seeds.contains(&seed) {
+                        return;
+                    }
+                    let outcome = run(seed, &sources, &pool, bug, is_told);
+                    outcomes.lock().unwrap().push(outcome);
+                }
+            });
+        }
+    });
+    let mut outcomes = outcomes.into_inner().unwrap();
+    outcomes.sort_by_key(|outcome| outcome.seed);
+    outcomes
+}
+
+#[test]
+fn thousands_of_seeded_sessions_keep_every_promise() {
+    let start = Instant::now();
+    let one = variable("DAYFLY_SIMULATION_SEED");
+    let seeds = one.map_or(0..variable("DAYFLY_SIMULATION_SEEDS").unwrap_or(SEEDS), |seed| seed..seed + 1);
+    let outcomes = run_all(seeds, None, one.is_some());
+    let sum = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
+    eprintln!(
+        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of their time",
+        outcomes.len(),
+        start.elapsed().as_secs_f64(),
+        sum(|outcome| outcome.reads),
+        sum(|outcome| outcome.failed_reads),
+        sum(|outcome| outcome.faults),
+        sum(|outcome| outcome.failed_stage_ins),
+        sum(|outcome| outcome.stage_ins),
+        sum(|outcome| outcome.messages),
+        outcomes.iter().map(|outcome| outcome.took.as_secs_f64()).sum::<f64>(),
+    );
+    let broken: Vec<String> = outcomes.iter().filter_map(Outcome::told).collect();
+    assert!(broken.is_empty(), "{} seeds broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
+    for outcome in &outcomes {
+        assert!(outcome.reads >= READS_MIN && outcome.faults >= FAULTS_MIN, "seed {} is too easy: {outcome:?}", outcome.seed);
+    }
+}
+
+#[test]
+fn a_seed_reproduces() {
+    let seeds = || 1_000_000..1_000_040;
+    let (first, second) = (run_all(seeds(), None, false), run_all(seeds(), None, false));
+    for (first, second) in first.iter().zip(&second) {
+        assert_eq!(first, second);
+    }
+}
+
+#[test]
+fn three_planted_bugs_are_found() {
+    for bug in Planted::ALL {
+        let outcomes = run_all(0..SEEDS_TO_FIND, Some(bug), false);
+        let found: Vec<String> = outcomes.iter().filter_map(Outcome::told).collect();
+        assert!(!found.is_empty(), "{bug:?} was not found");
+        eprintln!("{bug:?} was found by {} of {SEEDS_TO_FIND} seeds; first: {}", found.len(), found[0]);
+    }
+}

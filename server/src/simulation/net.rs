@@ -1,0 +1,504 @@
+//! A network in memory. Messages take as long as the seed says; pairs of nodes fall silent, slow down, break, refuse and flip bits;
+//! nodes stand still and are killed. It keeps what the contract of a transport promises, and nothing more.
+
+use std::collections::BTreeMap;
+use std::hash::Hasher;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::status::Network;
+use dayfly_transport::{
+    Ability, Agreement, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
+    TransportError,
+};
+use rustc_hash::FxHasher;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::random::Random;
+
+/// Slots of a region: fewer than production has, for their table is made anew for each seed.
+const SLOTS_MAX: u32 = 512;
+
+/// What is wrong between two nodes, whichever of them speaks.
+#[derive(Clone, Default)]
+pub(super) struct Trouble {
+    /// Nothing gets through.
+    pub(super) is_silent: bool,
+    /// Each message takes this much longer.
+    pub(super) slow: Duration,
+    /// So many requests are refused.
+    pub(super) refused: u32,
+    /// So many bulk transfers have a bit flipped.
+    pub(super) flipped: u32,
+}
+
+/// What is wrong with a node.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Ailment {
+    /// It neither hears nor says anything, for now.
+    pub(super) is_still: bool,
+    /// It is gone.
+    pub(super) is_killed: bool,
+    /// So many pieces of files cannot be read from its drive.
+    pub(super) unreadable: u32,
+}
+
+/// The network.
+pub(super) struct Net {
+    state: Mutex<State>,
+    /// Something got better, or worse.
+    changed: Notify,
+    pub(super) deadlines: Deadlines,
+    start: Instant,
+    is_told: bool,
+    /// Folders of this run, which are no part of what happened.
+    folders: Vec<String>,
+}
+
+struct State {
+    random: Random,
+    services: BTreeMap<NodeId, Arc<dyn Service>>,
+    ailments: BTreeMap<NodeId, Ailment>,
+    troubles: BTreeMap<(NodeId, NodeId), Trouble>,
+    connections: Vec<Weak<SimConnection>>,
+    /// All memory that was made, to see at the end that nobody holds any of it.
+    regions: Vec<(NodeId, Region)>,
+    trace: FxHasher,
+    messages: u64,
+}
+
+fn pair(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
+    (one.min(other), one.max(other))
+}
+
+impl Net {
+    /// `is_told` says whether each message and each fault is printed.
+    pub(super) fn new(random: Random, deadlines: Deadlines, folders: Vec<String>, is_told: bool) -> Arc<Self> {
+        let state = State {
+            random,
+            services: BTreeMap::new(),
+            ailments: BTreeMap::new(),
+            troubles: BTreeMap::new(),
+            connections: Vec::new(),
+            regions: Vec::new(),
+            trace: FxHasher::default(),
+            messages: 0,
+        };
+        Arc::new(Self { state: Mutex::new(state), changed: Notify::new(), deadlines, start: Instant::now(), is_told, folders })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// What happened, in one number, and how many messages there were.
+    pub(super) fn trace(&self) -> (u64, u64) {
+        let state = self.state();
+        (state.trace.finish(), state.messages)
+    }
+
+    /// Nodes of which a piece of memory was never given back.
+    pub(super) fn leaks(&self) -> Vec<NodeId> {
+        let regions = std::mem::take(&mut self.state().regions);
+        regions.into_iter().filter(|(_, region)| region.slot(region.len()).is_none()).map(|(node, _)| node).collect()
+    }
+
+    /// Notes what happens.
+    pub(super) fn note(&self, what: &str) {
+        let now = self.start.elapsed();
+        let mut state = self.state();
+        state.trace.write_u64(now.as_micros() as u64);
+        let what = self.folders.iter().fold(what.to_owned(), |what, folder| what.replace(folder, "FOLDER"));
+        state.trace.write(what.as_bytes());
+        if self.is_told {
+            eprintln!("{:>12.6} {what}", now.as_secs_f64());
+        }
+    }
+
+    /// Changes what is wrong between two nodes.
+    pub(super) fn trouble(self: &Arc<Self>, one: NodeId, other: NodeId, change: impl FnOnce(&mut Trouble)) {
+        change(self.state().troubles.entry(pair(one, other)).or_default());
+        self.changed.notify_waiters();
+        self.watch();
+    }
+
+    /// Changes what is wrong with a node.
+    pub(super) fn ail(self: &Arc<Self>, node: NodeId, change: impl FnOnce(&mut Ailment)) {
+        let is_killed = {
+            let mut state = self.state();
+            let ailment = state.ailments.entry(node).or_default();
+            change(ailment);
+            let is_killed = ailment.is_killed;
+            if is_killed {
+                state.services.remove(&node);
+            }
+            is_killed
+        };
+        if is_killed {
+            self.lose(|from, to| from == node || to == node, "it closed the connection");
+        }
+        self.changed.notify_waiters();
+        self.watch();
+    }
+
+    /// Breaks the connections between two nodes.
+    pub(super) fn reset(&self, one: NodeId, other: NodeId) {
+        self.lose(|from, to| pair(from, to) == pair(one, other), "Connection reset by peer");
+    }
+
+    /// All is well again, but for who was killed.
+    pub(super) fn heal(&self) {
+        let mut state = self.state();
+        state.troubles.clear();
+        state.ailments.values_mut().for_each(|ailment| *ailment = Ailment { is_killed: ailment.is_killed, ..Ailment::default() });
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    fn is_open(&self, from: NodeId, to: NodeId) -> bool {
+        let state = self.state();
+        let is_still = |node| state.ailments.get(&node).is_some_and(|ailment| ailment.is_still || ailment.is_killed);
+        !is_still(from) && !is_still(to) && !state.troubles.get(&pair(from, to)).is_some_and(|trouble| trouble.is_silent)
+    }
+
+    fn live(&self) -> Vec<Arc<SimConnection>> {
+        let mut state = self.state();
+        state.connections.retain(|connection| connection.strong_count() > 0);
+        state.connections.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn lose(&self, which: impl Fn(NodeId, NodeId) -> bool, reason: &str) {
+        for connection in self.live() {
+            if which(connection.from, connection.peer) {
+                connection.lose(reason);
+            }
+        }
+    }
+
+    /// A connection on which nothing is heard for too long is lost, as pings find.
+    fn watch(self: &Arc<Self>) {
+        for connection in self.live() {
+            if self.is_open(connection.from, connection.peer)
+                || connection.is_lost()
+                || connection.is_watched.swap(true, Ordering::Relaxed)
+            {
+                continue;
+            }
+            let net = self.clone();
+            tokio::spawn(async move {
+                let heard = async {
+                    while !net.is_open(connection.from, connection.peer) && !connection.is_lost() {
+                        net.changed.notified().await;
+                    }
+                };
+                // How long ago the last ping was, chance decides.
+                let ago = net.state().random.duration(Duration::ZERO, net.deadlines.ping_interval);
+                if timeout(net.deadlines.peer_lost - ago, heard).await.is_err() {
+                    connection.lose(&format!("no byte came from it for {} s", net.deadlines.peer_lost.as_secs_f64()));
+                }
+                connection.is_watched.store(false, Ordering::Relaxed);
+            });
+        }
+    }
+
+    /// A message's way, and what it says of itself.
+    async fn travel(&self, from: NodeId, to: NodeId, bytes: usize, what: &str) {
+        let delay = {
+            let mut state = self.state();
+            let usual = state.random.log_duration(Duration::from_micros(20), Duration::from_millis(2));
+            let slow = state.troubles.get(&pair(from, to)).map_or(Duration::ZERO, |trouble| trouble.slow);
+            // A gigabyte in a second.
+            usual + slow + Duration::from_nanos(bytes as u64)
+        };
+        sleep(delay).await;
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if self.is_open(from, to) {
+                break;
+            }
+            changed.await;
+        }
+        let now = self.start.elapsed();
+        let mut state = self.state();
+        state.messages += 1;
+        state.trace.write_u64(now.as_micros() as u64);
+        state.trace.write_u32(u32::from(from.0) << 16 | u32::from(to.0));
+        state.trace.write(what.as_bytes());
+        if self.is_told {
+            eprintln!("{:>12.6} {from} > {to} {what} {bytes}", now.as_secs_f64());
+        }
+    }
+
+    fn takes_refusal(&self, from: NodeId, to: NodeId) -> bool {
+        let mut state = self.state();
+        let refused = state.troubles.get_mut(&pair(from, to)).map(|trouble| &mut trouble.refused);
+        refused.filter(|count| **count > 0).map(|count| *count -= 1).is_some()
+    }
+
+    /// Flips a bit, if that is to be.
+    fn pass_through(&self, from: NodeId, to: NodeId, bytes: &mut [u8]) {
+        let mut state = self.state();
+        let flipped = state.troubles.get_mut(&pair(from, to)).map(|trouble| &mut trouble.flipped);
+        if !bytes.is_empty() && flipped.filter(|count| **count > 0).map(|count| *count -= 1).is_some() {
+            let at = state.random.below(bytes.len() as u64 * 8) as usize;
+            bytes[at / 8] ^= 1 << (at % 8);
+        }
+    }
+
+    fn read(&self, node: NodeId, piece: &Piece, out: &mut [u8]) -> Result<(), String> {
+        match piece {
+            Piece::Bytes(bytes) => out.copy_from_slice(bytes),
+            Piece::File { file, offset, revoked, .. } => {
+                {
+                    let mut state = self.state();
+                    let unreadable = state.ailments.get_mut(&node).map(|ailment| &mut ailment.unreadable);
+                    if unreadable.filter(|count| **count > 0).map(|count| *count -= 1).is_some() {
+                        return Err("cannot read what it holds: Input/output error (os error 5)".to_owned());
+                    }
+                }
+                file.read_exact_at(out, *offset).map_err(|error| format!("cannot read what it holds: {error}"))?;
+                if revoked.load(Ordering::Acquire) {
+                    return Err("what was asked for is given up".to_owned());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One node's way into the network.
+pub(super) struct SimTransport {
+    pub(super) net: Arc<Net>,
+    pub(super) me: NodeId,
+}
+
+#[async_trait]
+impl Transport for SimTransport {
+    fn region(&self, len: u64) -> io::Result<Region> {
+        let region = Region::with_slots(len, SLOTS_MAX)?;
+        self.net.state().regions.push((self.me, region.clone()));
+        Ok(region)
+    }
+
+    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+        let lost = |reason: &str| TransportError::Lost { peer, address, reason: reason.to_owned() };
+        let dialled = timeout(self.net.deadlines.connect, self.net.travel(self.me, peer, 0, "dial")).await;
+        dialled.map_err(|_| lost("it cannot be reached in time"))?;
+        if !self.net.state().services.contains_key(&peer) {
+            return Err(lost("Connection refused (os error 111)"));
+        }
+        let connection = Arc::new(SimConnection {
+            net: self.net.clone(),
+            from: self.me,
+            peer,
+            address,
+            lost: OnceLock::new(),
+            ended: Notify::new(),
+            is_watched: AtomicBool::new(false),
+            tasks: Mutex::default(),
+        });
+        self.net.state().connections.push(Arc::downgrade(&connection));
+        self.net.watch();
+        Ok(connection)
+    }
+
+    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
+        self.net.state().services.insert(self.me, service);
+        let closing = Closing { net: self.net.clone(), me: self.me };
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let _closing = closing;
+            std::future::pending::<()>().await;
+        });
+        Ok(Serving::new(tasks))
+    }
+
+    fn ability(&self) -> Ability {
+        Ability { rdma: Err("it is simulated".to_owned()) }
+    }
+
+    fn agree(&self, _agreement: Agreement) {}
+
+    fn fallen_back(&self) -> Vec<(NodeId, String)> {
+        Vec::new()
+    }
+
+    fn status(&self) -> Network {
+        Network::default()
+    }
+}
+
+/// Ends a node's listener, and all that it accepted.
+struct Closing {
+    net: Arc<Net>,
+    me: NodeId,
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        let service = self.net.state().services.remove(&self.me);
+        drop(service);
+        self.net.lose(|_, to| to == self.me, "it closed the connection");
+    }
+}
+
+struct SimConnection {
+    net: Arc<Net>,
+    from: NodeId,
+    peer: NodeId,
+    address: SocketAddr,
+    lost: OnceLock<String>,
+    ended: Notify,
+    is_watched: AtomicBool,
+    /// Requests under way, with what they hold.
+    tasks: Mutex<JoinSet<()>>,
+}
+
+impl SimConnection {
+    fn lose(&self, reason: &str) {
+        if self.lost.set(reason.to_owned()).is_ok() {
+            let tasks = std::mem::take(&mut *self.tasks.lock().unwrap());
+            drop(tasks);
+            self.ended.notify_waiters();
+        }
+    }
+
+    fn lost_by(&self) -> TransportError {
+        let reason = self.lost.get().cloned().unwrap_or_else(|| "the connection ended".to_owned());
+        TransportError::Lost { peer: self.peer, address: self.address, reason }
+    }
+
+    /// Has a request go on by itself, whether its asker waits for it or not.
+    fn begin(&self, request: impl Future<Output = ()> + Send + 'static) -> Result<(), TransportError> {
+        if self.lost.get().is_some() {
+            return Err(self.lost_by());
+        }
+        let mut tasks = self.tasks.lock().unwrap();
+        while tasks.try_join_next().is_some() {}
+        tasks.spawn(request);
+        Ok(())
+    }
+
+    async fn wait<T>(&self, answer: oneshot::Receiver<Result<T, String>>, limit: Duration) -> Result<T, TransportError> {
+        let (peer, address) = (self.peer, self.address);
+        match timeout(limit, answer).await {
+            Ok(Ok(Ok(answer))) => Ok(answer),
+            Ok(Ok(Err(reason))) => Err(TransportError::Refused { peer, address, reason }),
+            Ok(Err(_)) => Err(self.lost_by()),
+            Err(_) => Err(TransportError::Timeout { peer, address, timeout: limit }),
+        }
+    }
+}
+
+/// The first word of a message, for who reads along.
+fn name(message: &[u8]) -> String {
+    match dayfly_meta::wire::decode::<dayfly_meta::wire::peer::Request>(message) {
+        Ok(request) => format!("{request:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned(),
+        Err(_) => "?".to_owned(),
+    }
+}
+
+#[async_trait]
+impl Connection for SimConnection {
+    fn peer(&self) -> NodeId {
+        self.peer
+    }
+
+    fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
+    }
+
+    async fn pull(&self, message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
+        let (done, answer) = oneshot::channel();
+        let (net, from, to) = (self.net.clone(), self.from, self.peer);
+        self.begin(async move {
+            let what = name(&message);
+            net.travel(from, to, message.len(), &what).await;
+            let service = net.state().services.get(&to).cloned();
+            let Some(service) = service else { return std::future::pending().await };
+            if net.takes_refusal(from, to) {
+                net.travel(to, from, 0, "refusal").await;
+                return drop(done.send(Err("told to refuse".to_owned())));
+            }
+            let room = slots.iter().map(|slot| slot.len() as u64).collect();
+            let answered = service.pulled(from, message, room).await;
+            let (message, lens) = match answered.and_then(|answer| {
+                let mut lens = Vec::new();
+                for (piece, slot) in answer.pieces.iter().zip(&mut slots) {
+                    let out = slot.get_mut(..piece.len() as usize).ok_or("the answer does not fit")?;
+                    net.read(to, piece, out)?;
+                    net.pass_through(to, from, out);
+                    lens.push(piece.len());
+                }
+                Ok((answer.message, lens))
+            }) {
+                Ok(answer) => answer,
+                Err(reason) => {
+                    net.travel(to, from, 0, "refusal").await;
+                    return drop(done.send(Err(reason)));
+                }
+            };
+            net.travel(to, from, message.len() + lens.iter().sum::<u64>() as usize, "answer").await;
+            let _ = done.send(Ok(Pulled { message, slots, lens, unread: Default::default() }));
+        })?;
+        self.wait(answer, limit).await
+    }
+
+    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
+        let (done, answer) = oneshot::channel();
+        let (net, from, to) = (self.net.clone(), self.from, self.peer);
+        self.begin(async move {
+            let what = name(&message);
+            net.travel(from, to, message.len(), &what).await;
+            let service = net.state().services.get(&to).cloned();
+            let Some(service) = service else { return std::future::pending().await };
+            if net.takes_refusal(from, to) {
+                net.travel(to, from, 0, "refusal").await;
+                return drop(done.send(Err("told to refuse".to_owned())));
+            }
+            let payload = Arc::new(Mutex::new(Some(payload)));
+            let landing = SimLanding { net: net.clone(), from, to, payload: payload.clone(), len };
+            let answered = service.offered(from, message, Incoming::new(len as u64, Box::new(landing))).await;
+            net.travel(to, from, 0, "answer").await;
+            let payload = payload.lock().unwrap().take();
+            let Some(payload) = payload else { return };
+            let _ = done.send(answered.map(|message| Offered { message, payload }));
+        })?;
+        self.wait(answer, limit).await
+    }
+}
+
+struct SimLanding {
+    net: Arc<Net>,
+    from: NodeId,
+    to: NodeId,
+    payload: Arc<Mutex<Option<Slot>>>,
+    len: usize,
+}
+
+#[async_trait]
+impl Landing for SimLanding {
+    async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
+        let landing = async {
+            self.net.travel(self.to, self.from, 0, "ready").await;
+            self.net.travel(self.from, self.to, self.len, "bytes").await;
+        };
+        timeout(self.net.deadlines.request, landing).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        let payload = self.payload.lock().unwrap();
+        let bytes = &payload.as_ref().ok_or(io::ErrorKind::ConnectionReset)?[..self.len];
+        slot[..self.len].copy_from_slice(bytes);
+        self.net.pass_through(self.from, self.to, &mut slot[..self.len]);
+        Ok(slot)
+    }
+}

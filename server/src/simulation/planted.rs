@@ -1,0 +1,127 @@
+//! Bugs that are planted for the simulation to find: decorators that break what the rest relies on.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::status::Network;
+use dayfly_meta::wire::{decode, encode};
+use dayfly_transport::{
+    Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
+    TransportError,
+};
+
+/// A bug, in one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Planted {
+    /// An owner answers a read with another chunk than the one that was asked for.
+    WrongChunk,
+    /// A connection takes an answer in and tells nobody, nor that time is up.
+    SwallowedAnswer,
+    /// A node says that it shows a dataset, and does not.
+    UndoneCommit,
+}
+
+impl Planted {
+    pub(super) const ALL: [Self; 3] = [Self::WrongChunk, Self::SwallowedAnswer, Self::UndoneCommit];
+}
+
+/// A node's transport with a bug in it.
+pub(super) struct Buggy<T> {
+    pub(super) inner: T,
+    pub(super) bug: Planted,
+}
+
+#[async_trait]
+impl<T: Transport> Transport for Buggy<T> {
+    fn region(&self, len: u64) -> io::Result<Region> {
+        self.inner.region(len)
+    }
+
+    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+        let inner = self.inner.connect(peer, address).await?;
+        Ok(Arc::new(BuggyConnection { inner, bug: self.bug, reads: AtomicU32::new(0) }))
+    }
+
+    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
+        self.inner.serve(Arc::new(BuggyService { inner: service, bug: self.bug })).await
+    }
+
+    fn ability(&self) -> Ability {
+        self.inner.ability()
+    }
+
+    fn agree(&self, agreement: Agreement) {
+        self.inner.agree(agreement);
+    }
+
+    fn fallen_back(&self) -> Vec<(NodeId, String)> {
+        self.inner.fallen_back()
+    }
+
+    fn status(&self) -> Network {
+        self.inner.status()
+    }
+}
+
+struct BuggyConnection {
+    inner: Arc<dyn Connection>,
+    bug: Planted,
+    reads: AtomicU32,
+}
+
+#[async_trait]
+impl Connection for BuggyConnection {
+    fn peer(&self) -> NodeId {
+        self.inner.peer()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.inner.is_lost()
+    }
+
+    async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
+        let is_read = matches!(decode::<Request>(&message), Ok(Request::Read { .. }));
+        let pulled = self.inner.pull(message, slots, timeout).await;
+        if self.bug == Planted::SwallowedAnswer && is_read && self.reads.fetch_add(1, Ordering::Relaxed) == 3 {
+            return std::future::pending().await;
+        }
+        pulled
+    }
+
+    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
+        self.inner.offer(message, payload, len, timeout).await
+    }
+}
+
+struct BuggyService {
+    inner: Arc<dyn Service>,
+    bug: Planted,
+}
+
+#[async_trait]
+impl Service for BuggyService {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+        let request = decode::<Request>(&message);
+        if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::Commit { .. })) {
+            return Ok(Answer { message: encode(&Reply::Done), pieces: Vec::new() });
+        }
+        let mut answer = self.inner.pulled(from, message, room).await?;
+        if self.bug == Planted::WrongChunk && matches!(request, Ok(Request::Read { .. })) {
+            let [Piece::File { offset, .. }, .., Piece::File { offset: other, .. }] = &mut answer.pieces[..] else {
+                return Ok(answer);
+            };
+            std::mem::swap(offset, other);
+        }
+        Ok(answer)
+    }
+
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+        self.inner.offered(from, message, incoming).await
+    }
+}

@@ -1,0 +1,467 @@
+//! One seed's session: a stage-in on a healthy network, then another beside readers while faults come, then all heals, and what was
+//! promised is looked at.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use dayfly_meta::catalog::block_len;
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{BlockId, NodeId, SessionId};
+use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_MEMORY_MIN};
+use dayfly_meta::wire::control::{Event, StageIn};
+use dayfly_transport::{Agreement, Key, Options, Transport};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::faults::{Fault, draw, happen};
+use super::jobs::{Jobs, Pool};
+use super::net::{Net, SimTransport};
+use super::planted::{Buggy, Planted};
+use super::random::Random;
+use super::source::{Files, Source, Sources, scratch};
+use crate::blocking::Blocking;
+use crate::clients::EVENTS_QUEUE_LEN;
+use crate::fetch::Fetched;
+use crate::store::Dataset;
+use crate::{Config, Server};
+
+/// Longer than any session takes: what is not over by then hangs.
+const HANG: Duration = Duration::from_secs(1800);
+/// A stage-in ends within this, whatever happens; it waits for no more than one deadline after the other.
+const STAGE_IN_MAX: Duration = Duration::from_secs(150);
+/// By then all that was under way has ended.
+const QUIET: Duration = Duration::from_secs(80);
+
+/// What came of a seed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Outcome {
+    pub(super) seed: u64,
+    pub(super) reads: u64,
+    pub(super) failed_reads: u64,
+    pub(super) faults: u64,
+    pub(super) stage_ins: u64,
+    pub(super) failed_stage_ins: u64,
+    pub(super) messages: u64,
+    /// Of the simulated clock.
+    pub(super) took: Duration,
+    /// All that happened, in one number.
+    pub(super) trace: u64,
+    /// Promises that were not kept.
+    pub(super) broken: Vec<String>,
+}
+
+impl Outcome {
+    /// The promises that were broken, in words.
+    pub(super) fn told(&self) -> Option<String> {
+        (!self.broken.is_empty()).then(|| format!("seed {}: {}", self.seed, self.broken.join("; ")))
+    }
+}
+
+/// Runs a seed.
+pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted>, is_told: bool) -> Outcome {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let folder = scratch();
+    let mut outcome = runtime.block_on(async {
+        let mut random = Random::new(seed);
+        let folders = [folder.path(), sources.folder()].map(|path| path.display().to_string()).to_vec();
+        let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, is_told);
+        let jobs = Jobs::new(Random::new(random.next()), pool.clone());
+        let start = Instant::now();
+        let session = Session { net: net.clone(), seed, folder: folder.path(), report: Arc::default(), bug };
+        if timeout(HANG, session.whole(random, sources, jobs.clone())).await.is_err() {
+            session.broken(format!("it hangs: not over after {} s", HANG.as_secs()));
+        }
+        let mut outcome = session.report.lock().unwrap().clone();
+        outcome.broken.extend(jobs.panics().into_iter().map(|panic| format!("a job panicked: {panic}")));
+        (outcome.trace, outcome.messages) = net.trace();
+        outcome.took = start.elapsed();
+        outcome
+    });
+    outcome.seed = seed;
+    outcome
+}
+
+struct Session<'a> {
+    net: Arc<Net>,
+    seed: u64,
+    folder: &'a Path,
+    report: Arc<Mutex<Outcome>>,
+    bug: Option<Planted>,
+}
+
+impl Session<'_> {
+    fn broken(&self, what: String) {
+        self.net.note(&what);
+        self.report.lock().unwrap().broken.push(what);
+    }
+
+    async fn whole(&self, mut random: Random, sources: &Sources, jobs: Arc<Jobs>) {
+        let nodes = 3 + random.below(2) as u16;
+        let servers = self.start(nodes, &mut random, jobs).await;
+        let all: Vec<SocketAddr> = servers.iter().map(|server| server.address()).collect();
+        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+
+        let first: Vec<&Source> = vec![&sources.first];
+        let asked = &servers[random.below(nodes.into()) as usize];
+        let staged = self.stage_in(asked, &first, b"first", std::future::pending()).await;
+        if let Err(reason) = staged {
+            return self.broken(format!("a stage-in without faults failed: {reason}"));
+        }
+        self.look(&servers, b"first", &sources.first.files).await;
+
+        // From here on things go wrong.
+        let faults = draw(&mut random, nodes);
+        let shrinking = Sources::copy(random.pick(&sources.second), self.folder);
+        let is_shrinking = faults.iter().any(|(_, fault)| matches!(fault, Fault::Shrink));
+        let unshrunk =
+            sources.second.iter().filter(|source| !is_shrinking || source.path.file_name() != shrinking.path.file_name());
+        let second: Vec<&Source> = unshrunk.chain(is_shrinking.then_some(&shrinking)).collect();
+        let files: Files = second.iter().flat_map(|source| source.files.clone()).collect();
+        let asked = &servers[random.below(nodes.into()) as usize];
+        let cancel = faults.iter().find(|(_, fault)| matches!(fault, Fault::Cancel)).map(|(at, _)| *at);
+        let cancelled = async {
+            match cancel {
+                Some(at) => sleep(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        let killed: Vec<NodeId> =
+            faults.iter().filter_map(|(_, fault)| if let Fault::Kill(node) = fault { Some(*node) } else { None }).collect();
+        let mut readers = JoinSet::new();
+        for server in &servers {
+            let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
+            readers.spawn(reader.read_some(Random::new(random.next()), sources.first.files.clone()));
+        }
+        let failing = self.fail(faults, &shrinking);
+        let stage_in = self.stage_in(asked, &second, b"second", cancelled);
+        let (staged, ()) = tokio::join!(stage_in, failing);
+        if let Err(reason) = &staged {
+            let names = |path: &Path| reason.contains(&path.display().to_string());
+            let is_named =
+                reason.contains("node ") || reason.contains("cancelled") || second.iter().any(|source| names(&source.path));
+            if !is_named {
+                self.broken(format!("a stage-in that failed does not say why: {reason}"));
+            }
+        }
+        while readers.join_next().await.is_some() {}
+
+        // All heals, and what is left has time to end.
+        self.net.heal();
+        self.net.note("all heals");
+        sleep(QUIET).await;
+        let alive: Vec<Arc<Server>> = servers.iter().filter(|server| !killed.contains(&server.config().node)).cloned().collect();
+        self.look(&alive, b"first", &sources.first.files).await;
+        self.read_all(&alive, b"first", &sources.first.files, &killed).await;
+        // Without its lead a session is over; what is half shown then, nobody can take back.
+        if !killed.contains(&NodeId(0)) {
+            let shown = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
+            if shown != 0 && shown != alive.len() {
+                self.broken(format!("{shown} of {} nodes show a dataset", alive.len()));
+            }
+            if staged.is_ok() && shown == 0 {
+                self.broken("a stage-in came about, and nobody shows its dataset".to_owned());
+            }
+            // A source that lost its end after it was read, or while it was planned, is as good as another.
+            if shown == alive.len() && !is_shrinking {
+                self.look(&alive, b"second", &files).await;
+                self.read_all(&alive, b"second", &files, &killed).await;
+            }
+        }
+        drop(alive);
+        self.end(servers).await;
+    }
+
+    async fn start(&self, nodes: u16, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Server>> {
+        let mut servers = Vec::new();
+        let buggy = NodeId(1 + random.below(u64::from(nodes) - 1) as u16);
+        for node in (0..nodes).map(NodeId) {
+            let data_dir = self.folder.join(format!("data-{node}"));
+            std::fs::create_dir(&data_dir).unwrap();
+            let address: SocketAddr = format!("10.0.0.{}:4000", node.0 + 1).parse().unwrap();
+            let config = Config {
+                session: SessionId(self.seed.to_le_bytes()),
+                key: Arc::new(Key::new([7; 32])),
+                encrypt: false,
+                node,
+                listen: address,
+                network: Options::default(),
+                runtime_dir: self.folder.to_owned(),
+                data_dirs: vec![data_dir],
+                capacity: 64 << 20,
+                memory: ARENA_LEN_MIN,
+                prefix: b"/dayfly".to_vec(),
+                verify_reads: false,
+                workers: 1 + random.below(3) as usize,
+                decoders: 1,
+                stage_memory: STAGE_MEMORY_MIN,
+                deadlines: self.net.deadlines,
+            };
+            let transport = SimTransport { net: self.net.clone(), me: node };
+            let transport: Arc<dyn Transport> = match self.bug {
+                Some(bug) if node == buggy => Arc::new(Buggy { inner: transport, bug }),
+                _ => Arc::new(transport),
+            };
+            let jobs: Arc<dyn Blocking> = jobs.clone();
+            servers.push(Server::start_on(config, transport, address, jobs).await.unwrap());
+        }
+        servers
+    }
+
+    async fn stage_in(
+        &self,
+        server: &Arc<Server>,
+        sources: &[&Source],
+        target: &[u8],
+        cancelled: impl Future<Output = ()>,
+    ) -> Result<(), String> {
+        let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
+        let request = StageIn {
+            sources: sources.iter().map(|source| source.path.as_os_str().as_encoded_bytes().to_vec()).collect(),
+            target: target.to_vec(),
+            seed: self.seed,
+            ..StageIn::default()
+        };
+        let start = Instant::now();
+        let stage_in = tokio::spawn(crate::lead::stage_in(server.clone(), request, sender));
+        let end = async {
+            loop {
+                match events.recv().await {
+                    Some(Event::StagedIn(_)) => return Ok(()),
+                    Some(Event::Failed { reason }) => return Err(reason),
+                    Some(_) => {}
+                    None => return Err("it ended without a word".to_owned()),
+                }
+            }
+        };
+        let ended = tokio::select! {
+            biased;
+            ended = end => ended,
+            () = cancelled => Err("cancelled".to_owned()),
+        };
+        drop(events);
+        // It must end by itself, whoever listens.
+        let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("it goes on for ever".to_owned()) } else { ended };
+        let took = start.elapsed();
+        self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
+        if took > STAGE_IN_MAX {
+            self.broken(format!("a stage-in took {} s: {ended:?}", took.as_secs()));
+        }
+        let mut report = self.report.lock().unwrap();
+        report.stage_ins += 1;
+        report.failed_stage_ins += u64::from(ended.is_err());
+        ended
+    }
+
+    async fn fail(&self, faults: Vec<(Duration, Fault)>, shrinking: &Source) {
+        let start = Instant::now();
+        let mut under_way = JoinSet::new();
+        for (at, fault) in faults {
+            sleep(at.saturating_sub(start.elapsed())).await;
+            self.net.note(&format!("{fault:?}"));
+            self.report.lock().unwrap().faults += 1;
+            if matches!(fault, Fault::Shrink) {
+                let file = std::fs::OpenOptions::new().write(true).open(&shrinking.path).unwrap();
+                file.set_len(file.metadata().unwrap().len() / 3).unwrap();
+            }
+            let net = self.net.clone();
+            under_way.spawn(async move { happen(&net, fault).await });
+        }
+        while under_way.join_next().await.is_some() {}
+    }
+
+    /// Whether all of these nodes show the dataset, and what its catalog says.
+    async fn look(&self, servers: &[Arc<Server>], target: &[u8], files: &Files) {
+        for server in servers {
+            let node = server.config().node;
+            let Some(dataset) = dataset(server, target) else {
+                self.broken(format!("node {node} does not show {}", String::from_utf8_lossy(target)));
+                continue;
+            };
+            if dataset.catalog().header().samples as usize != files.len() {
+                self.broken(format!("node {node} shows {} samples of {}", dataset.catalog().header().samples, files.len()));
+            }
+        }
+    }
+
+    /// Reads all files on all nodes, which nothing keeps from it but that an owner was killed.
+    async fn read_all(&self, servers: &[Arc<Server>], target: &[u8], files: &Files, killed: &[NodeId]) {
+        let mut reading = JoinSet::new();
+        for server in servers {
+            let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
+            let (target, files, killed) = (target.to_vec(), files.clone(), killed.to_vec());
+            reading.spawn(async move {
+                let files: Vec<_> = files.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
+                for batch in files.chunks(8) {
+                    let is_by_loss = |reason: &String| killed.iter().any(|node| reason.contains(&format!("node {node} ")));
+                    for reason in reader.read(&target, batch).await.iter().filter(|reason| !is_by_loss(reason)) {
+                        reader.broken(format!("a read on a healthy network failed: {reason}"));
+                    }
+                }
+            });
+        }
+        while reading.join_next().await.is_some() {}
+    }
+
+    /// Ends the session; nothing is left of it.
+    async fn end(&self, servers: Vec<Arc<Server>>) {
+        // What came last is kept on drives a little later.
+        sleep(Duration::from_secs(1)).await;
+        for server in &servers {
+            let node = server.config().node;
+            if server.stages().is_any() {
+                self.broken(format!("node {node} still has a stage-in"));
+            }
+            if (1..4).any(|number| server.lead().stage(number).is_some()) {
+                self.broken(format!("node {node} still leads a stage-in"));
+            }
+            let (_, leases) = server.arena().usage();
+            if leases != 0 {
+                self.broken(format!("node {node} has {leases} leases that nobody holds"));
+            }
+            server.give_up();
+            if server.store().used() != 0 {
+                self.broken(format!("node {node} has {} bytes of room that nobody uses", server.store().used()));
+            }
+        }
+        let weak: Vec<_> = servers.iter().map(|server| (server.config().node, Arc::downgrade(server))).collect();
+        servers.iter().for_each(|server| server.close());
+        drop(servers);
+        sleep(QUIET).await;
+        for (node, server) in weak {
+            if server.strong_count() > 0 {
+                self.broken(format!("a task of node {node} goes on after its end"));
+            }
+        }
+        let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+        if tasks > 0 {
+            self.broken(format!("{tasks} tasks go on after the end"));
+        }
+        for node in self.net.leaks() {
+            self.broken(format!("node {node} has a slot that was never given back"));
+        }
+        for node in std::fs::read_dir(self.folder).unwrap().map(|entry| entry.unwrap().path()) {
+            let is_empty = node.is_file() || std::fs::read_dir(&node).unwrap().next().is_none();
+            if node.extension().is_some_and(|extension| extension == "sock") || !is_empty {
+                self.broken(format!("'{}' is left", node.display()));
+            }
+        }
+    }
+}
+
+fn dataset(server: &Server, target: &[u8]) -> Option<Arc<Dataset>> {
+    server.store().datasets().into_iter().find(|dataset| dataset.target() == target)
+}
+
+/// A process of a node, as far as the server sees it.
+struct Reader {
+    net: Arc<Net>,
+    server: Arc<Server>,
+    report: Arc<Mutex<Outcome>>,
+}
+
+impl Reader {
+    fn broken(&self, what: String) {
+        self.net.note(&what);
+        self.report.lock().unwrap().broken.push(what);
+    }
+
+    /// Reads now and then while things go wrong.
+    async fn read_some(self, mut random: Random, files: Files) {
+        let files: Vec<_> = files.into_iter().collect();
+        for _ in 0..12 {
+            sleep(random.log_duration(Duration::from_millis(1), Duration::from_secs(3))).await;
+            let wanted: Vec<_> = (0..1 + random.below(4)).map(|_| random.pick(&files)).collect();
+            let wanted: Vec<_> = wanted.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
+            for reason in self.read(b"first", &wanted).await {
+                if !reason.contains("node ") {
+                    self.broken(format!("a read that failed does not say why: {reason}"));
+                }
+            }
+        }
+    }
+
+    /// Reads files at once and compares them; returns why some could not be read.
+    async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
+        let (start, node) = (Instant::now(), self.server.config().node);
+        let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
+        // What takes longer is a hang, and told below.
+        let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;
+        let took = start.elapsed();
+        if took > self.net.deadlines.server {
+            self.broken(format!("a read on node {node} took {} s", took.as_secs()));
+        }
+        let read = match read {
+            Ok(Ok(read)) => read,
+            Ok(Err(reason)) => vec![Err(reason)],
+            Err(_) => Vec::new(),
+        };
+        let mut reasons = Vec::new();
+        self.report.lock().unwrap().reads += read.len() as u64;
+        for (read, (path, expected)) in read.into_iter().zip(files) {
+            let name = String::from_utf8_lossy(path);
+            match read {
+                Ok(bytes) if bytes == *expected => {}
+                Ok(_) => self.broken(format!("wrong bytes in {name} on node {node}")),
+                Err(reason) => {
+                    self.net.note(&format!("node {node} cannot read {name}: {reason}"));
+                    reasons.push(reason);
+                }
+            }
+        }
+        self.report.lock().unwrap().failed_reads += reasons.len() as u64;
+        reasons
+    }
+
+    /// The bytes of each file, or why they cannot be had.
+    async fn bytes(&self, target: &[u8], paths: &[&[u8]]) -> Result<Vec<Result<Vec<u8>, String>>, String> {
+        let dataset = dataset(&self.server, target).ok_or("there is no such dataset")?;
+        let mut chunks: Vec<(usize, Chunk)> = Vec::new();
+        for (file, path) in paths.iter().enumerate() {
+            let entry = dataset.catalog().find(path).ok_or("there is no such file")?;
+            let (size, blocks) = entry.sample().and_then(|sample| dataset.catalog().sample(sample)).ok_or("it is no file")?;
+            let blocks = (0..).zip(blocks).flat_map(|(part, block)| Chunk::all(BlockId(block), block_len(size, part)));
+            chunks.extend(blocks.map(|chunk| (file, chunk)));
+        }
+        let mut parts: Vec<Option<Result<Vec<u8>, String>>> = vec![None; chunks.len()];
+        loop {
+            let wanted: Vec<usize> = (0..chunks.len()).filter(|&at| parts[at].is_none()).collect();
+            if wanted.is_empty() {
+                break;
+            }
+            let named: Vec<Chunk> = wanted.iter().map(|&at| chunks[at].1).collect();
+            let mut fetching = self.server.fetcher().begin(&dataset, &named, self.server.arena().len() / 4).await;
+            while let Some(part) = fetching.next().await {
+                for (at, fetched) in part {
+                    let at = wanted[at as usize];
+                    parts[at] = Some(match fetched {
+                        Fetched::Leased(lease) => Ok(lease.bytes().to_vec()),
+                        Fetched::Here => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
+                        Fetched::Failed(reason) => Err(reason),
+                    });
+                }
+            }
+        }
+        let mut files = vec![Ok(Vec::new()); paths.len()];
+        for ((file, _), part) in chunks.into_iter().zip(parts.into_iter().flatten()) {
+            match (part, &mut files[file]) {
+                (Ok(bytes), Ok(file)) => file.extend(bytes),
+                (Err(reason), file) => *file = Err(reason),
+                (Ok(_), Err(_)) => {}
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// A chunk as it lies on this node's drive.
+fn stored(dataset: &Dataset, chunk: Chunk) -> Option<Vec<u8>> {
+    use std::os::unix::fs::FileExt;
+    let place = dataset.locations().find(chunk.block)?.place()?;
+    let mut bytes = vec![0; dataset.chunk(chunk)?.len as usize];
+    dataset.segments().file(place.drive)?.read_exact_at(&mut bytes, place.offset + chunk.start()).ok()?;
+    Some(bytes)
+}
