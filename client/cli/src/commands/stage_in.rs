@@ -127,7 +127,13 @@ pub(super) fn stage(
         }
     });
     let lost = ended.err().map(|error| format!("node {}: {error}", session.node()));
-    let patience = if lost.is_some() { END_TIME } else { SIGN_TIME };
+    let patience = match (&lost, session.node()) {
+        (Some(_), _) => END_TIME,
+        // What its own server says of itself.
+        (None, NodeId(0)) => Duration::ZERO,
+        // The lead may have ended first.
+        (None, _) => SIGN_TIME,
+    };
     let failure = lost.or(failure);
     let failure =
         failure.map(|reason| if is_ended(location, &before, patience) { "the session was ended".to_owned() } else { reason });
