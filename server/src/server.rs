@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::checksum::{Mismatch, checksum};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::limits::{BATCH_LEN_MAX, FETCH_ATTEMPTS_MAX};
 use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode, encode};
@@ -272,10 +272,20 @@ impl Server {
             };
         }
         let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
-        let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
-        let (_, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
-        let (slot, len) = (pulled.slots.first(), pulled.lens.first());
-        slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))
+        for _ in 0..FETCH_ATTEMPTS_MAX {
+            let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
+            let (reply, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
+            let Reply::Bytes { checksum: expected } = reply else { return Err(PeerError::Invalid(node)) };
+            let (slot, len) = (pulled.slots.first(), pulled.lens.first());
+            let bytes = slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))?;
+            if checksum(&bytes) == expected {
+                return Ok(bytes);
+            }
+            tracing::warn!(%node, ?request, "bytes arrived damaged");
+        }
+        let reason =
+            format!("what it sent arrived damaged {FETCH_ATTEMPTS_MAX} times in a row; its memory or the network is at fault");
+        Err(PeerError::Failed { node, reason })
     }
 
     /// Answers a request, from a peer or from this very node.
@@ -332,11 +342,11 @@ impl Server {
             }
             Request::ReadRun { stage, run, offset } => {
                 let bytes = self.stages.get(stage)?.read_run(run, offset, room)?;
-                Ok((Reply::Done, vec![Piece::Bytes(bytes)]))
+                Ok((Reply::Bytes { checksum: checksum(&bytes) }, vec![Piece::Bytes(bytes)]))
             }
             Request::ReadCatalog { stage, offset } => {
                 let bytes = self.stages.get(stage)?.read_catalog(offset, room)?;
-                Ok((Reply::Done, vec![Piece::Bytes(bytes)]))
+                Ok((Reply::Bytes { checksum: checksum(&bytes) }, vec![Piece::Bytes(bytes)]))
             }
             Request::Prepare { stage, dataset, target, from, len, checksum } => {
                 let stage = self.stages.get(stage)?;

@@ -185,6 +185,11 @@ pub enum Reply {
     },
     /// Done; bytes, if any, lie in the slots.
     Done,
+    /// A part of a run or of a catalog lies in the slot.
+    Bytes {
+        /// Its CRC32C: what is merged into a catalog must be what was found in the sources.
+        checksum: u32,
+    },
     /// The wanted chunks lie in their slots, but for these, which are not here.
     Read {
         /// By their place in the request.

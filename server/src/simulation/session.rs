@@ -308,8 +308,8 @@ impl Session<'_> {
 
     /// Ends the session; nothing is left of it.
     async fn end(&self, servers: Vec<Arc<Server>>) {
-        // What came last is kept on drives a little later.
-        sleep(Duration::from_secs(1)).await;
+        // What came last is kept on drives a little later, once it is synced.
+        sleep(Duration::from_secs(5)).await;
         for server in &servers {
             let node = server.config().node;
             if server.stages().is_any() {

@@ -167,7 +167,8 @@ impl Sink for ServerSink {
 
     fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            let reserved = self.runtime.block_on(self.stage.reserve(&self.server, block_len));
+            let reserved = self.stage.reserve(&self.server, block_len);
+            let reserved = self.server.blocking().wait_for(self.stage.unless_cancelled(reserved))?;
             return reserved.map_err(|reason| failed(owner, reason));
         }
         let request = Request::Reserve { stage: self.stage.number, block_len };
