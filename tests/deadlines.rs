@@ -103,14 +103,14 @@ fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// A client's wait for its server.
-fn server(deadlines: &Deadlines) -> (Duration, Duration) {
-    (deadlines.server, deadlines.server)
+/// A client's wait for its server's heartbeat, in ticks that may each come a little early or late.
+fn heartbeat(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.heartbeat / 2, deadlines.heartbeat * 2)
 }
 
-/// Whoever has not been welcomed yet does not know the session's deadlines.
+/// Whoever has not been welcomed yet knows neither the session's deadlines nor its heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
-    server(&Deadlines::DEFAULT)
+    (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
 /// The last byte of the peer may have come just before it fell silent, and that is seen at the next look.
@@ -147,11 +147,11 @@ const TABLE: &[Row] = &[
     // The node's own server.
     row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
     row(Ask::Tune, 0, Far::Silent, hello, &["the server of this node does not answer"]),
-    row(Ask::Read, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Batch, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Order, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Spill, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Status, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Read, 0, Far::Silent, heartbeat, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Batch, 0, Far::Silent, heartbeat, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Order, 0, Far::Silent, heartbeat, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Spill, 0, Far::Silent, heartbeat, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Status, 0, Far::Silent, heartbeat, &["the server of this node does not answer", "stood still"]),
     row(Ask::Attach, 0, Far::Reset, at_once, &["node 0"]),
     row(Ask::Read, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
     row(Ask::Batch, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
