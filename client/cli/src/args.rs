@@ -115,7 +115,7 @@ pub(crate) struct SessionOptions {
     /// Encrypt and authenticate every byte between nodes: by TCP then, for a card writes bytes as they are. See docs/SECURITY.md.
     #[arg(long)]
     pub(crate) encrypt: bool,
-    /// Check every block that is read against the checksum taken at stage-in.
+    /// Check every chunk that a process reads, also out of memory and drives of its own node, against the checksum taken at stage-in.
     #[arg(long)]
     pub(crate) verify_reads: bool,
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
