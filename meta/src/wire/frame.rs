@@ -114,7 +114,7 @@ mod tests {
         let bytes = *b"\x02\x01\0\0\x04\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0\0\x01\0\0";
         assert_eq!(header.encode(), bytes);
         assert_eq!(PeerHeader::decode(bytes), Ok(header));
-        for (at, value) in [(3, 1), (4, 0), (4, 11), (5, 1)] {
+        for (at, value) in [(3, 1), (4, 0), (4, 12), (5, 1)] {
             let mut wrong = bytes;
             wrong[at] = value;
             assert_eq!(PeerHeader::decode(wrong), Err(InvalidFrame), "byte {at} = {value}");
