@@ -25,9 +25,10 @@ use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
 
-/// Samples of none, one and several batches, pieces, chunks and blocks.
+/// Samples of none, one and several batches, pieces and chunks. None is longer than what may wait to be kept (an eighth of the
+/// arena), or a loaded machine would not keep it the first time.
 const LENS: [usize; 12] =
-    [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 9_000_000, 300, 2_000_000, 5_000_000];
+    [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
 fn asks(seen: &Seen<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
     decode_sealed::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
@@ -130,7 +131,6 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let view = session.view(0);
     for number in numbers(&view, LENS.len(), false) {
         assert!(read(&view, number).unwrap() == content(number, LENS[number]), "file {number}");
-        wait_until_kept(&view, number);
     }
     assert!(found(&session, Hop::Fetched) > 0);
     session.leave_alone();
