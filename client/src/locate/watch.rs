@@ -34,19 +34,14 @@ impl Watch {
     /// If it is gone already.
     pub fn new(folder: &Path) -> io::Result<Self> {
         let mut watch = Self { held: Vec::new(), folders: Vec::new() };
-        watch.add_folder(folder)?;
+        watch.add(folder.to_owned(), &fs::symlink_metadata(folder)?);
+        watch.keep_fresh(folder.to_owned());
         Ok(watch)
     }
 
-    /// Watches one more folder.
-    ///
-    /// # Errors
-    ///
-    /// If it is gone already.
-    pub fn add_folder(&mut self, folder: &Path) -> io::Result<()> {
-        self.add(folder.to_owned(), &fs::symlink_metadata(folder)?);
-        self.folders.push(folder.to_owned());
-        Ok(())
+    /// Adds a folder that [`Self::touch`] keeps fresh, but whose loss is borne: a node's folder in a data dir.
+    pub fn keep_fresh(&mut self, folder: PathBuf) {
+        self.folders.push(folder);
     }
 
     /// Watches a name that has to lead to a file of this metadata.

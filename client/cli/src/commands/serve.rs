@@ -251,7 +251,7 @@ async fn start(
     };
     let server = Server::start(config).await.map_err(Failure::new)?;
     let mut watch = location.watch_node(node, &node_lock)?;
-    data_dirs.iter().try_for_each(|folder| watch.add_folder(folder))?;
+    data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
     Ok(Serving { server, location, watch, locks })
 }
