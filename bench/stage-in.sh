@@ -2,13 +2,17 @@
 # Stage-in beside the tools that unpack one archive on one machine, in one table. Each run has a fresh ext4 on a loop device;
 # archives are read cold (caches dropped before each run; the pages of them that are resident are counted), and nothing is
 # deleted between runs.
+# A stage-in ends when the drives have what was staged in, so the rows `synced` and `drive` put `tar xf && sync` and the drive's own
+# rate of sequential writing beside it. `drive` reads the archive out of memory (/dev/shm), so that the drive only writes.
 # Usage, as root: bench/stage-in.sh [RUNS] [NODES] [ROW...]; dayfly and dayfly-bench in PATH; needs e2fsprogs, util-linux, python3,
-# tar, zip, unzip, zstd, pigz. Rows: small large zst gz zip many; all if none is named. DAYFLY_BENCH_DIR keeps the data sets.
+# tar, zip, unzip, zstd, pigz. Rows: synced drive small large zst gz zip many; all if none is named. DAYFLY_BENCH_DIR keeps the data
+# sets.
 set -euo pipefail
-runs=${1:-5}; nodes=${2:-4}; rows=${*:3}; rows=${rows:-small large zst gz zip many}
+runs=${1:-5}; nodes=${2:-4}; rows=${*:3}; rows=${rows:-synced drive small large zst gz zip many}
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}; work=$(mktemp -d); image=$work/image; disk=$work/disk
 mkdir -p "$disk" "$sets"
-finish() { ! mountpoint -q "$disk" || umount "$disk"; rm -rf "$work"; [ -n "${DAYFLY_BENCH_DIR:-}" ] || rm -rf "$sets"; }
+memory=/dev/shm/dayfly-bench-$$
+finish() { ! mountpoint -q "$disk" || umount "$disk"; rm -rf "$work" "$memory"; [ -n "${DAYFLY_BENCH_DIR:-}" ] || rm -rf "$sets"; }
 trap finish EXIT
 export DAYFLY_RUNTIME_DIR=$work
 
@@ -51,7 +55,37 @@ print(f"{title}: {tool:.2f} s, stage-in {stage:.2f} s: {tool / stage:.2f} times 
 PYTHON
 }
 
+durable() { # TITLE TAR: a stage-in beside tar, with and without a sync, and beside one file written front to back and synced
+    local title=$1 tar=$2 tool
+    rm -f "$work"/{json,time-*}
+    for _ in $(seq "$runs"); do
+        for tool in "tar xf $tar" "tar xf $tar && sync -f ." "dd if=$tar of=file bs=4M conv=fdatasync"; do
+            # The drive's own rate is not that of reading the archive.
+            fresh; [ "${tool%% *}" = tar ] || cat "$tar" > /dev/null
+            (cd "$disk" && seconds bash -c "$tool") >> "$work/time-$(tr -dc a-z <<< "${tool//$tar/}")"
+        done
+        fresh; stage /dayfly/bench "$tar" >> "$work/time-stage"
+    done
+    local plain synced written stage
+    plain=$(median < "$work/time-tarxf"); synced=$(median < "$work/time-tarxfsyncf")
+    written=$(median < "$work"/time-dd*); stage=$(median < "$work/time-stage")
+    awk -v title="$title" -v plain="$plain" -v synced="$synced" -v written="$written" -v stage="$stage" -v bytes="$(stat -c %s "$tar")" 'BEGIN {
+        printf "%s: tar xf %.2f s, tar xf && sync %.2f s, written front to back and synced %.2f s (%.0f MB/s), stage-in %.2f s (%.0f MB/s): ",
+            title, plain, synced, written, bytes / written / 1e6, stage, bytes / stage / 1e6
+        printf "%.2f times as fast as tar xf && sync, %.2f times tar xf, %.2f of the drive'"'"'s rate\n", synced / stage, plain / stage, written / stage }'
+}
+
 for row in $rows; do case $row in
+synced)
+    tree t3k --samples 50000 --mean-size 3000; archive 3k.tar tar cf - -C "$sets/t3k" .
+    durable "plain tar, 50,000 x 3 KB, cold" "$sets/3k.tar"
+    tree t110k --samples 20000 --mean-size 110000; archive 110k.tar tar cf - -C "$sets/t110k" .
+    durable "plain tar, 20,000 x 110 KB, cold" "$sets/110k.tar" ;;
+drive)
+    tree t110k --samples 20000 --mean-size 110000; archive 110k.tar tar cf - -C "$sets/t110k" .
+    mkdir -p "$memory"; cp "$sets/110k.tar" "$memory/110k.tar"
+    durable "plain tar, 20,000 x 110 KB, out of memory" "$memory/110k.tar"
+    rm -r "$memory" ;;
 small)
     tree t3k --samples 50000 --mean-size 3000; archive 3k.tar tar cf - -C "$sets/t3k" .
     compare "plain tar, 50,000 x 3 KB, tar xf" "$sets/3k.tar" tar xf "$sets/3k.tar" ;;

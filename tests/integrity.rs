@@ -19,7 +19,7 @@ use dayfly_meta::limits::{CHUNK_LEN, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::peer::Request;
 use dayfly_meta::wire::status::Hop;
-use dayfly_meta::wire::{VERSION, decode, encode};
+use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
 use dayfly_transport::fault::{Fault, Seen};
 use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
@@ -30,7 +30,7 @@ const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 9_000_000, 300, 2_000_000, 5_000_000];
 
 fn asks(seen: &Seen<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
-    decode::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
+    decode_sealed::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
 }
 
 fn ships(seen: &Seen<'_>) -> bool {
@@ -83,9 +83,10 @@ fn wait_until_kept(view: &View, number: usize) {
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
-    let shipped = AtomicU64::new(0);
+    // Every batch and piece, when it is sent for the first time.
+    let flipped = Mutex::new(HashSet::new());
     session.meddle(move |seen| {
-        let is_meant = ships(seen) && shipped.fetch_add(1, Ordering::Relaxed).is_multiple_of(3);
+        let is_meant = ships(seen) && flipped.lock().unwrap().insert(seen.message.to_vec());
         is_meant.then_some(Fault::FlipOnWire)
     });
     session.stage(&session.write(&LENS)).unwrap();
@@ -122,7 +123,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
     // The first chunk of each answer, when it comes for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| match decode::<Request>(seen.message) {
+    session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
         Ok(Request::Read { chunks, .. }) if flipped.lock().unwrap().insert(chunks[0]) => Some(Fault::FlipOnWire),
         _ => None,
     });
@@ -212,7 +213,7 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
         assert!(read(&view, number).unwrap() == expected, "file {number}");
         assert_eq!(found(&session, Hop::Kept), before + 1);
         if LENS[number] as u64 <= CHUNK_LEN {
-            // A larger one is kept again once all of its chunks have come again.
+            // A larger one is kept again at once only where all of its chunks are in the arena still.
             wait_until_kept(&view, number);
         }
         assert!(read(&view, number).unwrap() == expected, "file {number}, kept again");
@@ -310,6 +311,40 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
         assert!(session.view(1).session().datasets().unwrap().is_empty(), "node 1 has not shown it yet");
     }
     staging.join().unwrap().unwrap();
+}
+
+/// Until a node shows the new dataset it reads the old one, also what lies on nodes that show the new one already.
+#[test]
+fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
+    let session = Arc::new(Inside::new(3, false));
+    session.stage(&session.write(&LENS)).unwrap();
+    let other = session.write_in("other", &LENS, 100);
+    session.meddle(|seen| {
+        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+        is_late.then_some(Fault::Delay(Duration::from_secs(4)))
+    });
+    let first = session.view(0);
+    let old = dataset(&first).id();
+    let staging = std::thread::spawn({
+        let session = session.clone();
+        move || session.stage_over(&other, true).map(drop)
+    });
+    wait_until("node 0 shows the new one", || {
+        first.session().datasets().unwrap().first().is_some_and(|dataset| dataset.id() != old)
+    });
+    let late = session.view(1);
+    for (number, &len) in LENS.iter().enumerate() {
+        let bytes = read(&late, number);
+        if late.session().datasets().unwrap().first().is_none_or(|dataset| dataset.id() != old) {
+            // A machine so slow that the new one is shown meanwhile tells nothing.
+            break;
+        }
+        assert!(bytes.unwrap_or_else(|reason| panic!("file {number}: {reason}")) == content(number, len), "file {number}");
+    }
+    staging.join().unwrap().unwrap();
+    for (number, &len) in LENS.iter().enumerate() {
+        assert!(read(&session.view(1), number).unwrap() == content(100 + number, len), "file {number}");
+    }
 }
 
 /// A dataset that one node has shown and that is then undone: errors, never other bytes.

@@ -446,3 +446,57 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
     runs(&["--keep-going", "--stage-in", "*.tar:/dayfly/t", "--", "true"]);
     runs(&["--no-unpack", "--stage-in", "false.tar:/dayfly/t", "--", "true"]);
 }
+
+/// Names by which a file could look like another, or speak to the terminal: bytes for a program, escaped for a person.
+#[test]
+fn names_reach_a_terminal_escaped_and_a_program_as_they_are() {
+    let ground = Ground::new();
+    let names = ["a\u{202e}gpj.exe", "b\u{2066}\u{200f}", "c\u{1b}[31mred", "d\u{9b}2J", "e\nline"];
+    fs::create_dir(ground.at("tree")).unwrap();
+    for name in names {
+        fs::create_dir(ground.at("tree").join(name)).unwrap();
+        fs::write(ground.at("tree").join(name).join("f"), "a sample").unwrap();
+    }
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    let is_quiet = |said: &str| {
+        let said = said.replace("\r\n", "\n");
+        !said.chars().any(|character| {
+            character.is_control() && !"\n\t".contains(character) || "\u{202e}\u{2066}\u{200f}".contains(character)
+        })
+    };
+    // `script` gives it a terminal.
+    let on_terminal = |arguments: &str| {
+        let mut command = Command::new("script");
+        let line = format!("{} {arguments}", env!("CARGO_BIN_EXE_dayfly"));
+        command.args(["-q", "-e", "-c", &line, "/dev/null"]).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
+        text(&output_of(command.current_dir(cluster.work.path()).stdin(std::process::Stdio::null())).stdout)
+    };
+    if Command::new("script").arg("--version").output().is_ok() {
+        for command in ["ls -lR /dayfly/t", "du /dayfly/t", "ls /dayfly/t"] {
+            let said = on_terminal(command);
+            assert!(said.contains("a\\u{202e}gpj.exe") && is_quiet(&said), "{command}: {said:?}");
+        }
+    } else {
+        // Not captured: it must be seen.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), b"A terminal was NOT played: that takes 'script'.\n");
+    }
+    assert_eq!(cluster.ok(&["ls", "/dayfly/t"]), names.map(|name| format!("{name}\n")).concat());
+    assert!(names.iter().all(|name| cluster.ok(&["du", "/dayfly/t"]).contains(name)));
+    // What is said of them is for people wherever it goes.
+    for name in names {
+        let path = format!("/dayfly/t/{name}/none");
+        for arguments in
+            [&["ls", &path][..], &["cat", &path], &["stat", &path], &["verify", &path], &["stage-in", &path, "/dayfly/x"]]
+        {
+            let said = cluster.fails(1, arguments);
+            assert!(is_quiet(&said) && said.lines().count() == 1, "{arguments:?}: {said:?}");
+        }
+        assert!(is_quiet(&cluster.ok(&["stat", &format!("/dayfly/t/{name}/f")])));
+    }
+    let target = format!("/dayfly/{}", names[0]);
+    let staged = cluster.output(&["stage-in", "tree", &target]);
+    assert!(staged.status.success() && is_quiet(&text(&staged.stderr)), "{}", text(&staged.stderr));
+    assert!(is_quiet(&cluster.ok(&["status"])));
+    cluster.down();
+}

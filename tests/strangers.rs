@@ -139,19 +139,47 @@ fn another_user_sees_and_reaches_nothing() {
 #[test]
 fn a_folder_that_another_user_made_first_is_not_used() {
     let Some(commons) = Commons::new() else { return };
-    for (where_, word) in [("run", "not a private folder"), ("drive", "not a private folder")] {
-        let trap = commons.at(&format!("{where_}/dayfly-{OWNER}"));
-        commons.python(STRANGER, "os.mkdir(path); os.chmod(path, 0o777)", &trap);
-        let up = commons.dayfly(OWNER, &["up"]);
-        assert!(!up.status.success() && text(&up.stderr).contains(word), "{}", text(&up.stderr));
-        assert!(text(&up.stderr).contains(trap.to_str().unwrap()), "it is named: {}", text(&up.stderr));
-        assert_eq!(fs::read_dir(&trap).unwrap().count(), 0, "nothing was put into it");
-        fs::remove_dir_all(&trap).unwrap();
+    let traps = [
+        ("os.mkdir(path); os.chmod(path, 0o777)", "belongs to user 65531"),
+        ("os.mkdir(path); os.chmod(path, 0o700)", "belongs to user 65531"),
+        ("os.mkdir(path); os.chmod(path, 0)", "belongs to user 65531"),
+        ("open(path, 'w').close()", "is no directory of user 65531"),
+        ("os.mkfifo(path)", "is no directory of user 65531"),
         // Neither is it followed elsewhere.
-        commons.python(STRANGER, "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)", &trap);
-        let up = commons.dayfly(OWNER, &["up"]);
-        assert!(!up.status.success() && text(&up.stderr).contains(word), "{}", text(&up.stderr));
-        fs::remove_file(&trap).unwrap();
+        (
+            "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)",
+            "is a symbolic link of user 65531",
+        ),
+    ];
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+        let trap = commons.at(&format!("{place}/dayfly-{OWNER}"));
+        for (script, what) in traps {
+            assert_eq!(commons.python(STRANGER, script, &trap), "done");
+            for command in ["up", "clean"] {
+                let output = commons.dayfly(OWNER, &[command]);
+                let said = text(&output.stderr);
+                if command == "clean" && place == "drive" {
+                    assert!(output.status.success(), "there is nothing of the owner's in it: {said}");
+                    continue;
+                }
+                assert!(!output.status.success(), "{script}: {said}");
+                for word in [trap.to_str().unwrap(), "is not a private folder of yours", what, way_out, "only user 65531 or root"]
+                {
+                    assert!(said.contains(word), "{script}: no '{word}' in: {said}");
+                }
+            }
+            if trap.is_dir() {
+                assert_eq!(fs::read_dir(&trap).unwrap().count(), 0, "nothing was put into it");
+            }
+            for path in [&trap, &commons.at(&format!("{place}/dayfly-{OWNER}-x"))] {
+                let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
+            }
+        }
+        // One's own, but open.
+        assert_eq!(commons.python(OWNER, "os.mkdir(path); os.chmod(path, 0o755)", &trap), "done");
+        let said = text(&commons.dayfly(OWNER, &["up"]).stderr);
+        assert!(said.contains("its mode is 0755") && said.contains("'chmod 700'") && !said.contains("only user"), "{said}");
+        fs::remove_dir(&trap).unwrap();
     }
     // Nor waited for: what is no folder never opens.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
@@ -161,4 +189,35 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         &trap,
     );
     assert!(commons.dayfly(OWNER, &["clean"]).status.success());
+}
+
+#[test]
+fn a_folder_that_others_could_move_away_is_refused() {
+    let Some(commons) = Commons::new() else { return };
+    let mode = |place: &str, mode: u32| fs::set_permissions(commons.at(place), fs::Permissions::from_mode(mode)).unwrap();
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+        mode(place, 0o777);
+        let up = commons.dayfly(OWNER, &["up"]);
+        let said = text(&up.stderr);
+        assert!(!up.status.success(), "{said}");
+        for word in [commons.at(place).to_str().unwrap(), "no sticky bit (mode 0777)", "'chmod +t'", way_out] {
+            assert!(said.contains(word), "no '{word}' in: {said}");
+        }
+        mode(place, 0o1777);
+        // One that is not to be written to at all.
+        mode(place, 0o755);
+        let up = commons.dayfly(OWNER, &["up"]);
+        let said = text(&up.stderr);
+        assert!(!up.status.success() && said.contains(commons.at(place).to_str().unwrap()), "{said}");
+        assert!(said.contains("Permission denied") && said.contains(way_out), "{said}");
+        mode(place, 0o1777);
+    }
+    // A folder of one's own there is a way out, with a warning.
+    let own = commons.at("drive/own");
+    assert_eq!(commons.python(OWNER, "os.mkdir(path, 0o700)", &own), "done");
+    mode("drive", 0o777);
+    let up = commons.dayfly(OWNER, &["up", "--data-dir", own.to_str().unwrap()]);
+    assert!(up.status.success() && text(&up.stderr).contains("may be moved by others"), "{}", text(&up.stderr));
+    assert!(commons.dayfly(OWNER, &["down"]).status.success());
+    assert_eq!(fs::read_dir(&own).unwrap().count(), 0);
 }

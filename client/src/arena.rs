@@ -28,8 +28,8 @@ impl Arena {
             return false;
         }
         // SAFETY: the range lies within the mapping, as just checked; the memfd is sealed against shrinking, so no access
-        // faults. The server does not write to a slot while we hold its lease, or else the copier finds that the block is not
-        // there any more; no reference to the bytes is ever made here.
+        // faults. The server does not write to a slot while we hold its lease, or else the copier finds that the lease does not
+        // hold or the block is not there any more; no reference to the bytes is ever made here.
         unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(offset as usize), buffer.as_mut_ptr(), buffer.len()) };
         true
     }
@@ -37,7 +37,8 @@ impl Arena {
     /// The bytes of a leased chunk; nothing where that is not within the arena.
     pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
         // SAFETY: the range lies within the mapping, which lives as long as `self` and never faults, as above. While the caller
-        // holds the lease the server writes nothing there, and it alone maps the arena writable.
+        // holds the lease the server writes nothing there, and it alone maps the arena writable. Whoever has looked asks whether the
+        // lease still held before it believes what it saw.
         self.has(offset, len).then(|| unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), len as usize) })
     }
 

@@ -18,6 +18,7 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
+use crate::heartbeat::{Heartbeat, Patience};
 use crate::locate::Location;
 use crate::pool::Pool;
 use crate::socket::Socket;
@@ -31,7 +32,7 @@ pub struct Session {
     nodes: u16,
     prefix: Vec<u8>,
     verify_reads: bool,
-    board: Board,
+    heartbeat: Arc<Heartbeat>,
     counters: Counters,
     /// This process's place in the counters.
     slot: AtomicU32,
@@ -71,7 +72,7 @@ impl Session {
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
         let _no_fork = fork::hold();
         let path = location.socket(node);
-        let (socket, welcome, files) = open(&path).map_err(|error| match error {
+        let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
             ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
             error => error,
         })?;
@@ -87,7 +88,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            board: Board::map(&board, false)?,
+            heartbeat: Arc::new(Heartbeat::of(Board::map(&board, false)?, socket.patience())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
@@ -96,6 +97,7 @@ impl Session {
             idle: Pool::new(),
             datasets: ArcSwap::default(),
         };
+        socket.watch(session.heartbeat.clone());
         session.idle.put(Box::new(socket));
         Ok(session)
     }
@@ -125,9 +127,14 @@ impl Session {
         self.verify_reads
     }
 
+    /// What the server tells in shared memory.
+    pub(crate) fn board(&self) -> &Board {
+        self.heartbeat.board()
+    }
+
     /// Whether the session has ended: one read of memory.
     pub fn is_gone(&self) -> bool {
-        self.board.is_gone()
+        self.board().is_gone()
     }
 
     /// The datasets, by number. Asks the server only when they have changed since the last call.
@@ -136,7 +143,7 @@ impl Session {
             return Err(ClientError::Gone);
         }
         let known = self.datasets.load();
-        if known.generation == Some(self.board.generation()) {
+        if known.generation == Some(self.board().generation()) {
             return Ok(Datasets(known));
         }
         let _no_fork = fork::hold();
@@ -241,7 +248,7 @@ impl Session {
         match self.is_home().then(|| self.idle.take()).flatten() {
             Some(socket) => Ok(socket),
             None => {
-                let (socket, _, _) = open(&self.path)?;
+                let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
                 self.slot.store(socket.slot(), Ordering::Relaxed);
                 Ok(Box::new(socket))
             }
@@ -302,15 +309,15 @@ pub struct Order<'a> {
 }
 
 /// A connection on which both sides know each other.
-fn open(path: &Path) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
-    let mut socket = Socket::connect(path)?;
+fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
+    let mut socket = Socket::connect(path, heartbeat)?;
     socket.send(&FromClient::Hello { version: VERSION })?;
     match socket.receive() {
         Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
         Ok((welcome, files)) => {
-            if let FromServer::Welcome { slot, server_timeout_ms, .. } = welcome {
-                socket.set_slot(slot);
-                socket.set_patience(Duration::from_millis(server_timeout_ms.into()))?;
+            if let FromServer::Welcome { slot, connection, server_timeout_ms, heartbeat_timeout_ms, .. } = welcome {
+                let [server, heartbeat] = [server_timeout_ms, heartbeat_timeout_ms].map(|ms| Duration::from_millis(ms.into()));
+                socket.welcome(slot, connection, Patience { server, heartbeat })?;
             }
             Ok((socket, welcome, files))
         }

@@ -1,19 +1,24 @@
 //! Many samples at once: `read_many`. What this node has is looked at where it lies; the rest is asked of the server in one message,
 //! leased where it lands, and can be used as it comes.
+//!
+//! A lease may be revoked under a batch that stands still for long: because its process takes nothing from its socket, or because
+//! others wait for the room. What had not been delivered by then is read again; of what was delivered [`Batch::is_good`] says that
+//! it is not.
 
-use std::collections::{BTreeMap, VecDeque};
+mod far;
+
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::id::{BlockId, DatasetId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CHUNK_LEN};
+use dayfly_meta::id::{BlockId, SampleId};
+use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::segment::{Location, Place};
-use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
-use crate::attach::{Views, unexpected};
-use crate::socket::Socket;
+use crate::attach::Views;
 use crate::{ClientError, Dataset, Session, fault};
+use far::{Far, Leased};
 
 /// In which order samples of a batch are delivered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,7 +87,7 @@ enum State {
     /// In a segment.
     Segment(Place, u64),
     /// In the arena, leased.
-    Leased(u64, u64),
+    Leased(Leased),
     /// In memory of our own.
     Owned(Vec<u8>),
     /// To be read when it is its turn: what is cut into pieces is copied together.
@@ -90,17 +95,6 @@ enum State {
     /// Under way.
     Far,
     Failed(ClientError),
-}
-
-/// What was asked of the server.
-#[derive(Default)]
-struct Far {
-    /// To be asked for, by dataset.
-    waiting: BTreeMap<DatasetId, Vec<(usize, Chunk)>>,
-    /// Asked for on this connection, and not answered yet.
-    asked: Vec<Option<(usize, Chunk)>>,
-    socket: Option<Box<Socket>>,
-    is_under_way: bool,
 }
 
 /// Ranges of a batch that are looked at, whether they are in memory.
@@ -187,14 +181,26 @@ impl Session {
         let mut batch = self.begin_batch(whole, Delivery::Arrival, OnMissing::Tell)?;
         while let Some(index) = batch.advance()? {
             let at = whole_at[index];
+            let zeroed = fault::zeroed();
             match (batch.bytes(index), buffers.get_mut(at)) {
-                (Ok(bytes), Some(buffer)) => buffer[..bytes.len()].copy_from_slice(bytes),
+                (Ok(bytes), Some(buffer)) => {
+                    let len = bytes.len();
+                    buffer[..len].copy_from_slice(bytes);
+                    // What was copied may not be what was meant.
+                    if (batch.is_lost(index) || fault::zeroed() != zeroed)
+                        && let Err(error) = batch.read_into(index, &mut buffer[..len])
+                    {
+                        sizes[at] = Err(error);
+                    }
+                }
                 // Nothing was wanted of it.
                 (Ok(_), None) => {}
                 (Err(_), _) => sizes[at] = Err(batch.take_error(index)),
             }
+            // It is not looked at again.
+            batch.states[index] = State::Empty;
         }
-        if !batch.is_good() {
+        if batch.is_gone() {
             return Err(ClientError::Gone);
         }
         drop(batch);
@@ -271,21 +277,28 @@ impl<'a> Batch<'a> {
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         let is_there = match self.states.get(index) {
             None | Some(State::Far | State::Later) => false,
-            Some(State::Leased(..)) => !self.is_broken,
+            Some(State::Leased(leased)) => self.holds(leased),
             Some(_) => true,
         };
         if is_there { self.bytes(index).ok() } else { None }
     }
 
-    /// Whether what was looked at was real until now: the session goes on, and no dataset of the batch was replaced.
+    /// Whether what was looked at was real until now: the session goes on, no dataset of the batch was replaced, and no lease on what
+    /// was delivered was revoked.
     pub fn is_good(&self) -> bool {
+        let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.is_gone();
+        let is_lost = |state: &State| matches!(state, State::Leased(leased) if leased.is_delivered && !self.holds(leased));
+        is_whole && !self.states.iter().any(is_lost)
+    }
+
+    /// Whether the session has ended, or a dataset of the batch was replaced.
+    fn is_gone(&self) -> bool {
         let mut last: *const Dataset = std::ptr::null();
         let is_gone = |item: &Item| {
             let is_other = !std::ptr::eq(std::mem::replace(&mut last, Arc::as_ptr(&item.dataset)), Arc::as_ptr(&item.dataset));
             is_other && item.dataset.is_gone()
         };
-        let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.session.is_gone();
-        is_whole && !self.items.iter().flatten().any(is_gone)
+        self.session.is_gone() || self.items.iter().flatten().any(is_gone)
     }
 
     fn take_error(&mut self, index: usize) -> ClientError {
@@ -371,6 +384,7 @@ impl<'a> Batch<'a> {
 
     /// The next item to be delivered, which is there then.
     fn advance(&mut self) -> Result<Option<usize>, ClientError> {
+        self.let_go_if_asked()?;
         let index = match self.delivery {
             Delivery::Given => {
                 let index = self.next;
@@ -403,20 +417,39 @@ impl<'a> Batch<'a> {
                 }
             }
         };
-        if matches!(self.states[index], State::Later) {
-            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
-        } else if self.session.verifies_reads() {
+        if self.session.verifies_reads() {
             self.verify(index);
         }
+        // Asked after the bytes were compared: what was revoked meanwhile says nothing.
+        if matches!(self.states[index], State::Later) || self.is_lost(index) {
+            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
+        }
+        if let State::Leased(leased) = &mut self.states[index] {
+            leased.is_delivered = true;
+        }
         Ok(Some(index))
+    }
+
+    /// Whether an item is not where it was any more: its lease was revoked, or its drive failed where others looked.
+    fn is_lost(&self, index: usize) -> bool {
+        match &self.states[index] {
+            State::Leased(leased) => !self.holds(leased),
+            State::Segment(..) => self.bytes(index).is_err(),
+            _ => false,
+        }
     }
 
     fn read_whole(&self, index: usize) -> Result<Vec<u8>, ClientError> {
         let item = self.items[index].as_ref().ok_or(ClientError::Gone)?;
         let (size, _) = item.dataset.catalog().sample(item.sample).ok_or(ClientError::Protocol("an unknown sample"))?;
         let mut bytes = vec![0; size as usize];
-        self.session.read_at(&item.dataset, item.sample, 0, &mut bytes, &mut None)?;
+        self.read_into(index, &mut bytes)?;
         Ok(bytes)
+    }
+
+    fn read_into(&self, index: usize, buffer: &mut [u8]) -> Result<(), ClientError> {
+        let item = self.items[index].as_ref().ok_or(ClientError::Gone)?;
+        self.session.read_at(&item.dataset, item.sample, 0, buffer, &mut None).map(|_| ())
     }
 
     fn verify(&mut self, index: usize) {
@@ -438,122 +471,11 @@ impl<'a> Batch<'a> {
             State::Segment(place, len) => {
                 self.items[index].as_ref().and_then(|item| item.dataset.view(*place, *len)).ok_or(&NOWHERE)
             }
-            State::Leased(offset, len) => self.session.arena.leased(*offset, *len).ok_or(&NOWHERE),
+            State::Leased(leased) => self.session.arena.leased(leased.offset, leased.len).ok_or(&NOWHERE),
             State::Owned(bytes) => Ok(bytes),
             State::Failed(error) => Err(error),
             State::Later | State::Far => Err(&NOWHERE),
         }
-    }
-
-    /// Asks for what is far, if nothing is under way: of one dataset, as much as one message names.
-    fn ask(&mut self) -> Result<(), ClientError> {
-        let Some(mut entry) = self.far.waiting.first_entry() else { return Ok(()) };
-        let dataset = *entry.key();
-        let count = entry.get().len().min(BATCH_BLOCKS_MAX);
-        let asked: Vec<(usize, Chunk)> = entry.get_mut().drain(..count).collect();
-        if entry.get().is_empty() {
-            entry.remove();
-        }
-        if self.session.is_gone() {
-            return Err(ClientError::Gone);
-        }
-        let socket = match &mut self.far.socket {
-            Some(socket) => socket,
-            none => none.insert(self.session.take_socket()?),
-        };
-        self.far.is_under_way = true;
-        let request = FromClient::Fetch { dataset, chunks: asked.iter().map(|(_, chunk)| *chunk).collect(), recheck: false };
-        self.far.asked = asked.into_iter().map(Some).collect();
-        socket.send(&request)
-    }
-
-    /// Takes in what comes next.
-    fn receive(&mut self) -> Result<(), ClientError> {
-        if self.home != std::process::id() {
-            return Err(ClientError::Protocol("a batch is its process's own, not a forked child's"));
-        }
-        if self.session.is_gone() {
-            return Err(ClientError::Gone);
-        }
-        if !self.far.is_under_way {
-            self.ask()?;
-        }
-        let Some(socket) = self.far.socket.as_mut().filter(|_| self.far.is_under_way) else {
-            return Err(ClientError::Protocol("nobody was asked"));
-        };
-        // On a failure it stays under way, and so the connection ends with the batch, and after its views: what comes on it belongs to
-        // nothing any more.
-        let (chunks, lease, is_last) = match socket.receive()?.0 {
-            FromServer::Fetched { chunks, lease, is_last } => (chunks, lease, is_last),
-            other => return Err(unexpected(other)),
-        };
-        self.far.is_under_way = !is_last;
-        let is_nothing = chunks.is_empty();
-        if lease != 0 {
-            self.leases.push(lease);
-        }
-        let (mut count, mut bytes) = (0, 0);
-        for (at, fetched) in chunks {
-            let Some((index, _)) = self.far.asked.get_mut(at as usize).and_then(Option::take) else {
-                return Err(ClientError::Protocol("blocks that were not asked for"));
-            };
-            let size = self.items[index].as_ref().map_or(0, Item::size);
-            self.states[index] = match fetched {
-                FetchedChunk::Leased { offset } => {
-                    self.session.arena.mark(offset);
-                    (count, bytes) = (count + 1, bytes + size);
-                    State::Leased(offset, size)
-                }
-                FetchedChunk::Here => State::Later,
-                FetchedChunk::Failed { reason } => State::Failed(ClientError::Unreachable(reason)),
-            };
-            self.arrived.push_back(index);
-        }
-        self.session.count(Source::Asked, count, bytes);
-        if is_last {
-            if is_nothing {
-                self.let_go()?;
-            }
-            self.ask_again()?;
-        }
-        Ok(())
-    }
-
-    /// What the server had no room for is asked for again, and what was not asked for yet.
-    fn ask_again(&mut self) -> Result<(), ClientError> {
-        let left: Vec<(usize, Chunk)> = self.far.asked.drain(..).flatten().collect();
-        if let Some(item) = left.first().and_then(|(index, _)| self.items[*index].as_ref()) {
-            let dataset = item.dataset.id();
-            let waiting = self.far.waiting.entry(dataset).or_default();
-            waiting.splice(..0, left);
-        }
-        self.ask()
-    }
-
-    /// Copies what is leased and gives the leases back: others need the room, or we have our share.
-    fn let_go(&mut self) -> Result<(), ClientError> {
-        for state in &mut self.states {
-            if let State::Leased(offset, len) = *state {
-                let bytes =
-                    self.session.arena.leased(offset, len).ok_or(ClientError::Protocol("a lease outside of the arena"))?;
-                *state = State::Owned(bytes.to_vec());
-            }
-        }
-        self.release()
-    }
-
-    fn release(&mut self) -> Result<(), ClientError> {
-        let leases = std::mem::take(&mut self.leases);
-        match &mut self.far.socket {
-            Some(socket) if !leases.is_empty() => socket.send(&FromClient::Release { leases }),
-            _ => Ok(()),
-        }
-    }
-}
-
-impl Far {
-    fn is_done(&self) -> bool {
-        self.waiting.is_empty() && self.asked.iter().all(Option::is_none)
     }
 }
 

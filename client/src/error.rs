@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::locate::NotPrivate;
+
 /// Why a session cannot be found, attached to or read.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -31,8 +33,28 @@ pub enum ClientError {
         nodes: Vec<String>,
     },
     /// The folder of sessions belongs to somebody else, or others could write to it.
-    #[error("'{}' is not a private folder of yours; remove it, or set DAYFLY_RUNTIME_DIR", .0.display())]
-    NotPrivate(PathBuf),
+    #[error("{0}; else set DAYFLY_RUNTIME_DIR to a folder of your own")]
+    NotPrivate(#[from] NotPrivate),
+    /// A folder of sessions cannot be made or read.
+    #[error("cannot use '{}' for sessions' sockets and locks: {error}; set DAYFLY_RUNTIME_DIR to a folder that you may write to", folder.display())]
+    Folder {
+        /// Which.
+        folder: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// Sockets in a session's folder would have names that the kernel does not take.
+    #[error(
+        "'{}' is too long for a session's folder: its sockets' paths would have {len} bytes, and 107 is the most; set DAYFLY_RUNTIME_DIR to \
+         a shorter one",
+        folder.display()
+    )]
+    LongFolder {
+        /// Which.
+        folder: PathBuf,
+        /// Of the longest path in it.
+        len: usize,
+    },
     /// The server cannot be reached, or does not answer in time.
     #[error("the server of this node does not answer: {0}")]
     Server(#[from] io::Error),
@@ -71,6 +93,9 @@ pub enum ClientError {
     /// The session has ended, or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
+    /// A view's lease ended before its bytes were looked at.
+    #[error("the server took the view's lease back, because others waited for its room; read it again")]
+    Revoked,
     /// The bytes are not those that were staged in.
     #[error(
         "block {block} of '{path}' is damaged as node {node} reads it: its checksum is {found:08x}, at stage-in it was {expected:08x}"

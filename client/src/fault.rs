@@ -1,8 +1,9 @@
 //! Copying out of a mapped file whose bytes may not be there: the drive may fail, or the server give the file up. The
 //! processor then faults, the kernel sends SIGBUS, and our handler lets the copy return early instead of ending the process.
 //!
-//! Where the program itself looks at bytes in place, the page that is not there becomes one of zeros, and who gave the view out
-//! knows that the file is gone.
+//! Where the program itself looks at bytes in place, the page that is not there becomes one of zeros. It stays one for as long as the
+//! mapping does, so the whole mapping is poisoned first: no view of it is given out any more, no copy out of it is believed, and
+//! whoever has a view learns by [`zeroed`] that it may have seen zeros.
 //!
 //! Only a process that has called [`install`] is served; until then nothing is mapped. Whatever else raises SIGBUS goes to
 //! whoever wanted it before us.
@@ -10,7 +11,7 @@
 use std::io;
 use std::mem::{MaybeUninit, transmute};
 use std::ptr::null;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
 use dayfly_meta::limits::{PAGE_SIZE, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
 use nix::libc::{self, SA_NODEFER, SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS, c_int, c_void, sigaction, siginfo_t};
@@ -118,33 +119,45 @@ unsafe extern "C" fn copy_until_fault(_: *mut u8, _: *const u8, len: usize) -> u
 /// Pages of zeros that were put in the place of others.
 static ZEROED: AtomicUsize = AtomicUsize::new(0);
 /// Mapped ranges that are given out as views.
-static VIEWED: [(AtomicUsize, AtomicUsize); VIEWED_MAX] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; VIEWED_MAX];
+static VIEWED: [Viewed; VIEWED_MAX] =
+    [const { Viewed { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_poisoned: AtomicBool::new(false) } }; VIEWED_MAX];
 const VIEWED_MAX: usize = (SEGMENT_MAP_BYTES_MAX / SEGMENT_WINDOW_LEN) as usize;
+
+/// A range. All of it is atomic, for a signal handler looks through them while other threads map and unmap.
+struct Viewed {
+    start: AtomicUsize,
+    len: AtomicUsize,
+    /// Whether some of its pages are zeros that should be something else.
+    is_poisoned: AtomicBool,
+}
 
 /// A mapped range whose missing pages become zeros when somebody looks at them.
 pub(crate) struct Mapped {
-    number: Option<usize>,
+    viewed: &'static Viewed,
 }
 
 impl Mapped {
-    pub(crate) fn note(start: *const u8, len: usize) -> Self {
-        let take = |(first, _): &(AtomicUsize, AtomicUsize)| {
-            first.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        };
-        let number = VIEWED.iter().position(take);
-        if let Some(number) = number {
-            VIEWED[number].1.store(len, Ordering::Release);
-        }
-        Self { number }
+    /// Of the range; `None` where there is no room to note it, and so no view of it may be given out.
+    pub(crate) fn note(start: *const u8, len: usize) -> Option<Self> {
+        let take =
+            |viewed: &&Viewed| viewed.start.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let viewed = VIEWED.iter().find(take)?;
+        viewed.is_poisoned.store(false, Ordering::Relaxed);
+        viewed.len.store(len, Ordering::Release);
+        Some(Self { viewed })
+    }
+
+    /// Whether some of its bytes are made up. To be asked after they were copied: the handler says so before it makes any up.
+    pub(crate) fn is_poisoned(&self) -> bool {
+        fence(Ordering::Acquire);
+        self.viewed.is_poisoned.load(Ordering::Acquire)
     }
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if let Some(number) = self.number {
-            VIEWED[number].1.store(0, Ordering::Release);
-            VIEWED[number].0.store(0, Ordering::Release);
-        }
+        self.viewed.len.store(0, Ordering::Release);
+        self.viewed.start.store(0, Ordering::Release);
     }
 }
 
@@ -155,13 +168,15 @@ pub(crate) fn zeroed() -> usize {
 
 /// Maps a page of zeros over one that is not there, if it is one of those.
 fn put_zeros(address: usize) -> bool {
-    let is_viewed = |(start, len): &(AtomicUsize, AtomicUsize)| {
-        address.checked_sub(start.load(Ordering::Acquire)).is_some_and(|within| within < len.load(Ordering::Acquire))
+    let is_within = |viewed: &&Viewed| {
+        let within = address.checked_sub(viewed.start.load(Ordering::Acquire));
+        within.is_some_and(|within| within < viewed.len.load(Ordering::Acquire))
     };
-    if !VIEWED.iter().any(is_viewed) {
-        return false;
-    }
-    ZEROED.fetch_add(1, Ordering::AcqRel);
+    let Some(viewed) = VIEWED.iter().find(is_within) else { return false };
+    // In this order, and before there is a zero to be seen: a batch that begins after the count sees the poison, and one that began
+    // before sees the count.
+    viewed.is_poisoned.store(true, Ordering::SeqCst);
+    ZEROED.fetch_add(1, Ordering::SeqCst);
     let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     // SAFETY: the page lies in a mapping of ours, whose bytes are gone; nobody but readers of views refers to it. A plain system
@@ -237,13 +252,17 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &[7; 8192], 0).unwrap();
         let map = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
-        let _viewed = Mapped::note(map.as_ptr(), 8192);
+        let viewed = Mapped::note(map.as_ptr(), 8192).unwrap();
         // SAFETY: in bounds of the mapping; what is not there any more is made up by the handler, which is what is tested.
         let look = |at: usize| unsafe { std::ptr::read_volatile(map.as_ptr().add(at)) };
         assert_eq!((look(0), look(8191)), (7, 7));
         file.set_len(0).unwrap();
         let before = zeroed();
+        assert!(!viewed.is_poisoned());
         assert_eq!((look(1), look(8191), look(4096)), (0, 0, 0));
-        assert!(zeroed() >= before + 2, "and can know that they are none");
+        assert!(zeroed() >= before + 2 && viewed.is_poisoned(), "and can know that they are none");
+        drop(viewed);
+        let other = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
+        assert!(!Mapped::note(other.as_ptr(), 8192).unwrap().is_poisoned(), "another is another");
     }
 }

@@ -11,6 +11,7 @@ mod dataset;
 mod error;
 pub mod fault;
 pub mod fork;
+mod heartbeat;
 pub mod kept;
 pub mod locate;
 mod order;

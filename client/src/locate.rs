@@ -1,21 +1,25 @@
 //! Finding sessions: each has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/`, mode 0700, in which every server
 //! of this machine has its socket and holds a lock for as long as it lives. `watch` looks whether these are still there.
 
+mod privacy;
 mod watch;
 
 use std::env;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::NODES_MAX;
 use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 
 use crate::ClientError;
 
+pub use privacy::{NotPrivate, check_private, check_stays};
 pub use watch::Watch;
 
 /// Names the session that a process belongs to.
@@ -35,6 +39,8 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(2);
 const CREATE_ATTEMPTS_MAX: usize = 10;
 /// Held by who keeps the session, for as long as that lives, and has its process id; and for a moment by who makes or removes the folder.
 const KEEPER_LOCK: &str = "keeper.lock";
+/// The longest path of a Unix socket, without its end.
+const SOCKET_PATH_LEN_MAX: usize = 107;
 /// The manager's name of the job that the session is part of.
 const JOB: &str = "job";
 
@@ -100,19 +106,27 @@ fn prepare(
     make: impl Fn(&Path) -> io::Result<Flock<File>>,
 ) -> Result<(Location, Flock<File>), ClientError> {
     let folder = all.join(session.to_string());
+    // The longest that a socket's name in it may be.
+    let longest = folder.join(format!("node-{}.sock", NODES_MAX - 1));
+    if longest.as_os_str().as_bytes().len() > SOCKET_PATH_LEN_MAX {
+        return Err(ClientError::LongFolder { folder, len: longest.as_os_str().as_bytes().len() });
+    }
+    check_stays(all)?;
+    let failed = |error: io::Error| ClientError::Folder { folder: folder.clone(), error };
     let attempt = || -> Result<Flock<File>, ClientError> {
-        make_private(all)?;
+        make_private(all).map_err(failed)?;
         check_private(all)?;
-        let lock = make(&folder)?;
+        let lock = make(&folder).map_err(failed)?;
         // What is locked must still be what has the name.
-        let is_there = fs::read_dir(&folder)?
+        let is_there = fs::read_dir(&folder)
+            .map_err(failed)?
             .flatten()
             .any(|entry| lock.metadata().is_ok_and(|locked| entry.metadata().is_ok_and(|named| named.ino() == locked.ino())));
-        if is_there { Ok(lock) } else { Err(io::Error::from(io::ErrorKind::NotFound).into()) }
+        if is_there { Ok(lock) } else { Err(failed(io::ErrorKind::NotFound.into())) }
     };
     for _ in 1..CREATE_ATTEMPTS_MAX {
         match attempt() {
-            Err(ClientError::Server(error)) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(ClientError::Folder { error, .. }) if error.kind() == io::ErrorKind::NotFound => {}
             made => return Ok((Location { session, folder }, made?)),
         }
     }
@@ -131,12 +145,6 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-fn check_private(folder: &Path) -> Result<(), ClientError> {
-    let metadata = fs::symlink_metadata(folder)?;
-    let is_private = metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0;
-    if is_private { Ok(()) } else { Err(ClientError::NotPrivate(folder.to_owned())) }
-}
-
 /// All folders of sessions, running or left over.
 pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
     if fs::symlink_metadata(folder).is_err() {
@@ -144,8 +152,9 @@ pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
     }
     check_private(folder)?;
     let mut found = Vec::new();
-    for entry in fs::read_dir(folder)? {
-        let name = entry?.file_name();
+    let failed = |error: io::Error| ClientError::Folder { folder: folder.to_owned(), error };
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
         if let Some(session) = name.to_str().and_then(|name| name.parse().ok()) {
             found.push(Location { session, folder: folder.join(name) });
         }

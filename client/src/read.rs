@@ -22,6 +22,9 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
+/// Is shown what became of a chunk, by its place in the request, and may ask whether its lease holds.
+type See<'a> = &'a mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>;
+
 /// Chunks of a large block that are asked for at once; the server reads on behind them.
 const WINDOW: usize = 4;
 
@@ -97,7 +100,7 @@ impl Session {
         let chunks: Vec<Chunk> =
             Chunk::all(block, block_len).filter(|chunk| chunk.index >= first.index && chunk.start() < end).take(WINDOW).collect();
         let mut has_come = vec![false; chunks.len()];
-        self.fetch(dataset, &chunks, recheck, &mut |at, fetched| {
+        self.fetch(dataset, &chunks, recheck, &mut |at, fetched, is_held| {
             let chunk = chunks[at];
             let Some(len) = chunk.len_in(block_len) else { return Err(ClientError::Protocol("an unknown block")) };
             match fetched {
@@ -107,6 +110,9 @@ impl Session {
                     let target = &mut buffer[(from - offset) as usize..(to - offset) as usize];
                     if !self.arena.copy_to(place.saturating_add(from - chunk.start()), target) {
                         return Err(ClientError::Protocol("a lease outside of the arena"));
+                    }
+                    if !is_held() {
+                        return Ok(());
                     }
                     self.arena.mark(*place);
                     self.count(Source::Asked, 1, target.len() as u64);
@@ -166,31 +172,33 @@ impl Session {
         while !blocks.is_empty() {
             let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
             let (mut here, mut bad, mut is_done) = (Vec::new(), Vec::new(), vec![false; blocks.len()]);
-            self.fetch(dataset, &chunks, false, &mut |at, fetched| {
-                is_done[at] = true;
-                match fetched {
-                    FetchedChunk::Leased { offset } => {
-                        let (_, len) = dataset.catalog().block(blocks[at]).ok_or(ClientError::Protocol("an unknown block"))?;
-                        buffer.resize(len as usize, 0);
-                        if !self.arena.copy_to(*offset, buffer) {
-                            return Err(ClientError::Protocol("a lease outside of the arena"));
-                        }
-                        self.arena.mark(*offset);
-                        self.check_not_gone(dataset)?;
-                        self.count(Source::Asked, 1, len);
-                        if self.verify(dataset, chunks[at], buffer).is_err() {
-                            // Not on this connection, which is busy with the others.
-                            bad.push(blocks[at]);
-                            return Ok(());
-                        }
-                        see(BlockData { block: blocks[at], bytes: buffer, is_local: false, was_bad: false })
+            self.fetch(dataset, &chunks, false, &mut |at, fetched, is_held| match fetched {
+                FetchedChunk::Leased { offset } => {
+                    let (_, len) = dataset.catalog().block(blocks[at]).ok_or(ClientError::Protocol("an unknown block"))?;
+                    buffer.resize(len as usize, 0);
+                    if !self.arena.copy_to(*offset, buffer) {
+                        return Err(ClientError::Protocol("a lease outside of the arena"));
                     }
-                    FetchedChunk::Here => {
-                        here.push(blocks[at]);
-                        Ok(())
+                    if !is_held() {
+                        return Ok(());
                     }
-                    FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
+                    self.arena.mark(*offset);
+                    self.check_not_gone(dataset)?;
+                    self.count(Source::Asked, 1, len);
+                    is_done[at] = true;
+                    if self.verify(dataset, chunks[at], buffer).is_err() {
+                        // Not on this connection, which is busy with the others.
+                        bad.push(blocks[at]);
+                        return Ok(());
+                    }
+                    see(BlockData { block: blocks[at], bytes: buffer, is_local: false, was_bad: false })
                 }
+                FetchedChunk::Here => {
+                    is_done[at] = true;
+                    here.push(blocks[at]);
+                    Ok(())
+                }
+                FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
             })?;
             for block in bad {
                 let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
@@ -207,30 +215,26 @@ impl Session {
     }
 
     /// Asks the server for chunks and shows what became of each as it comes, perhaps not of all. What it leases is given back once it
-    /// has been shown, on the connection on which it was leased.
-    fn fetch(
-        &self,
-        dataset: &Dataset,
-        chunks: &[Chunk],
-        recheck: bool,
-        see: &mut dyn FnMut(usize, &FetchedChunk) -> Result<(), ClientError>,
-    ) -> Result<(), ClientError> {
+    /// has been shown, on the connection on which it was leased. Beside each chunk comes a question, to be asked after it was copied:
+    /// whether its lease still held. If not, the copy is worth nothing, and the chunk is to be asked for again.
+    fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, see: See<'_>) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
         // A failure of `see` is none of the connection's.
         let mut seen = Ok(());
         self.converse(|socket| {
             socket.send(&FromClient::Fetch { dataset: dataset.id(), chunks: chunks.to_vec(), recheck })?;
             loop {
-                let (fetched, lease, is_last) = match socket.receive()?.0 {
-                    FromServer::Fetched { chunks, lease, is_last } => (chunks, lease, is_last),
+                let (fetched, lease, token, is_last) = match socket.receive()?.0 {
+                    FromServer::Fetched { chunks, lease, token, is_last } => (chunks, lease, token, is_last),
                     other => return Err(unexpected(other)),
                 };
+                let is_held = || self.board().holds(socket.number(), token);
                 for (at, fetched) in &fetched {
                     if *at as usize >= chunks.len() {
                         return Err(ClientError::Protocol("blocks that were not asked for"));
                     }
                     if seen.is_ok() {
-                        seen = see(*at as usize, fetched);
+                        seen = see(*at as usize, fetched, &is_held);
                     }
                 }
                 if lease != 0 {

@@ -30,7 +30,7 @@ pub(crate) struct SegmentMap {
 
 struct Window {
     /// Ends before the mapping does.
-    _mapped: fault::Mapped,
+    mapped: fault::Mapped,
     map: MmapRaw,
     /// One bit a granule.
     touched: [AtomicU64; GRANULES / 64],
@@ -68,22 +68,23 @@ impl SegmentMap {
         match copied {
             false => Copied::Fault,
             // Some page may be zeros by now that the drive did not give: the kernel knows.
-            true if fault::zeroed() > 0 => Copied::No,
+            true if window.mapped.is_poisoned() => Copied::No,
             true => Copied::Yes,
         }
     }
 
-    /// The bytes of a range, if it lies in one window. Read them with care: where the segment was given up since, they are zeros.
+    /// The bytes of a range, if it lies in one window in which no page was ever missing. Read them with care: where the segment was
+    /// given up since, or the drive fails, they are zeros.
     pub(crate) fn view(&self, segment: &File, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + len > SEGMENT_WINDOW_LEN || len == 0 {
             return None;
         }
-        let window = self.window(segment, offset)?;
+        let window = self.window(segment, offset).filter(|window| !window.mapped.is_poisoned())?;
         window.touch(within, len);
         // SAFETY: the range lies within the window, which lives as long as `self`. The bytes of a block do not change while it is
         // where it was found; should the file be cut short, the handler of SIGBUS puts zeros in the place of its pages, and whoever
-        // has the view asks whether the dataset is gone before it believes what it read.
+        // has the view asks whether pages were zeroed, or the dataset is gone, before it believes what it read.
         Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
     }
 
@@ -131,9 +132,12 @@ impl SegmentMap {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
         };
-        let mapped = fault::Mapped::note(map.as_ptr(), SEGMENT_WINDOW_LEN as usize);
+        let Some(mapped) = fault::Mapped::note(map.as_ptr(), SEGMENT_WINDOW_LEN as usize) else {
+            MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
+            return None;
+        };
         let touched = [const { AtomicU64::new(0) }; GRANULES / 64];
-        let window = Box::into_raw(Box::new(Window { _mapped: mapped, map, touched }));
+        let window = Box::into_raw(Box::new(Window { mapped, map, touched }));
         match place.compare_exchange(null_mut(), window, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Some(window),
             Err(other) => {
@@ -183,5 +187,44 @@ impl Drop for SegmentMap {
                 drop(unsafe { Box::from_raw(window) });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn a_window_in_which_a_page_was_missing_is_never_looked_into_again() {
+        fault::install(libc::sigaction).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let content = vec![7; 3 * PAGE_SIZE as usize];
+        file.set_len(SEGMENT_WINDOW_LEN + PAGE_SIZE).unwrap();
+        file.write_all_at(&content, 0).unwrap();
+        file.write_all_at(&content[..PAGE_SIZE as usize], SEGMENT_WINDOW_LEN).unwrap();
+        let map = SegmentMap::new(&file);
+        let len = content.len() as u64;
+        assert_eq!(map.view(&file, 0, len).unwrap(), content);
+        let other = map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap();
+        assert_eq!(other[0], 7);
+        // The drive fails for a moment: whoever looks meanwhile sees zeros, and can know it.
+        let before = fault::zeroed();
+        file.set_len(PAGE_SIZE).unwrap();
+        let view = map.view(&file, 0, len).unwrap();
+        assert_eq!(view[PAGE_SIZE as usize], 0);
+        assert!(fault::zeroed() > before);
+        file.set_len(SEGMENT_WINDOW_LEN + PAGE_SIZE).unwrap();
+        file.write_all_at(&content, 0).unwrap();
+        file.write_all_at(&content[..PAGE_SIZE as usize], SEGMENT_WINDOW_LEN).unwrap();
+        // From then on the zeros that are still mapped are shown to nobody, on any thread.
+        assert_eq!(view[PAGE_SIZE as usize], 0, "they are still there");
+        let mut buffer = vec![0; content.len()];
+        std::thread::scope(|scope| {
+            let looked =
+                scope.spawn(|| (map.view(&file, 0, len).is_none(), matches!(map.copy(&file, 0, &mut buffer), Copied::No)));
+            assert_eq!(looked.join().unwrap(), (true, true), "the next reader gets zeros");
+        });
+        assert_eq!(map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap()[0], 7, "other windows are as good as before");
     }
 }

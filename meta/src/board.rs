@@ -1,4 +1,8 @@
 //! Two small shared memories of a server: the board, which only it writes, and the counters, which its clients write.
+//!
+//! The board also tells which leases still hold. Each connection has a word there, its *token*. Leases are granted under the token
+//! of the moment; to take them back the server first changes the token and then gives their room away. A client looks at the token
+//! after each copy, so it never takes bytes for its own that were written after its leases had ended.
 
 use std::fs::File;
 use std::io;
@@ -10,10 +14,15 @@ use crate::wire::status::{Reads, SOURCES, Source};
 
 const GONE_WORD: usize = 0;
 const GENERATION_WORD: usize = 1;
-const BOARD_WORDS: usize = 2;
+const HEARTBEAT_WORD: usize = 2;
+/// From the second page on, a word for each connection.
+const FIRST_TOKEN_WORD: usize = PAGE_SIZE as usize / 8;
+const BOARD_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
+/// The lowest bit of a connection's word: the server asks for its leases. The other bits are the token.
+const RECALL_BIT: u64 = 1;
 
 /// Bytes of a board's file.
-pub const FILE_LEN: u64 = PAGE_SIZE;
+pub const FILE_LEN: u64 = (BOARD_WORDS * 8) as u64;
 
 /// What a client looks at before it trusts what it knows: one memory read.
 pub struct Board(SharedWords);
@@ -43,6 +52,52 @@ impl Board {
     pub fn bump_generation(&self) {
         self.0.add(GENERATION_WORD, 1);
     }
+
+    /// A number that the server changes each second while it serves.
+    pub fn heartbeat(&self) -> u64 {
+        self.0.load(HEARTBEAT_WORD)
+    }
+
+    /// Says that the server serves.
+    pub fn beat(&self) {
+        self.0.add(HEARTBEAT_WORD, 1);
+    }
+
+    /// The token under which the server grants leases to a connection now.
+    pub fn token(&self, connection: u32) -> u64 {
+        self.0.load(token_word(connection)) & !RECALL_BIT
+    }
+
+    /// Whether leases granted under a token still hold. To be asked after the leased bytes were copied or looked at: if it says
+    /// yes, they were what was leased.
+    pub fn holds(&self, connection: u32, token: u64) -> bool {
+        // The bytes were read before the word is. The server changes the word before it gives the room away, and only then can
+        // other bytes be written there. So whoever has seen such a byte sees the new word, too.
+        fence(Ordering::Acquire);
+        self.token(connection) == token
+    }
+
+    /// Takes all leases of a connection back. To be called before their room is given away.
+    pub fn revoke(&self, connection: u32) {
+        self.0.store(token_word(connection), self.token(connection) + 2 * RECALL_BIT);
+        // Whatever comes into the room is written after the word is.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Asks the holder of a connection's leases to give them back, or no longer does.
+    pub fn set_recalled(&self, connection: u32, is_recalled: bool) {
+        self.0.store(token_word(connection), self.token(connection) | if is_recalled { RECALL_BIT } else { 0 });
+    }
+
+    /// Whether the server asks for the leases of a connection, because others wait for their room.
+    pub fn is_recalled(&self, connection: u32) -> bool {
+        self.0.load(token_word(connection)) & RECALL_BIT != 0
+    }
+}
+
+/// A number that no connection can have leads out of the board, where all words are 0.
+fn token_word(connection: u32) -> usize {
+    FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
 
 /// What clients count for `status`, since most reads never meet the server: a slot a process, in it a cache line a thread, or
@@ -115,6 +170,27 @@ impl Counters {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_revoked_token_never_holds_again() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(FILE_LEN).unwrap();
+        let (server, client) = (Board::map(&file, true).unwrap(), Board::map(&file, false).unwrap());
+        let last = CLIENTS_MAX as u32 - 1;
+        let token = client.token(last);
+        assert!(client.holds(last, token) && !client.is_recalled(last));
+        server.set_recalled(last, true);
+        assert!(client.holds(last, token) && client.is_recalled(last));
+        server.revoke(last);
+        assert!(!client.holds(last, token) && !client.is_recalled(last) && client.holds(0, client.token(0)));
+        let next = client.token(last);
+        server.set_recalled(last, true);
+        server.set_recalled(last, false);
+        assert!(client.holds(last, next) && !client.holds(last, token));
+        server.beat();
+        assert_eq!((client.heartbeat(), client.is_gone(), client.generation()), (1, false, 0));
+        assert_eq!((client.token(u32::MAX), client.is_recalled(CLIENTS_MAX as u32)), (0, false));
+    }
 
     #[test]
     fn processes_count_apart() {

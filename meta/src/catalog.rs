@@ -9,6 +9,7 @@ pub(crate) mod layout;
 mod map;
 pub mod member;
 pub mod resolve;
+mod scratch;
 
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
 pub use layout::{Compression, EntryKind, Source, SourceKind};

@@ -56,8 +56,17 @@ deadlines! {
     look_interval = Duration::from_millis(100);
     /// A client's wait for its server.
     server = Duration::from_secs(30);
-    /// A server's wait for a client that takes no bytes.
+    /// A server says so often in shared memory that it serves.
+    heartbeat_interval = Duration::from_secs(1);
+    /// A client that waits for its server gives it up once it has not said so for this long. Counted in ticks during which the client
+    /// itself ran, so that one that was stopped does not find it run out.
+    heartbeat = Duration::from_secs(5);
+    /// A server's wait for a client that takes no bytes: then it revokes the client's leases.
     send = Duration::from_secs(5);
+    /// A request that has waited for room in the arena for so long asks all who have leases to give them back.
+    recall_after = Duration::from_millis(500);
+    /// A client that was asked for so long loses its leases if somebody still waits, the largest holder first.
+    recall = Duration::from_secs(5);
     /// The launcher tells each server so often that the session goes on, and hears that the server does.
     lease_interval = Duration::from_secs(1);
     /// A server that does not hear it for so long ends. Counted in intervals, so that a server that was stopped does not find it run out.
@@ -132,6 +141,9 @@ impl Deadlines {
             ms(self.unit) < ms(self.request), "a wait for a unit ends before its request does";
             ms(self.landing) + ms(self.request) < ms(self.offer), "an offer outwaits the batches before it";
             ms(self.arena) + ms(self.request) < ms(self.server), "a client outwaits its server's wait for room and its request";
+            ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives its server up";
+            ms(self.heartbeat) < ms(self.server), "a client learns that its server stands still before it has waited long enough";
+            ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for who waits for their room";
             ms(self.request) < ms(self.node_silent), "a node may miss a report before its stage-in is given up";
             ms(self.progress_interval) < ms(self.request), "a node reports more often than its reports may take";
             ms(self.lease_interval) * 3 <= ms(self.lease), "two signs of life may be late before a server ends";

@@ -32,8 +32,12 @@ pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
 /// Entries (names) of one dataset: they are numbered in 32 bits, and 0 stays free in the index.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
-/// Hard links of one dataset: they are resolved in the lead's memory, about 150 bytes each.
-pub const HARD_LINKS_MAX: usize = 4_000_000;
+/// What a hard link takes of the lead's memory while hard links are resolved, beside its name and its target, each of them three times.
+pub const HARD_LINK_MEMORY: usize = 600;
+/// Directories of one dataset, when `--max-directories` does not say: so many,
+pub const DIRECTORIES_MAX_DEFAULT: u64 = 1_000_000;
+/// and so many more for each file, for a small archive can make millions of them.
+pub const DIRECTORIES_PER_FILE_MAX: u64 = 4;
 /// Members below a path that is a directory in one place and something else in another: replayed in the lead's memory.
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
 /// Names of skipped, refused or renamed members that a summary shows; all are counted.
@@ -85,7 +89,7 @@ pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
 pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
 /// The least memory for stage-ins of a server that has so many workers.
 pub const fn stage_memory_min(workers: usize) -> u64 {
-    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX)) as u64;
+    let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
     let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
     if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
 }
@@ -173,7 +177,8 @@ pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 pub const ARENA_UNIT: u64 = 64;
 /// The smallest arena: some chunks land while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
-/// One client's leases take at most this part of the arena; who wants more gives some back first. One chunk it always gets.
+/// The leases of one process take at most this part of the arena, and all but this part of it those of all processes together. A
+/// connection that wants more gives some back first. One without leases always gets a chunk.
 pub const LEASE_SHARE: u64 = 4;
 /// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
@@ -235,6 +240,8 @@ pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// and ends the connection after so many without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
+pub const HEARTBEAT_TICKS: u32 = 20;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -251,6 +258,16 @@ pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
+/// Paths that two sources may have in common, of which the lead asks all workers in one stage-in: one that is confirmed ends it.
+pub const QUESTIONS_MAX: usize = 64;
+/// Of these, told by an owner at a time.
+pub const SUSPECTS_TOLD_MAX: usize = 16;
+/// Answers to them that a node has to tell, and that the lead keeps for one of them.
+pub const SIGHTINGS_MAX: usize = 16;
+/// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
+pub const PATHS_SHARE: usize = 16;
+/// See [`PATHS_SHARE`].
+pub const PATHS_LEN_MIN: usize = 1 << 20;
 /// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
 pub const WAITS_TOLD_MAX: usize = 4;
 
@@ -272,6 +289,7 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
+    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
     assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);

@@ -106,6 +106,10 @@ metrics! {
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on its drives."
         |node| one(node.used_bytes);
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: no more than the file systems have; what is kept of others makes way."
+        |node| one(node.free_bytes);
+    "dayfly_taken_bytes" Gauge "" "Bytes that its files take, as their file systems count them: what is kept of others among them."
+        |node| one(node.taken_bytes);
     "dayfly_capacity_bytes" Gauge "" "Bytes that it may take there."
         |node| one(node.capacity_bytes);
     "dayfly_arena_bytes" Gauge "" "Size of the arena."

@@ -98,16 +98,53 @@ pub fn walk_order(left: &[u8], right: &[u8]) -> Ordering {
     left.iter().map(key).cmp(right.iter().map(key))
 }
 
-/// As text for a message: bytes that are no UTF-8, and control characters, are escaped.
+/// As text for a message or a terminal: bytes that are no UTF-8, control characters, and characters that cannot be seen, or change what
+/// is seen of others, are escaped.
 pub fn display(path: &[u8]) -> String {
     let mut text = String::new();
     for chunk in path.utf8_chunks() {
         for character in chunk.valid().chars() {
-            if character.is_control() { text.extend(character.escape_default()) } else { text.push(character) }
+            if is_unseen(character) { text.extend(character.escape_default()) } else { text.push(character) }
         }
         chunk.invalid().iter().for_each(|byte| text.push_str(&format!("\\x{byte:02x}")));
     }
     text
+}
+
+/// Characters of Unicode's categories Cc, Cf, Zl and Zp: among them those that turn the direction of what follows, as U+202E does, by
+/// which a name can look like another.
+const UNSEEN: [(u32, u32); 24] = [
+    (0x00, 0x1f),
+    (0x7f, 0x9f),
+    (0xad, 0xad),
+    (0x600, 0x605),
+    (0x61c, 0x61c),
+    (0x6dd, 0x6dd),
+    (0x70f, 0x70f),
+    (0x890, 0x891),
+    (0x8e2, 0x8e2),
+    (0x180e, 0x180e),
+    (0x200b, 0x200f),
+    (0x2028, 0x202e),
+    // With U+2065, which is set aside for one more.
+    (0x2060, 0x206f),
+    (0xfeff, 0xfeff),
+    (0xfff9, 0xfffb),
+    (0x110bd, 0x110bd),
+    (0x110cd, 0x110cd),
+    (0x13430, 0x1343f),
+    (0x1bca0, 0x1bca3),
+    (0x1d173, 0x1d17a),
+    (0xe0001, 0xe0001),
+    (0xe0020, 0xe007f),
+    // Fillers: letters, but blank.
+    (0x115f, 0x1160),
+    (0x3164, 0x3164),
+];
+
+fn is_unseen(character: char) -> bool {
+    let number = u32::from(character);
+    UNSEEN.iter().any(|(first, last)| (*first..=*last).contains(&number))
 }
 
 #[cfg(test)]
@@ -129,6 +166,27 @@ mod tests {
         check(b"a\0b", Err(InvalidPath::Nul));
         check(&[b'x'; 256], Err(InvalidPath::LongName));
         check(&b"x/".repeat(2050), Err(InvalidPath::LongPath));
+    }
+
+    #[test]
+    fn what_changes_how_a_terminal_shows_text_is_escaped() {
+        for (name, expect) in [
+            ("plain.jpg", "plain.jpg"),
+            ("größe/日本語 😀.jpg", "größe/日本語 😀.jpg"),
+            ("e\u{301}", "e\u{301}"),
+            ("gpj.\u{202e}exe", "gpj.\\u{202e}exe"),
+            ("a\u{2066}b\u{2069}", "a\\u{2066}b\\u{2069}"),
+            ("\u{200f}\u{61c}\u{feff}\u{200b}", "\\u{200f}\\u{61c}\\u{feff}\\u{200b}"),
+            ("\u{1b}[2J\u{9b}1m\u{7}", "\\u{1b}[2J\\u{9b}1m\\u{7}"),
+            ("line\u{2028}\nline\r\t", "line\\u{2028}\\nline\\r\\t"),
+            ("tag\u{e0041}", "tag\\u{e0041}"),
+        ] {
+            assert_eq!(display(name.as_bytes()), expect);
+            assert_eq!(display(expect.as_bytes()), expect, "what is escaped stays as it is");
+        }
+        assert_eq!(display(b"\xff\xe2\x80"), "\\xff\\xe2\\x80");
+        // U+202E as an encoder writes it that knows no shortest form.
+        assert_eq!(display(b"\xf0\x82\x80\xae"), "\\xf0\\x82\\x80\\xae");
     }
 
     #[test]

@@ -18,12 +18,37 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Version of all messages and frames; any change to them raises it. Both ends must be of one version: a session is one
 /// binary, started together.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 10;
 
 /// Bytes that are no message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("not a message of version {VERSION}")]
+#[error("not a message of version {VERSION}, or damaged on its way")]
 pub struct InvalidMessage;
+
+/// Length of the checksum behind a message between servers.
+const SEAL_LEN: usize = 4;
+
+/// A message between servers: its bytes and their CRC32C. What a message says decides where bytes are stored and which are
+/// sent, and the network's own checksums let some damage pass.
+pub fn encode_sealed<T>(message: &T) -> Vec<u8>
+where
+    T: for<'a> Serialize<HighSerializer<AlignedVec, ArenaHandle<'a>, Error>>,
+{
+    let mut bytes = encode(message);
+    bytes.extend(crate::checksum::checksum(&bytes).to_le_bytes());
+    bytes
+}
+
+/// The message that another server has sealed, if it arrived as it was sent.
+pub fn decode_sealed<T>(bytes: &[u8]) -> Result<T, InvalidMessage>
+where
+    T: Archive,
+    T::Archived: for<'a> CheckBytes<HighValidator<'a, Error>> + Deserialize<T, HighDeserializer<Error>>,
+{
+    let (message, seal) = bytes.split_last_chunk::<SEAL_LEN>().ok_or(InvalidMessage)?;
+    crate::checksum::check(message, u32::from_le_bytes(*seal)).map_err(|_| InvalidMessage)?;
+    decode(message)
+}
 
 /// A message's bytes.
 pub fn encode<T>(message: &T) -> Vec<u8>
@@ -61,6 +86,19 @@ mod tests {
         assert_eq!(decode::<local::FromClient>(&[]), Err(InvalidMessage));
     }
 
+    #[test]
+    fn any_bit_that_flips_in_a_sealed_message_is_noticed() {
+        let message = peer::Reply::Shipped { arrival: Some(7) };
+        let bytes = encode_sealed(&message);
+        assert_eq!(decode_sealed::<peer::Reply>(&bytes).as_ref(), Ok(&message));
+        for bit in 0..bytes.len() * 8 {
+            let mut damaged = bytes.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(decode_sealed::<peer::Reply>(&damaged), Err(InvalidMessage), "bit {bit}");
+        }
+        (0..bytes.len()).for_each(|len| assert_eq!(decode_sealed::<peer::Reply>(&bytes[..len]), Err(InvalidMessage)));
+    }
+
     proptest! {
         #[test]
         fn random_bytes_are_never_a_fault(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
@@ -72,7 +110,7 @@ mod tests {
 
         #[test]
         fn damaged_messages_are_never_a_fault(at in 0_usize..200, flip in 1_u8..) {
-            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5 }; 3] };
+            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5, rival: peer::Rival::default() }; 3] };
             let mut bytes = encode(&message);
             let at = at % bytes.len();
             bytes[at] ^= flip;

@@ -4,6 +4,7 @@
 //! room is needed; a scan-resistant policy says which goes first (`table`). A block that is one chunk is published in its
 //! dataset's locations for as long as it is here, so that processes find it without asking; what they read so, they mark.
 
+mod ledger;
 mod table;
 
 use std::fs::File;
@@ -12,7 +13,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use dayfly_meta::board::Board;
 use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
 use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
 use dayfly_meta::locations::Locations;
@@ -25,6 +28,8 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::store::{ChunkInfo, Dataset};
+use ledger::Leased;
+pub(crate) use ledger::{Holder, Ledger};
 use table::{Resident, Table, Wish};
 
 /// A chunk's name on this node.
@@ -54,6 +59,7 @@ struct Inner {
     waiting: AtomicU64,
     waited: AtomicU64,
     idled: Notify,
+    ledger: Arc<Ledger<Lease>>,
 }
 
 /// A chunk in the arena. When it is dropped, its location has been taken back before its room is.
@@ -87,6 +93,8 @@ pub(crate) struct Claimed {
     pub(crate) loads: Vec<Ticket>,
     /// What is loaded by these, in bytes.
     pub(crate) load_bytes: u64,
+    /// Bytes of all of these.
+    pub(crate) bytes: u64,
 }
 
 impl Claimed {
@@ -121,13 +129,14 @@ pub(crate) struct Lease {
 }
 
 impl Arena {
-    /// `region` is mapped by clients through a descriptor that cannot write.
-    pub(crate) fn new(region: Region) -> io::Result<Self> {
+    /// `region` is mapped by clients through a descriptor that cannot write. `board` tells them which leases hold.
+    pub(crate) fn new(region: Region, board: Arc<Board>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
         let marks_len = region.len() / ARENA_UNIT;
         let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
+        let ledger = Arc::new(Ledger::new(board, region.len(), deadlines));
         let inner = Inner {
             region,
             reader,
@@ -140,6 +149,7 @@ impl Arena {
             waiting: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             idled: Notify::new(),
+            ledger,
         };
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -151,6 +161,11 @@ impl Arena {
 
     pub(crate) fn len(&self) -> u64 {
         self.inner.region.len()
+    }
+
+    /// Which of this node's processes hold which leases.
+    pub(crate) fn ledger(&self) -> &Arc<Ledger<Lease>> {
+        &self.inner.ledger
     }
 
     /// Bytes of chunks in it, and leases out.
@@ -190,12 +205,13 @@ impl Arena {
             }
             left = rest;
         }
+        claimed.bytes = budget - left;
         claimed
     }
 
     /// As [`Self::claim`], of one for which there is room already.
     pub(crate) fn claim_with(&self, dataset: &Arc<Dataset>, wanted: &Wanted, slot: Slot) -> Claimed {
-        let mut claimed = Claimed::default();
+        let mut claimed = Claimed { bytes: wanted.info.len, ..Claimed::default() };
         let key = (dataset.id(), wanted.chunk);
         let mut table = self.table();
         match table.wish(&key) {
@@ -266,9 +282,11 @@ impl Arena {
         }
     }
 
-    /// A slot, as soon as there is room; those who came before are served before.
+    /// A slot, as soon as there is room; those who came before are served before. Whoever holds leases is asked for them meanwhile,
+    /// and loses them in the end.
     pub(crate) async fn room_within(&self, len: u64, wait: Duration) -> Option<Slot> {
-        let deadline = Instant::now() + wait;
+        let start = Instant::now();
+        let deadline = start + wait;
         if !self.is_short()
             && let Some(slot) = self.take_slot(&mut self.table(), len)
         {
@@ -282,6 +300,9 @@ impl Arena {
             idled.as_mut().enable();
             if let Some(slot) = self.take_slot(&mut self.table(), len) {
                 return Some(slot);
+            }
+            if self.inner.ledger.recall(start.elapsed()) {
+                continue;
             }
             // Slots also come free when a late answer lands; a look now and then finds those.
             let look_again = Instant::now() + Duration::from_millis(100);
@@ -325,7 +346,9 @@ impl<'a> Waiting<'a> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+        if self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.0.ledger.end_recall();
+        }
     }
 }
 
@@ -485,6 +508,12 @@ impl Lease {
     /// Forgets that it was read.
     pub(crate) fn clear_mark(&self) {
         self.held().marks.set(self.held().unit(), 0);
+    }
+}
+
+impl Leased for Lease {
+    fn weight(&self) -> u64 {
+        self.len()
     }
 }
 

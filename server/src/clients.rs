@@ -5,7 +5,6 @@ mod processes;
 mod read_ahead;
 mod socket;
 
-use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -14,17 +13,18 @@ use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{DatasetId, SampleId};
-use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LEASE_SHARE, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, LOCAL_MESSAGE_LEN_MAX, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
+use futures_util::future::BoxFuture;
 use nix::unistd::geteuid;
 use tokio::net::UnixListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
-use crate::arena::Lease;
-use crate::fetch::{Fetched, Part};
+use crate::arena::{Holder, Lease};
+use crate::fetch::{Fetched, Fetching, Part};
 use crate::lead;
 use crate::prefetch::Ordered;
 use crate::server::Server;
@@ -32,7 +32,7 @@ use crate::store::{Dataset, nameless_file};
 pub(crate) use processes::Processes;
 use processes::{Place, end_of};
 use read_ahead::ReadAhead;
-use socket::Socket;
+use socket::{Receiver, Sender};
 
 /// Events on their way to a client; a slow one misses progress, not the end.
 pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
@@ -87,7 +87,8 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
         let server = server.clone();
         clients.spawn(async move {
             let place = server.processes().enter(server.store().counters(), pid);
-            let client = Client::new(Socket::new(stream, server.deadlines().send), place, server);
+            let holder = server.arena().ledger().open(pid);
+            let client = Client::new(socket::split(stream, server.deadlines().send), place, holder, server);
             tokio::select! {
                 // Not the connection's end: a forked child may have it open.
                 () = end_of(pid) => {}
@@ -101,12 +102,12 @@ async fn accept_all(listener: UnixListener, server: Arc<Server>) {
 }
 
 struct Client {
-    socket: Socket,
+    receiver: Receiver,
+    sender: Sender,
     place: Place,
+    /// Its leases. However the connection ends, they are revoked before they end.
+    holder: Holder<Lease>,
     server: Arc<Server>,
-    leases: HashMap<u64, Vec<Lease>>,
-    leased_bytes: u64,
-    last_lease: u64,
     read_ahead: ReadAhead,
     /// An order that has not come whole yet.
     order: Ordered,
@@ -115,14 +116,13 @@ struct Client {
 }
 
 impl Client {
-    fn new(socket: Socket, place: Place, server: Arc<Server>) -> Self {
+    fn new((receiver, sender): (Receiver, Sender), place: Place, holder: Holder<Lease>, server: Arc<Server>) -> Self {
         Self {
-            socket,
+            receiver,
+            sender,
             place,
+            holder,
             server,
-            leases: HashMap::new(),
-            leased_bytes: 0,
-            last_lease: 0,
             read_ahead: ReadAhead::default(),
             order: Ordered::default(),
             tasks: JoinSet::new(),
@@ -130,7 +130,7 @@ impl Client {
     }
 
     async fn serve(mut self) -> io::Result<()> {
-        let hello = self.socket.receive().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let hello = self.receiver.receive().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         match decode::<FromClient>(&hello) {
             Ok(FromClient::Hello { version: VERSION }) => self.welcome().await?,
             Ok(FromClient::Hello { version }) => {
@@ -141,7 +141,7 @@ impl Client {
             }
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "not a hello")),
         }
-        while let Some(message) = self.socket.receive().await? {
+        while let Some(message) = self.receiver.receive().await? {
             let message = decode::<FromClient>(&message).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             match message {
                 FromClient::Hello { .. } => self.welcome().await?,
@@ -154,11 +154,7 @@ impl Client {
                     Some(dataset) => self.fetch(&dataset, &chunks, recheck).await?,
                     None => self.refuse("the dataset is not there any more").await?,
                 },
-                FromClient::Release { leases } => {
-                    for leases in leases.iter().filter_map(|lease| self.leases.remove(lease)) {
-                        self.leased_bytes -= leases.iter().map(Lease::len).sum::<u64>();
-                    }
-                }
+                FromClient::Release { leases } => self.holder.release(&leases),
                 FromClient::Order { dataset, samples, is_last } => self.order(dataset, samples, is_last).await?,
                 FromClient::Spill { len } => self.spill(len).await?,
                 FromClient::Control(command) => self.control(command).await?,
@@ -168,67 +164,95 @@ impl Client {
     }
 
     async fn refuse(&self, reason: &str) -> io::Result<()> {
-        self.socket.send(&FromServer::Refused { reason: reason.to_owned() }, &[]).await
+        self.sender.send(&FromServer::Refused { reason: reason.to_owned() }, &[]).await
     }
 
-    /// Sends what is wanted as it comes.
+    /// Sends what is wanted as it comes. What comes while the client has not taken the message before goes with the next one, so at
+    /// most one message and one part wait for a slow client. One that takes nothing for long loses its leases, and no more: what it
+    /// finds when it goes on names the old token, and it asks again.
     async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let server = self.server.clone();
-        let share = server.arena().len() / LEASE_SHARE;
-        if self.leased_bytes >= share {
-            return self.socket.send(&FromServer::Fetched { chunks: Vec::new(), lease: 0, is_last: true }, &[]).await;
-        }
+        let Some(budget) = self.holder.budget() else {
+            let nothing = FromServer::Fetched { chunks: Vec::new(), lease: 0, token: 0, is_last: true };
+            return self.sender.send(&nothing, &[]).await;
+        };
         let start = Instant::now();
         let _asking = server.reading().begin();
-        let budget = share - self.leased_bytes;
         let bad = if recheck { server.fetcher().recheck(dataset, chunks).await } else { Vec::new() };
-        // Who has leases does not wait for room: others who do may wait for his. He is told of nothing, and lets go first.
-        let mut fetching = match self.leased_bytes {
-            0 => server.fetcher().begin(dataset, chunks, budget).await,
-            _ => server.fetcher().begin_if_room(dataset, chunks, budget),
+        // A connection that has leases does not wait for room, for others that have some may wait for its own. It is told of nothing,
+        // and lets go first.
+        let mut fetching = match budget.may_wait {
+            true => server.fetcher().begin(dataset, chunks, budget.bytes).await,
+            false => server.fetcher().begin_if_room(dataset, chunks, budget.bytes),
         };
+        self.holder.reserve(fetching.claimed_bytes);
         server.prefetcher().asked(dataset.id(), fetching.late.iter().filter_map(|&at| chunks.get(at as usize)));
         self.read_ahead.asked(server.fetcher(), dataset, chunks);
-        loop {
-            let part = fetching.next().await;
-            let is_last = fetching.is_done();
-            let (chunks, lease) = part.map(|part| self.lease(part, &bad)).unwrap_or_default();
-            if is_last {
-                server.reading().end(start.elapsed());
-            }
-            self.socket.send(&FromServer::Fetched { chunks, lease, is_last }, &[]).await?;
-            if is_last {
-                return Ok(());
-            }
-        }
+        let sent = self.deliver(&mut fetching, &bad, || server.reading().end(start.elapsed())).await;
+        self.holder.reserve(0);
+        sent
     }
 
-    /// `bad` says of chunks, by place in the request, why what is here cannot be read.
-    fn lease(&mut self, part: Part, bad: &[Option<String>]) -> (Vec<(u32, FetchedChunk)>, u64) {
-        let mut leases = Vec::new();
-        let mut told = Vec::with_capacity(part.len());
-        for (at, fetched) in part {
-            let chunk = match fetched {
-                Fetched::Here => match bad.get(at as usize).cloned().flatten() {
-                    Some(reason) => FetchedChunk::Failed { reason },
-                    None => FetchedChunk::Here,
-                },
-                Fetched::Failed(reason) => FetchedChunk::Failed { reason },
-                Fetched::Leased(lease) => {
-                    let offset = lease.offset();
-                    self.leased_bytes += lease.len();
-                    leases.push(lease);
-                    FetchedChunk::Leased { offset }
+    /// `bad` says of chunks, by place in the request, why what is here cannot be read; `at_end` is called when all has come.
+    async fn deliver(&mut self, fetching: &mut Fetching, bad: &[Option<String>], at_end: impl Fn()) -> io::Result<()> {
+        let patience = self.server.deadlines().send;
+        let Self { receiver, sender, holder, .. } = self;
+        let judge = |(at, fetched)| match (fetched, bad.get(at as usize).cloned().flatten()) {
+            (Fetched::Here, Some(reason)) => (at, Fetched::Failed(reason)),
+            (fetched, _) => (at, fetched),
+        };
+        let mut pending = Part::new();
+        // Messages on their way: whether it is the last, and how it goes.
+        let mut sending: Option<(bool, BoxFuture<'_, io::Result<()>>)> = None;
+        let stuck = tokio::time::sleep(patience);
+        tokio::pin!(stuck);
+        let mut is_stuck = false;
+        loop {
+            if sending.is_none() && (!pending.is_empty() || fetching.is_done()) {
+                let part = split_message(&mut pending);
+                let is_last = fetching.is_done() && pending.is_empty();
+                if is_last {
+                    at_end();
+                }
+                let (chunks, lease, token) = grant(holder, part);
+                let message = FromServer::Fetched { chunks, lease, token, is_last };
+                let sender = &*sender;
+                let send: BoxFuture<'_, _> = Box::pin(async move { sender.send_patiently(&message, &[]).await });
+                sending = Some((is_last, send));
+                stuck.as_mut().reset(tokio::time::Instant::now() + patience);
+                is_stuck = false;
+            }
+            let is_sending = sending.is_some();
+            let sent = async {
+                match &mut sending {
+                    Some((is_last, send)) => send.await.map(|()| *is_last),
+                    None => std::future::pending().await,
                 }
             };
-            told.push((at, chunk));
+            tokio::select! {
+                biased;
+                sent = sent => {
+                    sending = None;
+                    if sent? {
+                        return Ok(());
+                    }
+                }
+                part = fetching.next(), if !fetching.is_done() => pending.extend(part.unwrap_or_default().into_iter().map(judge)),
+                message = receiver.receive() => match message?.as_deref().map(decode::<FromClient>) {
+                    Some(Ok(FromClient::Release { leases })) => holder.release(&leases),
+                    Some(_) => return Err(io::Error::new(io::ErrorKind::InvalidData, "a request before the answer to another")),
+                    None => return Err(io::ErrorKind::UnexpectedEof.into()),
+                },
+                () = &mut stuck, if is_sending && !is_stuck => {
+                    // It may be stopped for hours, and nothing is kept for it meanwhile: the message goes out, or its process ends.
+                    is_stuck = true;
+                    holder.revoke();
+                    pending.retain(|(_, fetched)| !matches!(fetched, Fetched::Leased(_)));
+                    fetching.give_up();
+                    holder.reserve(0);
+                }
+            }
         }
-        if leases.is_empty() {
-            return (told, 0);
-        }
-        self.last_lease += 1;
-        self.leases.insert(self.last_lease, leases);
-        (told, self.last_lease)
     }
 
     /// Takes a part of an order; with the last, begins to read it ahead, and no longer what was ordered before.
@@ -249,7 +273,7 @@ impl Client {
             return self.refuse("the dataset is not there any more").await;
         };
         self.tasks.spawn(self.server.prefetcher().clone().run(dataset, order));
-        self.socket.send(&FromServer::Ordered, &[]).await
+        self.sender.send(&FromServer::Ordered, &[]).await
     }
 
     async fn welcome(&self) -> io::Result<()> {
@@ -263,11 +287,13 @@ impl Client {
             verify_reads: config.verify_reads,
             arena_len: self.server.arena().len(),
             slot: self.place.slot,
+            connection: self.holder.connection(),
             server_timeout_ms: config.deadlines.server.as_millis() as u32,
+            heartbeat_timeout_ms: config.deadlines.heartbeat.as_millis() as u32,
         };
         let (board, counters) = self.server.store().shared_files();
         let (arena, marks) = self.server.arena().files();
-        self.socket.send(&welcome, &[board, counters, arena, marks]).await
+        self.sender.send(&welcome, &[board, counters, arena, marks]).await
     }
 
     async fn list_datasets(&self) -> io::Result<()> {
@@ -276,9 +302,9 @@ impl Client {
         for dataset in self.server.store().datasets() {
             let files = dataset.client_files()?;
             let message = FromServer::Dataset { id: dataset.id(), target: dataset.target().to_vec() };
-            self.socket.send(&message, &files.iter().collect::<Vec<_>>()).await?;
+            self.sender.send(&message, &files.iter().collect::<Vec<_>>()).await?;
         }
-        self.socket.send(&FromServer::DatasetsEnd { generation }, &[]).await
+        self.sender.send(&FromServer::DatasetsEnd { generation }, &[]).await
     }
 
     /// A file for a program that wants one of the kernel's. It is not counted as taken, for nobody sees it end.
@@ -287,13 +313,13 @@ impl Client {
         if drive.free() < len {
             let (reason, path) = ("has no room for a copy of", drive.path().display());
             let reason = format!("node {} {reason} {len} bytes on '{path}'", self.server.config().node);
-            return self.socket.send(&FromServer::Refused { reason }, &[]).await;
+            return self.sender.send(&FromServer::Refused { reason }, &[]).await;
         }
         match nameless_file(drive.path()) {
-            Ok(file) => self.socket.send(&FromServer::Spill, &[&file]).await,
+            Ok(file) => self.sender.send(&FromServer::Spill, &[&file]).await,
             Err(error) => {
                 let reason = format!("cannot make a file on '{}': {error}", drive.path().display());
-                self.socket.send(&FromServer::Refused { reason }, &[]).await
+                self.sender.send(&FromServer::Refused { reason }, &[]).await
             }
         }
     }
@@ -302,19 +328,19 @@ impl Client {
         match command {
             Command::Status => {
                 let status = self.server.session_status().await;
-                self.socket.send(&FromServer::Event(Event::Status(status)), &[]).await
+                self.sender.send(&FromServer::Event(Event::Status(status)), &[]).await
             }
             Command::Tune(policy) => {
                 let event = match self.server.tune_all(policy).await {
                     Ok(policy) => Event::Tuned(policy),
                     Err(reason) => Event::Failed { reason },
                 };
-                self.socket.send(&FromServer::Event(event), &[]).await
+                self.sender.send(&FromServer::Event(event), &[]).await
             }
             Command::Down { but } => {
                 let all = || (0..=u16::MAX).collect();
                 let (nodes, freed_bytes, untold) = self.server.end_all_but(&but.unwrap_or_else(all)).await;
-                let sent = self.socket.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await;
+                let sent = self.sender.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await;
                 self.server.end();
                 sent
             }
@@ -325,14 +351,48 @@ impl Client {
                 loop {
                     tokio::select! {
                         event = events.recv() => match event {
-                            Some(event) => self.socket.send(&FromServer::Event(event), &[]).await?,
+                            Some(event) => self.sender.send(&FromServer::Event(event), &[]).await?,
                             None => return Ok(()),
                         },
                         // Nothing may come in the meantime but the end; returning drops `events`, which cancels.
-                        () = self.socket.gone() => return Err(io::ErrorKind::ConnectionAborted.into()),
+                        _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
                     }
                 }
             }
         }
     }
+}
+
+/// Takes from a part what fits one message: reasons name paths, which may be long.
+fn split_message(part: &mut Part) -> Part {
+    let mut room = LOCAL_MESSAGE_LEN_MAX / 2;
+    let mut fits = |(_, fetched): &(u32, Fetched)| {
+        let len = if let Fetched::Failed(reason) = fetched { reason.len() } else { 0 };
+        let is_within = len <= room;
+        room = room.saturating_sub(len);
+        is_within
+    };
+    let count = part.iter().take_while(|told| fits(told)).count().max(1).min(part.len());
+    let rest = part.split_off(count);
+    std::mem::replace(part, rest)
+}
+
+/// Enters what has come into the books; what the client is told of it, its lease and token.
+fn grant(holder: &Holder<Lease>, part: Part) -> (Vec<(u32, FetchedChunk)>, u64, u64) {
+    let mut leases = Vec::new();
+    let mut told = Vec::with_capacity(part.len());
+    for (at, fetched) in part {
+        let chunk = match fetched {
+            Fetched::Here => FetchedChunk::Here,
+            Fetched::Failed(reason) => FetchedChunk::Failed { reason },
+            Fetched::Leased(lease) => {
+                let offset = lease.offset();
+                leases.push(lease);
+                FetchedChunk::Leased { offset }
+            }
+        };
+        told.push((at, chunk));
+    }
+    let (lease, token) = holder.grant(leases);
+    (told, lease, token)
 }

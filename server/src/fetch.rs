@@ -58,13 +58,15 @@ pub(crate) struct Fetching {
     under_way: FuturesUnordered<BoxFuture<'static, Part>>,
     /// Bytes that come over the network for it.
     pub(crate) load_bytes: u64,
+    /// Bytes that it will have leases on, if all of it comes.
+    pub(crate) claimed_bytes: u64,
     /// What was not there yet, by place in the request.
     pub(crate) late: Vec<u32>,
 }
 
 impl Fetching {
     fn of(ready: Part) -> Self {
-        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, late: Vec::new() }
+        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, late: Vec::new() }
     }
 
     /// What has come; waits until something has. `None` at the end.
@@ -85,6 +87,11 @@ impl Fetching {
             Fetched::Leased(lease) => Some((*at, lease)),
             _ => None,
         })
+    }
+
+    /// Lets go of all that has not been told yet.
+    pub(crate) fn give_up(&mut self) {
+        *self = Self::of(Part::new());
     }
 
     /// Whether all has been told.
@@ -164,7 +171,8 @@ impl Fetcher {
         self.joined.fetch_add(claimed.loading.len() as u64, Ordering::Relaxed);
         let loads = claimed.loads.iter().flat_map(Ticket::places);
         let late = claimed.loading.iter().map(|(at, ..)| *at).chain(loads).collect();
-        let fetching = Fetching { load_bytes: claimed.load_bytes, late, ..Fetching::of(ready) };
+        let (load_bytes, claimed_bytes) = (claimed.load_bytes, claimed.bytes);
+        let fetching = Fetching { load_bytes, claimed_bytes, late, ..Fetching::of(ready) };
         for (at, key, loading) in claimed.loading {
             fetching.under_way.push(Box::pin(join(self.arena.clone(), at, key, loading)));
         }
@@ -277,7 +285,7 @@ impl Fetcher {
             }));
         }
         self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        Answer { message: dayfly_meta::wire::encode(&Reply::Read { missing }), pieces }
+        Answer { message: dayfly_meta::wire::encode_sealed(&Reply::Read { missing }), pieces }
     }
 }
 

@@ -5,6 +5,7 @@
 
 mod arrivals;
 pub(crate) mod check;
+mod paths;
 mod window;
 
 use std::collections::HashMap;
@@ -15,12 +16,13 @@ use std::time::Instant;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::Place;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::{Damaged, ShippedBlock};
+use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
 use dayfly_stagein::pipeline::Gauge;
 use dayfly_transport::Slot;
 
 use crate::store::{Segments, room_for};
 use arrivals::Arrivals;
+use paths::{Content, Paths};
 use window::Window;
 
 /// What was shipped here in one stage-in.
@@ -31,6 +33,7 @@ pub(crate) struct Ingest {
     /// Bytes of memory that may wait to be written.
     window_len: u64,
     gauge: Arc<Gauge>,
+    paths: Paths,
 }
 
 #[derive(Default)]
@@ -68,8 +71,20 @@ pub(crate) enum IngestError {
 }
 
 impl Ingest {
-    pub(crate) fn new(segments: Arc<Segments>, arrivals: std::fs::File, window_len: u64, gauge: Arc<Gauge>) -> Self {
-        Self { segments, arrivals: Arrivals::new(arrivals), state: Mutex::default(), window_len, gauge }
+    /// With so much memory for what waits to be written, and for the table of paths.
+    pub(crate) fn new(
+        segments: Arc<Segments>,
+        arrivals: std::fs::File,
+        (window_len, paths_len): (u64, usize),
+        gauge: Arc<Gauge>,
+    ) -> Self {
+        let (arrivals, paths) = (Arrivals::new(arrivals), Paths::new(paths_len));
+        Self { segments, arrivals, state: Mutex::default(), window_len, gauge, paths }
+    }
+
+    /// Paths that several sources may have, suspected since the last call.
+    pub(crate) fn take_suspects(&self) -> Vec<Question> {
+        self.paths.take_suspects()
     }
 
     pub(crate) fn segments(&self) -> &Arc<Segments> {
@@ -87,7 +102,7 @@ impl Ingest {
     }
 
     /// Takes room for a block that comes in pieces; its number, or `None` if there is no room.
-    pub(crate) fn reserve(&self, block_len: u64) -> Result<Option<u32>, IngestError> {
+    pub(crate) fn reserve(&self, block_len: u64, rival: Rival) -> Result<Option<u32>, IngestError> {
         if block_len > BLOCK_SIZE_MAX {
             return Err(IngestError::Malformed);
         }
@@ -102,6 +117,7 @@ impl Ingest {
             self.arrivals.write(arrival, &places)?;
             state.taken_bytes += block_len;
             state.in_pieces.extend(places.into_iter().map(|place| (arrival, (place, block_len))));
+            self.paths.see(rival, Content::default());
             return Ok(Some(arrival));
         }
         Ok(None)
@@ -131,6 +147,7 @@ impl Ingest {
         }
         check::batch(blocks, &slot[..len]).map_err(IngestError::Damaged)?;
         let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
+        let told = blocks.iter().map(|block| (block.rival, Content { len: block.len, checksum: block.checksum }));
         let mut state = self.state();
         let Some(drive) = self.drive_for(&state, room)? else { return Ok(Stored::Full(slot)) };
         let arrival = state.number(blocks.len())?;
@@ -141,6 +158,9 @@ impl Ingest {
         window.push(blocks, slot, arrival, room);
         let full = if window.slots_len() >= self.window_len { state.window.take() } else { None };
         drop(state);
+        for (rival, content) in told {
+            self.paths.see(rival, content);
+        }
         // By whoever brought the last batch: so a slow drive slows those who ship to it.
         for window in [other, full].into_iter().flatten() {
             self.write(window)?;
@@ -200,6 +220,7 @@ impl State {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::sync::atomic::Ordering;
 
     use dayfly_meta::checksum::checksum;
     use dayfly_meta::id::DatasetId;
@@ -207,12 +228,14 @@ mod tests {
 
     use super::*;
     use crate::store::Drive;
+    use crate::store::write_back::WriteBack;
+    use crate::store::write_back::failing::Failing;
 
     fn ingest(capacity: u64) -> (Ingest, Region, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], capacity).unwrap();
         let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
-        let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), 4 << 20, Arc::default());
+        let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
         (ingest, Region::new(16 << 20).unwrap(), folder)
     }
 
@@ -225,7 +248,7 @@ mod tests {
     /// A block whose bytes are all `byte`; one that is longer than a batch has no right checksum.
     fn filled(len: u32, byte: u8, shuffle: u64) -> ShippedBlock {
         let bytes = vec![byte; (len as usize).min(BATCH_LEN_MAX)];
-        ShippedBlock { len, checksum: checksum(&bytes), shuffle }
+        ShippedBlock { len, checksum: checksum(&bytes), shuffle, rival: Rival::default() }
     }
 
     fn block(len: u32, shuffle: u64) -> ShippedBlock {
@@ -260,7 +283,7 @@ mod tests {
             assert!(matches!(stored, Stored::At(first) if first == sizes.len() as u32));
             sizes.extend(lens);
         }
-        let large = ingest.reserve(3 << 20).unwrap().unwrap();
+        let large = ingest.reserve(3 << 20, Rival::default()).unwrap().unwrap();
         for piece in [2_u64, 0, 1] {
             let bytes = vec![piece as u8; 1 << 20];
             ingest.store_piece(large, piece << 20, checksum(&bytes), &bytes).unwrap();
@@ -283,11 +306,11 @@ mod tests {
         assert!(matches!(store(&[block(10, 0)], &[0; 11]), Err(IngestError::Malformed)));
         assert!(matches!(store(&[block(u32::MAX, 0), block(u32::MAX, 0)], &[0; 10]), Err(IngestError::Malformed)));
         assert!(matches!(ingest.store_piece(0, 0, 0, &[0; 10]), Err(IngestError::NotReserved)));
-        assert!(matches!(ingest.reserve(BLOCK_SIZE_MAX + 1), Err(IngestError::Malformed)));
+        assert!(matches!(ingest.reserve(BLOCK_SIZE_MAX + 1, Rival::default()), Err(IngestError::Malformed)));
         assert!(matches!(store(&[block(60_000, 0)], &[0; 60_000]).unwrap(), Stored::Full(_)));
         assert!(matches!(store(&[block(20_000, 0)], &[0; 20_000]).unwrap(), Stored::At(0)));
-        assert_eq!(ingest.reserve(30_000).unwrap(), None);
-        let piece = ingest.reserve(1000).unwrap().unwrap();
+        assert_eq!(ingest.reserve(30_000, Rival::default()).unwrap(), None);
+        let piece = ingest.reserve(1000, Rival::default()).unwrap().unwrap();
         assert!(matches!(ingest.store_piece(piece, 990, 0, &[0; 11]), Err(IngestError::Malformed)));
         assert!(matches!(ingest.store_piece(piece, u64::MAX, 0, &[0; 11]), Err(IngestError::Malformed)));
     }
@@ -306,7 +329,7 @@ mod tests {
         }
         assert_eq!(ingest.taken_bytes(), 0);
         assert!(matches!(ingest.store(&blocks, slot(&region, &whole), whole.len()).unwrap(), Stored::At(0)));
-        let piece = ingest.reserve(2 << 20).unwrap().unwrap();
+        let piece = ingest.reserve(2 << 20, Rival::default()).unwrap().unwrap();
         let mut bytes = vec![3; 1 << 20];
         let expected = checksum(&bytes);
         bytes[77] ^= 0x10;
@@ -314,5 +337,28 @@ mod tests {
         assert!(matches!(stored, Err(IngestError::Damaged(Damaged { expected: sent, .. })) if sent == expected));
         bytes[77] ^= 0x10;
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
+    }
+
+    /// SEMANTICS: "a drive that loses what was staged in fails the stage-in".
+    #[test]
+    fn an_error_of_any_call_ends_the_stage_in_and_is_not_forgotten() {
+        for call in 0..2 {
+            let folder = tempfile::tempdir().unwrap();
+            let failing = Arc::new(Failing::default());
+            let write_back: Arc<dyn WriteBack> = failing.clone();
+            let drives = Drive::open_all_with(&[folder.path().to_owned()], 1 << 24, &write_back).unwrap();
+            let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
+            let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
+            let region = Region::new(16 << 20).unwrap();
+            let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
+            assert!(matches!(stored, Stored::At(0)));
+            [&failing.start, &failing.sync][call].store(true, Ordering::Relaxed);
+            // The kernel reports an error once.
+            for _ in 0..2 {
+                let message = ingest.finish().unwrap_err().to_string();
+                let folder = folder.path().to_str().unwrap();
+                assert!(message.contains(folder) && message.contains("has lost what was written to it"), "{message}");
+            }
+        }
     }
 }

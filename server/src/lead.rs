@@ -1,5 +1,6 @@
 //! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
+mod conflicts;
 mod following;
 mod merge;
 mod rates;
@@ -14,9 +15,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
+use dayfly_meta::limits::{DATASETS_MAX, DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
-use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::handing::Handing;
 use dayfly_stagein::pipeline::Gauge;
@@ -26,10 +27,11 @@ use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
 use crate::store::nameless_file;
+use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
 use spread::Spread;
-pub(crate) use stage::LeadStage;
+pub(crate) use stage::{LeadStage, Reported};
 
 /// The node that leads stage-ins.
 const LEAD: NodeId = NodeId(0);
@@ -69,9 +71,9 @@ impl Lead {
     }
 
     /// What a node is told that reports on a stage-in.
-    pub(crate) fn report(&self, number: u64, node: NodeId, counted: Counted, waits: Vec<String>) -> Reply {
+    pub(crate) fn report(&self, number: u64, node: NodeId, reported: Reported) -> Reply {
         match self.stage(number) {
-            Some(stage) => stage.report(node, counted, waits),
+            Some(stage) => stage.report(node, reported),
             None if self.published().contains(&number) => Reply::Stop,
             None => Reply::Undone,
         }
@@ -218,9 +220,12 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     }
     let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
     let handing = Handing::new(plan.units, plan.ranges);
-    let stage = Arc::new(LeadStage::new(number, handing, plan.counts, server.peers().count(), *server.deadlines()));
+    let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
+    let judging = (rivals.clone(), request.selection.keep_going);
+    let stage = LeadStage::new(number, (handing, plan.counts), judging, server.peers().count(), *server.deadlines());
+    let stage = Arc::new(stage);
     server.lead().running().insert(number, stage.clone());
-    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, free };
+    let job = Job { server, stage: &stage, request: &request, sources: plan.sources, rivals, free };
     let prepared = tokio::select! {
         biased;
         reason = stage.failed() => Err(reason),
@@ -340,6 +345,7 @@ struct Job<'a> {
     stage: &'a Arc<LeadStage>,
     request: &'a StageIn,
     sources: Vec<Source>,
+    rivals: Arc<Rivals>,
     free: Vec<u64>,
 }
 
@@ -361,12 +367,15 @@ impl Job<'_> {
         let finished = start.elapsed();
         self.stage.progress().phase = Phase::Merging;
         let created_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
+        let by_files = DIRECTORIES_MAX_DEFAULT + self.stage.counts().files * DIRECTORIES_PER_FILE_MAX;
+        let directories_max = self.request.selection.max_directories.unwrap_or(by_files);
         let merging = merge::Merging {
             server: self.server.clone(),
             stage: self.stage.clone(),
             runs,
-            about: About { seed, created_s, group: self.request.selection.group },
+            about: About { seed, created_s, group: self.request.selection.group, directories_max: Some(directories_max) },
             sources: self.sources.clone(),
+            rivals: self.rivals.clone(),
         };
         let merged = self.server.blocking().run(move || merging.run()).await.map_err(|error| error.to_string())??;
         self.stage.progress().phase = Phase::Publishing;
@@ -436,11 +445,13 @@ impl Job<'_> {
             counts.note(&format!("it is shown, but not all nodes have given up yet what it replaced: {reason}"));
         }
         counts.refused += merged.refused.count;
+        counts.replaced += merged.replaced.count;
+        merged.replaced.names.iter().for_each(|name| counts.note(name));
         merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
         let nodes = self.server.peers().count();
-        let Spread { mut nodes, sizes, classes } =
+        let Spread { mut nodes, sizes, classes, archives } =
             self.server.blocking().run(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
         let imbalance_permille = spread::imbalance_permille(&nodes);
         let (rates, rate_interval_ms) = self.stage.rates();
@@ -451,6 +462,7 @@ impl Job<'_> {
             samples: merged.samples,
             bytes: merged.bytes,
             others: merged.others,
+            archives,
             catalog_bytes: merged.len,
             source_bytes: self.stage.progress().source_bytes,
             counts,
@@ -472,7 +484,7 @@ mod tests {
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
         let lead = Lead::new(Deadlines::DEFAULT);
-        let ask = || lead.report(5, NodeId(1), Counted::default(), Vec::new());
+        let ask = || lead.report(5, NodeId(1), Reported::default());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
         assert_eq!(ask(), Reply::Stop);

@@ -10,7 +10,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
 use dayfly_meta::wire::peer::{Reply, Request};
-use dayfly_meta::wire::{decode, encode};
+use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError, Unread};
 use tokio::time::Instant;
 
@@ -118,7 +118,7 @@ impl Peers {
         timeout: Duration,
     ) -> Result<(Reply, Pulled), PeerError> {
         let (connection, left) = self.connection(node, timeout).await?;
-        let pulled = connection.pull(encode(request), slots, left).await?;
+        let pulled = connection.pull(encode_sealed(request), slots, left).await?;
         Ok((reply(node, &pulled.message)?, pulled))
     }
 
@@ -131,7 +131,7 @@ impl Peers {
         len: usize,
     ) -> Result<(Reply, Slot), PeerError> {
         let (connection, left) = self.connection(node, self.deadlines.offer).await?;
-        let Offered { message, payload } = connection.offer(encode(request), payload, len, left).await?;
+        let Offered { message, payload } = connection.offer(encode_sealed(request), payload, len, left).await?;
         Ok((reply(node, &message)?, payload))
     }
 }
@@ -142,7 +142,7 @@ pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
 }
 
 fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {
-    match decode(message) {
+    match decode_sealed(message) {
         Ok(Reply::Failed { reason }) => Err(PeerError::Failed { node, reason }),
         Ok(reply) => Ok(reply),
         Err(_) => Err(PeerError::Invalid(node)),

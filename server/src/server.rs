@@ -11,17 +11,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dayfly_meta::checksum::{Mismatch, checksum};
+use dayfly_meta::board::Board;
+use dayfly_meta::checksum::{Mismatch, check, checksum};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{BATCH_LEN_MAX, FETCH_ATTEMPTS_MAX};
 use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
-use dayfly_meta::wire::{decode, encode};
+use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 
 use crate::Config;
 use crate::arena::Arena;
@@ -29,7 +31,7 @@ use crate::blocking::{Blocking, Threads};
 use crate::clients::{Clients, Processes};
 use crate::fetch::Fetcher;
 use crate::keep::Keeper;
-use crate::lead::Lead;
+use crate::lead::{Lead, Reported};
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
@@ -65,6 +67,16 @@ pub enum StartError {
         /// Why.
         error: io::Error,
     },
+}
+
+/// Tells this node's processes again and again that the runtime which serves them goes on.
+async fn beat(board: Arc<Board>, interval: Duration) {
+    let mut ticks = tokio::time::interval(interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        board.beat();
+    }
 }
 
 /// One node of a session.
@@ -128,7 +140,7 @@ impl Server {
         let deadlines = config.deadlines;
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
-        let arena = Arena::new(region).map_err(StartError::Arena)?;
+        let arena = Arena::new(region, store.board().clone(), &deadlines).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
         let damage = Arc::new(Damage::default());
@@ -159,6 +171,7 @@ impl Server {
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(keeping);
+        tasks.spawn(beat(server.store.board().clone(), deadlines.heartbeat_interval));
         let running = Running { _peers: serving, _clients: clients, _tasks: tasks };
         *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(server)
@@ -272,19 +285,24 @@ impl Server {
             };
         }
         let busy = || PeerError::Failed { node: self.config.node, reason: "too busy to read from its peers".to_owned() };
+        let mut damaged = None;
         for _ in 0..FETCH_ATTEMPTS_MAX {
             let slot = self.exchange.slot_within(room, self.deadlines().request).await.ok_or_else(busy)?;
             let (reply, pulled) = self.peers.pull(node, &request, vec![slot], self.deadlines().request).await?;
-            let Reply::Bytes { checksum: expected } = reply else { return Err(PeerError::Invalid(node)) };
-            let (slot, len) = (pulled.slots.first(), pulled.lens.first());
-            let bytes = slot.zip(len).map(|(slot, &len)| slot[..len as usize].to_vec()).ok_or(PeerError::Invalid(node))?;
-            if checksum(&bytes) == expected {
-                return Ok(bytes);
+            let (Reply::Bytes { checksum }, Some(slot), Some(&len)) = (reply, pulled.slots.first(), pulled.lens.first()) else {
+                return Err(PeerError::Invalid(node));
+            };
+            let bytes = slot[..len as usize].to_vec();
+            match check(&bytes, checksum) {
+                Ok(()) => return Ok(bytes),
+                Err(mismatch) => {
+                    self.damage.found(Hop::Fetched, node, "a part of a catalog", mismatch);
+                    damaged = Some(mismatch);
+                }
             }
-            tracing::warn!(%node, ?request, "bytes arrived damaged");
         }
-        let reason =
-            format!("what it sent arrived damaged {FETCH_ATTEMPTS_MAX} times in a row; its memory or the network is at fault");
+        let told = damaged.map_or_else(String::new, |mismatch| format!(": {mismatch}"));
+        let reason = format!("what it sent arrived damaged {FETCH_ATTEMPTS_MAX} times in a row{told}");
         Err(PeerError::Failed { node, reason })
     }
 
@@ -295,8 +313,8 @@ impl Server {
         match request {
             Request::Read { .. } => Err("blocks are read by peers only".to_owned()),
             Request::Ship { .. } | Request::ShipPiece { .. } => Err("batches come as offers".to_owned()),
-            Request::Reserve { stage, block_len } => {
-                let arrival = self.stages.get(stage)?.reserve(self, block_len).await?;
+            Request::Reserve { stage, block_len, rival } => {
+                let arrival = self.stages.get(stage)?.reserve(self, block_len, rival).await?;
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
@@ -328,7 +346,10 @@ impl Server {
                 };
                 Ok((reply, Vec::new()))
             }
-            Request::Report { stage, progress, waits } => Ok((self.lead.report(stage, from, progress, waits), Vec::new())),
+            Request::Report { stage, progress, waits, suspects, sightings } => {
+                let reported = Reported { progress, waits, suspects, sightings };
+                Ok((self.lead.report(stage, from, reported), Vec::new()))
+            }
             Request::Fail { stage, reason } => {
                 if let Some(stage) = self.lead.stage(stage) {
                     stage.fail(self.naming(from, reason));
@@ -397,12 +418,11 @@ impl Server {
         if self.peers.count() > 1 { PeerError::Failed { node, reason }.to_string() } else { reason }
     }
 
-    /// A dataset as peers may read it: one that is shown, or one that is prepared, for some of them show it before this node
-    /// does.
+    /// A dataset as peers may read it: one that is shown, or that they show before or after this node does.
     fn to_be_read(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let shown = || self.store.dataset(id);
         // Between two looks it may have been shown and settled.
-        shown().or_else(|| self.stages.prepared(id)).or_else(shown)
+        shown().or_else(|| self.stages.dataset(id)).or_else(shown)
     }
 
     /// Does what a drive may take its time for, off the threads that move messages.
@@ -426,7 +446,7 @@ impl Server {
     ) -> Result<(), String> {
         let (drive, mut room) = stage.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
-        if !room.grow(more) && !(self.make_room(more).await? && room.grow(more)) {
+        if !(room.grow(more) || self.make_room(more).await? && room.grow(more)) {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
@@ -467,7 +487,7 @@ struct PeerService(Arc<Server>);
 impl Service for PeerService {
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
         let server = &self.0;
-        let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
+        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
         if let Request::Read { dataset, chunks } = request {
             let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
@@ -478,11 +498,11 @@ impl Service for PeerService {
         }
         let (reply, pieces) =
             server.answer(from, request, &room).await.unwrap_or_else(|reason| (Reply::Failed { reason }, Vec::new()));
-        Ok(Answer { message: encode(&reply), pieces })
+        Ok(Answer { message: encode_sealed(&reply), pieces })
     }
 
     async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
-        let request = decode::<Request>(&message).map_err(|error| error.to_string())?;
+        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
         let reply = match request {
             Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
@@ -494,6 +514,6 @@ impl Service for PeerService {
             let what = format!("block {at} of a batch");
             self.0.damage.found(Hop::Shipped, from, &what, Mismatch { expected, found });
         }
-        Ok(encode(&reply))
+        Ok(encode_sealed(&reply))
     }
 }

@@ -13,8 +13,9 @@ use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
-use dayfly_meta::wire::peer::{Reply, Request, ShippedBlock, UnitReport};
+use dayfly_meta::wire::peer::{Reply, Request, Rival, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
+use dayfly_stagein::collisions::Questions;
 use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
 use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
@@ -56,10 +57,13 @@ impl Stages {
         self.lock().values().cloned().collect()
     }
 
-    /// A dataset that is prepared here and that other nodes may show already.
-    pub(crate) fn prepared(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let stages: Vec<Arc<Stage>> = self.all();
-        stages.into_iter().filter_map(|stage| stage.outcome().prepared.clone()).find(|dataset| dataset.id() == id)
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let known = |stage: Arc<Stage>| {
+            let outcome = stage.outcome();
+            [outcome.prepared.clone(), outcome.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
     }
 
     /// Whether one is under way.
@@ -98,6 +102,8 @@ pub(crate) struct Stage {
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
+    /// What the lead asks the workers.
+    questions: Arc<Questions>,
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
     outcome: Mutex<Outcome>,
@@ -143,9 +149,10 @@ impl Stage {
             memory,
             deadlines: *server.deadlines(),
             blocking: server.blocking().clone(),
-            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, memory.shuffle_len, gauge.clone())),
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, (memory.shuffle_len, memory.paths_len), gauge.clone())),
             landing,
             gauge,
+            questions: Arc::default(),
             runs: watch::Sender::new(None),
             outcome: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
@@ -245,10 +252,10 @@ impl Stage {
     }
 
     /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
-    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64) -> Result<Option<u32>, String> {
+    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64, rival: Rival) -> Result<Option<u32>, String> {
         for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
             let ingest = self.ingest.clone();
-            let reserved = self.blocking.run(move || ingest.reserve(block_len)).await;
+            let reserved = self.blocking.run(move || ingest.reserve(block_len, rival)).await;
             let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
             if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
                 return Ok(reserved);
@@ -351,6 +358,7 @@ impl Stage {
     pub(crate) fn settle(&self, server: &Server) {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
+            replaced.set_gone(true);
             replaced.give_up();
             server.arena().forget(replaced.id());
         }
@@ -454,7 +462,8 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
     let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
     let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone()).map_err(StageInError::Scratch)?;
     let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
-    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders };
+    let questions = stage.questions.clone();
+    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
     let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
@@ -465,6 +474,7 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
             request,
             2 * server.deadlines().request,
         )))?;
+        worker.answer()?;
         let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
@@ -483,7 +493,8 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
         tokio::time::sleep(server.deadlines().progress_interval).await;
         let progress = stage.gauge.take();
         let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
-        let request = Request::Report { stage: stage.number, progress, waits };
+        let (suspects, sightings) = (stage.ingest.take_suspects(), stage.questions.take_sightings());
+        let request = Request::Report { stage: stage.number, progress, waits, suspects, sightings };
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
@@ -496,7 +507,8 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
             }
         };
         match reply {
-            Ok(Reply::Go { files }) => {
+            Ok(Reply::Go { files, questions }) => {
+                stage.questions.ask(questions);
                 let missing = stage.keep_catalog_room(files);
                 // If there is none, that will be told when the catalog comes.
                 if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
@@ -517,6 +529,16 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     stage.cancel();
     if server.stages().remove(stage.number).is_some() {
         // Not from within: this very task is among those that `abort` ends.
-        tokio::spawn(async move { if stage.is_shown() && !is_undone { stage.settle(&server) } else { stage.abort(&server) } });
+        tokio::spawn(async move {
+            if stage.is_shown() && !is_undone {
+                stage.settle(&server)
+            } else {
+                stage.abort(&server)
+            }
+            // What is kept was told to wait.
+            if let Err(reason) = server.plan_kept().await {
+                tracing::warn!(reason, "nothing more is kept");
+            }
+        });
     }
 }

@@ -5,7 +5,7 @@ mod drive;
 mod kept;
 mod pages;
 mod segment;
-mod write_back;
+pub(crate) mod write_back;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -55,7 +55,7 @@ impl Conflict {
 pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
-    board: Board,
+    board: Arc<Board>,
     counters: Arc<Counters>,
     board_file: File,
     counters_file: File,
@@ -69,7 +69,7 @@ impl Store {
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
-            board: Board::map(&board_file, true)?,
+            board: Arc::new(Board::map(&board_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
             board_file: read_only(&board_file)?,
             counters_file,
@@ -114,6 +114,10 @@ impl Store {
         &self.counters
     }
 
+    pub(crate) fn board(&self) -> &Arc<Board> {
+        &self.board
+    }
+
     /// The board to read, and the counters to write.
     pub(crate) fn shared_files(&self) -> (&File, &File) {
         (&self.board_file, &self.counters_file)
@@ -150,7 +154,7 @@ impl Store {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = instead_of.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
-            replaced.set_gone(true);
+            replaced.hide();
         }
         dataset.set_gone(false);
         datasets.insert(dataset.id(), dataset);

@@ -125,6 +125,15 @@ impl Handing {
         judged
     }
 
+    /// Whether what this ticket found will certainly count. A range counts once all before it do; any other unit from the start, unless
+    /// its source may still turn out to have changed, which only `keep_going` forgives.
+    pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {
+        let is_out = self.out.get(&ticket).is_some_and(|out| keep_going || out.range.is_some());
+        let is_unjudged =
+            || self.chains.values().flat_map(|chain| chain.reports.values()).any(|(report, _)| report.ticket == ticket);
+        !is_out && !self.rejected.contains(&ticket) && !is_unjudged()
+    }
+
     /// What was found by these does not count.
     pub fn rejected(&self) -> &HashSet<u32> {
         &self.rejected
@@ -171,7 +180,8 @@ impl Chain {
             reject(report, judged, rejected);
             let (path, version) = (self.cut.path.clone(), self.cut.version);
             let range = TarRange { path, version, from, to, start: Some(position) };
-            again.push_back(Unit { source, ticket: 0, prefix: self.cut.prefix.clone(), work: Work::TarRange(range) });
+            let (prefix, rivalry) = (self.cut.prefix.clone(), self.cut.rivalry);
+            again.push_back(Unit { source, ticket: 0, prefix, rivalry, work: Work::TarRange(range) });
             return;
         }
         // The archive has ended: whatever lies behind is no part of it.

@@ -4,6 +4,7 @@
 //! found is kept in sorted [`runs`] that the lead merges into a catalog. This crate knows no network: blocks are shipped into a
 //! [`pipeline::Sink`].
 
+pub mod collisions;
 pub mod error;
 mod gauge;
 pub mod handing;
@@ -16,3 +17,4 @@ mod source;
 mod tests;
 
 pub use error::StageInError;
+pub use source::is_named_archive;

@@ -23,12 +23,13 @@ use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX
 use dayfly_meta::path::{display, group};
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};
-use dayfly_meta::wire::peer::{RangeReport, ShippedBlock, Unit, UnitReport};
+use dayfly_meta::wire::peer::{RangeReport, Rival, Rivalry, ShippedBlock, Unit, UnitReport, Work};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 pub use batch::{Batch, BatchTable, Piece};
 
 use crate::StageInError;
+use crate::collisions::{Questions, rival};
 pub use crate::gauge::{Activity, Gauge};
 use crate::runs::RunWriter;
 use crate::selection::Selector;
@@ -58,7 +59,7 @@ pub trait Sink {
     fn settle(&mut self) -> Result<Settled<Self::Buffer>, StageInError>;
 
     /// Asks the owner for room for a block that will come in pieces; its number there, if there is room.
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError>;
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
 }
 
 /// What became of a batch.
@@ -81,6 +82,8 @@ pub struct Orders<'a> {
     pub seed: u64,
     /// For compressed sources.
     pub decoders: Decoders,
+    /// What the lead wants to know of what is found.
+    pub questions: Arc<Questions>,
 }
 
 /// Reads units and ships what is in them.
@@ -101,6 +104,12 @@ pub struct Worker<S: Sink> {
     activity: Activity,
     counts: Counts,
     ticket: u32,
+    rivalry: Rivalry,
+    questions: Arc<Questions>,
+    /// Up to which of its generations they were answered; `None` if something was passed over.
+    answered: Option<u64>,
+    /// Whether members of the present unit may yet turn out to be none: then nothing is said of them before it ends.
+    is_uncertain: bool,
     /// Source bytes read for the present unit, and how long its thread waited for them.
     source_bytes: u64,
     reading: Duration,
@@ -133,6 +142,10 @@ impl<S: Sink> Worker<S> {
             gauge,
             counts: Counts::default(),
             ticket: 0,
+            rivalry: Rivalry::default(),
+            questions: orders.questions,
+            answered: Some(0),
+            is_uncertain: false,
             source_bytes: 0,
             reading: Duration::ZERO,
             shipping: Duration::ZERO,
@@ -149,8 +162,10 @@ impl<S: Sink> Worker<S> {
         let mut reports: Vec<UnitReport> = Vec::with_capacity(units.len());
         for unit in units {
             (self.counts, self.ticket, self.source_bytes) = (Counts::default(), unit.ticket, 0);
-            (self.has_flushed, self.withdrawn) = (false, false);
+            (self.has_flushed, self.withdrawn, self.rivalry) = (false, false, unit.rivalry);
             self.activity.begin(Step::Reading, unit.work.path());
+            let is_guess = matches!(&unit.work, Work::TarRange(range) if range.start.is_none());
+            self.is_uncertain = self.selection.keep_going || is_guess;
             let range = self.read_unit(unit)?;
             let (mut counts, source_bytes, withdrawn) = (std::mem::take(&mut self.counts), self.source_bytes, self.withdrawn);
             // Of several, none can be begun at a wrong place; their remarks together must fit a message.
@@ -160,6 +175,8 @@ impl<S: Sink> Worker<S> {
             reports.push(UnitReport { ticket: unit.ticket, source_bytes, range, counts, withdrawn });
         }
         self.flush()?;
+        self.is_uncertain = false;
+        self.answer()?;
         self.activity.end();
         self.gauge.busy(Step::Shipping, self.shipping);
         self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
@@ -169,6 +186,23 @@ impl<S: Sink> Worker<S> {
     /// What all units gave, in sorted runs.
     pub fn finish(self) -> Result<RunWriter, StageInError> {
         Ok(self.runs)
+    }
+
+    /// Looks for what was asked since the last look, in all that was found before.
+    pub fn answer(&mut self) -> Result<(), StageInError> {
+        let generation = self.questions.generation();
+        if self.answered == Some(generation) {
+            return Ok(());
+        }
+        self.answered = if self.is_uncertain { None } else { Some(generation) };
+        let uncertain = self.is_uncertain.then_some(self.ticket);
+        let mut look_at = |member: &Member| {
+            if member.ticket != WITHDRAWN && Some(member.ticket) != uncertain {
+                self.questions.look_at(member);
+            }
+        };
+        self.members.iter().for_each(&mut look_at);
+        self.runs.each(&mut look_at).map_err(StageInError::Scratch)
     }
 
     fn note(&mut self, text: &str) {
@@ -238,7 +272,15 @@ impl<S: Sink> Worker<S> {
         self.counts.files += 1;
         self.counts.bytes += size;
         self.gauge.file(size);
-        Ok(())
+        if self.questions.generation() == 0 {
+            return Ok(());
+        }
+        if self.is_uncertain {
+            self.answered = None;
+            return Ok(());
+        }
+        self.members.get(index).into_iter().for_each(|member| self.questions.look_at(member));
+        self.answer()
     }
 
     /// Takes back the file that was taken last: its bytes are not what they should be.
@@ -276,7 +318,8 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let (owner, arrival) = loop {
             let owner = self.owner(index, part)?;
-            let reserved = self.storing(|sink| sink.reserve(owner, block_len));
+            let rival = self.rival(index, part);
+            let reserved = self.storing(|sink| sink.reserve(owner, block_len, rival));
             if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
@@ -290,12 +333,13 @@ impl<S: Sink> Worker<S> {
             let space = &mut buffer[..len];
             data.read_exact(space).map_err(failed)?;
             let checksum = checksum(space);
-            chunk = combine(chunk, checksum, len as u64);
+            let is_first = offset.is_multiple_of(CHUNK_LEN);
+            chunk = if is_first { checksum } else { combine(chunk, checksum, len as u64) };
             self.make_way()?;
             self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset, checksum })?;
             offset += len as u64;
             if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
-                self.add_checksum(index, std::mem::take(&mut chunk));
+                self.add_checksum(index, chunk);
             }
         }
         self.set_block(index, part, StoredBlock { owner, arrival });
@@ -306,6 +350,11 @@ impl<S: Sink> Worker<S> {
         let path = &self.members[index].path;
         let owner = self.placement.owner(self.group(path), part);
         owner.ok_or_else(|| StageInError::NoRoom { sample: display(path) })
+    }
+
+    /// What the owner of a block compares: of a sample, its first block stands for all.
+    fn rival(&self, index: usize, part: u32) -> Rival {
+        if part > 0 { Rival::default() } else { rival(&self.members[index].path, self.rivalry) }
     }
 
     /// What a path is placed and shuffled by.
@@ -354,7 +403,8 @@ impl<S: Sink> Worker<S> {
         let filled = fill(batch.space(len));
         if let Ok(checksum) = filled {
             let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
-            batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle });
+            let rival = self.rival(index, part);
+            batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle, rival });
             self.set_block(index, part, StoredBlock { owner, arrival: 0 });
         }
         // While a buffer was waited for, a batch that came back may have opened another one for this owner.

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{display, join, normalize};
-use dayfly_meta::wire::control::{Counts, Selection, Step};
-use dayfly_meta::wire::peer::{TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
+use dayfly_meta::wire::control::{Counts, OnConflict, Selection, Step};
+use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
 pub use preflight::check_sources;
 pub use queue::UnitQueue;
@@ -31,6 +31,8 @@ use crate::source::{classify, without_archive_ending};
 pub struct Plan {
     /// All sources, in order; units name them by number.
     pub sources: Vec<Source>,
+    /// Which of them must not have a path in common, by source.
+    pub rivalries: Vec<Rivalry>,
     /// The units, to be handed out.
     pub units: UnitQueue,
     /// The ranges of the archives that are cut, by source.
@@ -60,6 +62,8 @@ pub struct Cut {
     pub version: Version,
     /// The directory of the dataset that its names go below.
     pub prefix: Vec<u8>,
+    /// Of its source.
+    pub rivalry: Rivalry,
     /// Where each range begins and ends, in order.
     pub ranges: Vec<(u64, u64)>,
 }
@@ -80,12 +84,13 @@ pub struct Wanted<'a> {
 pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, StageInError> {
     let &Wanted { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
-    let watch = Watch { gauge, activity: gauge.activity() };
-    let paths = expand(patterns, &watch)?;
+    let watch = Watch::new(gauge);
+    let paths = given(patterns, selection, &watch)?;
     let is_alone = paths.len() == 1;
     let mut planner = Planner {
         plan: Plan {
             sources: Vec::new(),
+            rivalries: Vec::new(),
             units: UnitQueue::new(scratch),
             ranges: Vec::new(),
             source_bytes: 0,
@@ -99,8 +104,10 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, S
         selection,
         workers,
         watch: &watch,
+        rivalry: Rivalry::default(),
     };
-    for path in paths {
+    for (path, rivalry) in paths {
+        planner.rivalry = rivalry;
         planner.watch.look_at(path.as_os_str().as_bytes())?;
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         let ends_with_dot = path.as_os_str().as_bytes().ends_with(b"/.");
@@ -110,7 +117,7 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, S
             let planned = planner.tree(path, prefix, selection.strip_components);
             planned.or_else(|error| planner.forgive(error))?;
         } else if metadata.is_file() {
-            planner.file(path, Vec::new(), &metadata).or_else(|error| planner.forgive(error))?;
+            planner.file(path, None, &metadata).or_else(|error| planner.forgive(error))?;
         } else {
             return Err(StageInError::Special { path });
         }
@@ -119,13 +126,32 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, S
     Ok(planner.plan)
 }
 
+/// All that patterns name, in order. What one pattern or list names together are rivals.
+fn given(patterns: &[Vec<u8>], selection: &Selection, watch: &Watch<'_>) -> Result<Vec<(PathBuf, Rivalry)>, StageInError> {
+    let mut all = Vec::new();
+    for (pattern, number) in patterns.iter().zip(1..) {
+        let paths = expand(std::slice::from_ref(pattern), watch)?;
+        let are_rivals = paths.len() > 1 && selection.on_conflict == OnConflict::Error;
+        for path in paths {
+            let given = all.len() as u32 + 1;
+            let rivalry = if are_rivals { Rivalry { pattern: number, given } } else { Rivalry::default() };
+            all.push((path, rivalry));
+        }
+    }
+    Ok(all)
+}
+
 /// Tells the gauge how planning goes.
 struct Watch<'a> {
     gauge: &'a Gauge,
     activity: Activity,
 }
 
-impl Watch<'_> {
+impl<'a> Watch<'a> {
+    fn new(gauge: &'a Gauge) -> Self {
+        Self { gauge, activity: gauge.activity() }
+    }
+
     /// It goes on with this path, unless the stage-in was cancelled.
     fn look_at(&self, path: &[u8]) -> Result<(), StageInError> {
         self.activity.begin(Step::Reading, path);
@@ -187,6 +213,13 @@ fn listed(list: &Path, watch: &Watch<'_>) -> Result<Vec<PathBuf>, StageInError> 
     Ok(paths)
 }
 
+/// The directory for an archive, after its name: without the ending that says that it is one, or without any.
+fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
+    let name = name_of(path)?;
+    let stem = without_archive_ending(&name).map(<[u8]>::to_vec);
+    Ok(stem.unwrap_or_else(|| Path::new(OsStr::from_bytes(&name)).file_stem().unwrap_or_default().as_bytes().to_vec()))
+}
+
 fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = path.file_name().unwrap_or_default();
     normalize(name.as_bytes()).map_err(|_| StageInError::NoMatch(path.display().to_string()))
@@ -198,6 +231,8 @@ struct Planner<'a> {
     selection: &'a Selection,
     workers: u64,
     watch: &'a Watch<'a>,
+    /// Of what is planned now.
+    rivalry: Rivalry,
 }
 
 impl Planner<'_> {
@@ -212,21 +247,29 @@ impl Planner<'_> {
 
     fn source(&mut self, source: Source) -> u32 {
         self.plan.sources.push(source);
+        self.plan.rivalries.push(self.rivalry);
         (self.plan.sources.len() - 1) as u32
     }
 
-    /// A file; the names in an archive go below `prefix`.
-    fn file(&mut self, path: PathBuf, prefix: Vec<u8>, metadata: &fs::Metadata) -> Result<(), StageInError> {
+    /// A file; the names in an archive go below `prefix`. One that was given itself has none, or that of its name.
+    fn file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
         self.plan.source_bytes += metadata.len();
         if kind != SourceKind::File {
             self.plan.files_are_all_known = false;
+            let prefix = match prefix {
+                Some(prefix) => prefix,
+                None if self.selection.prefix_by_source => prefix_of(&path)?,
+                None => Vec::new(),
+            };
             let name = path.as_os_str().as_bytes().to_vec();
+            let (rivalry, ticket) = (self.rivalry, 0);
             let source = self.source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression });
             return match (kind, compression) {
                 (SourceKind::Zip, _) => self.zip(source, path, &prefix, metadata),
                 (_, Compression::None) => self.plain_tar(source, path, &prefix, metadata),
-                _ => self.unit(Unit { source, ticket: 0, prefix, work: Work::Tar { path: name, compression } }, metadata.len()),
+                _ => self
+                    .unit(Unit { source, ticket, prefix, rivalry, work: Work::Tar { path: name, compression } }, metadata.len()),
             };
         }
         let name = name_of(&path)?;
@@ -239,7 +282,7 @@ impl Planner<'_> {
         let root = path.into_os_string().into_vec();
         let source = self.source(Source { path: root.clone(), prefix: name.clone(), kind, compression });
         let work = Work::Tree { root, entries: vec![single_file(metadata)] };
-        self.unit(Unit { source, ticket: 0, prefix: name, work }, metadata.len())
+        self.unit(Unit { source, ticket: 0, prefix: name, rivalry: self.rivalry, work }, metadata.len())
     }
 
     fn plain_tar(&mut self, source: u32, path: PathBuf, prefix: &[u8], metadata: &fs::Metadata) -> Result<(), StageInError> {
@@ -249,14 +292,15 @@ impl Planner<'_> {
         let path = path.clone().into_os_string().into_vec();
         if ranges.len() > 1 {
             let ends = ranges.iter().map(|&(from, to, _)| (from, to)).collect();
-            self.plan.ranges.push((source, Cut { path: path.clone(), version, prefix: prefix.to_vec(), ranges: ends }));
+            let (prefix, rivalry) = (prefix.to_vec(), self.rivalry);
+            self.plan.ranges.push((source, Cut { path: path.clone(), version, prefix, rivalry, ranges: ends }));
         }
         // Also what is left over at the end: a range is never one of several small units.
         let least = if ranges.len() > 1 { RANGE_LEN_MIN } else { 0 };
         for (from, to, start) in ranges {
             let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
             let bytes = (to.min(version.size) - from.min(version.size)).max(least);
-            self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), work }, bytes)?;
+            self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work }, bytes)?;
         }
         Ok(())
     }
@@ -267,7 +311,7 @@ impl Planner<'_> {
         let name = path.as_os_str().as_bytes().to_vec();
         let read = parts::<ZipFailure>(&file, &mut |Part { records, offset, bytes }, shift| {
             let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
-            let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), work };
+            let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work };
             self.unit(unit, bytes).map_err(ZipFailure::Ours)
         });
         match read {
@@ -309,7 +353,7 @@ impl Planner<'_> {
                         let file = root.join(OsStr::from_bytes(&entry.path));
                         let unreadable = |error| StageInError::Read { path: file.clone(), error };
                         let planned = fs::metadata(&file).map_err(unreadable);
-                        let planned = planned.and_then(|metadata| self.file(file, join(&prefix, stem), &metadata));
+                        let planned = planned.and_then(|metadata| self.file(file, Some(join(&prefix, stem)), &metadata));
                         return planned.or_else(|error| self.forgive(error));
                     }
                     if let TreeKind::File(size) = entry.kind {
@@ -336,7 +380,7 @@ impl Planner<'_> {
             return Ok(());
         }
         let work = Work::Tree { root: root.to_vec(), entries };
-        self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), work }, bytes)
+        self.unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work }, bytes)
     }
 
     fn unit(&mut self, unit: Unit, bytes: u64) -> Result<(), StageInError> {
@@ -437,6 +481,31 @@ mod tests {
         assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::Read { .. })));
         assert!(matches!(units(&[&at("missing")], &Selection::default()), Err(StageInError::NoMatch(_))));
         assert!(matches!(units(&[&at("missing*")], &Selection::default()), Err(StageInError::NoMatch(_))));
+    }
+
+    #[test]
+    fn what_one_pattern_names_are_rivals_and_may_have_directories_of_their_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in ["a.tar", "b.tar.crate", "c"] {
+            fs::write(at(name), if name == "c" { vec![1] } else { vec![0; 10240] }).unwrap();
+        }
+        fs::write(at("list"), "a.tar\n[c]\n").unwrap();
+        let list = PathBuf::from(format!("@{}", at("list").display()));
+        let check = |patterns: &[&Path], selection: &Selection, expect: &[(u32, u32)]| {
+            let (plan, _) = units(patterns, selection).unwrap();
+            let found: Vec<(u32, u32)> = plan.rivalries.iter().map(|rivalry| (rivalry.pattern, rivalry.given)).collect();
+            assert_eq!(found, expect, "{patterns:?}");
+        };
+        let selection = Selection { on_conflict: OnConflict::Error, ..Selection::default() };
+        check(&[&at("a.tar"), &at("c")], &selection, &[(0, 0), (0, 0)]);
+        check(&[&at("[abc]*"), &list, &at("c")], &selection, &[(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (0, 0)]);
+        check(&[&at("[a]*"), &at("[c]*")], &selection, &[(0, 0), (0, 0)]);
+        check(&[&at("[abc]*")], &Selection { on_conflict: OnConflict::Replace, ..Selection::default() }, &[(0, 0); 3]);
+        let apart = Selection { prefix_by_source: true, ..Selection::default() };
+        let prefixes: Vec<String> =
+            units(&[&at("[abc]*")], &apart).unwrap().0.sources.iter().map(|source| display(&source.prefix)).collect();
+        assert_eq!(prefixes, ["a", "b.tar", "c"]);
     }
 
     #[test]

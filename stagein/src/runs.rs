@@ -3,8 +3,9 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Seek, Write};
+use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
 use std::mem::take;
+use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Member;
 use dayfly_meta::catalog::member::{read_member, write_member};
@@ -41,6 +42,18 @@ impl RunWriter {
         if self.pending_len >= self.len_max { self.spill() } else { Ok(()) }
     }
 
+    /// Calls `see` for every member so far, in no order.
+    pub(crate) fn each(&self, see: &mut dyn FnMut(&Member)) -> io::Result<()> {
+        self.pending.iter().for_each(&mut *see);
+        for (file, len) in &self.runs {
+            let mut run = BufReader::new(ReadAt { file, at: 0, len: *len });
+            while let Some(member) = read_member(&mut run)? {
+                see(&member);
+            }
+        }
+        Ok(())
+    }
+
     /// All runs, with their lengths in bytes.
     pub fn finish(mut self) -> io::Result<Vec<(File, u64)>> {
         self.spill()?;
@@ -61,6 +74,22 @@ impl RunWriter {
         let len = file.stream_position()?;
         self.runs.push((file, len));
         Ok(())
+    }
+}
+
+/// Reads a file without moving where it is written.
+struct ReadAt<'a> {
+    file: &'a File,
+    at: u64,
+    len: u64,
+}
+
+impl Read for ReadAt<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let room = (self.len - self.at).min(out.len() as u64) as usize;
+        let count = self.file.read_at(&mut out[..room], self.at)?;
+        self.at += count as u64;
+        Ok(count)
     }
 }
 
@@ -147,6 +176,12 @@ mod tests {
             (0..500).filter(|number| number % 4 == run).for_each(|number| writer.push(member(number)).unwrap());
             let mut runs = writer.finish().unwrap();
             let (mut file, len) = runs.remove(0);
+            let mut again = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
+            again.runs.push((file.try_clone().unwrap(), len));
+            again.push(member(9)).unwrap();
+            let mut seen = 0;
+            again.each(&mut |_| seen += 1).unwrap();
+            assert_eq!(seen, 126);
             file.rewind().unwrap();
             assert_eq!(file.metadata().unwrap().len(), len);
             file

@@ -19,6 +19,8 @@ use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
 
 const SECONDS_DEFAULT: f64 = 3.0;
+/// However long that takes.
+const ROUNDS_MIN: u64 = 100;
 /// Bytes that a target takes of what it unpacks.
 const UNPACKED_MAX: u64 = 4 << 20;
 
@@ -34,7 +36,8 @@ fn fuzz(corpus: &[Vec<u8>], target: impl Fn(&[u8])) {
     let mut rounds = 0;
     // Seeds are told as whole numbers that a float holds.
     let mut seed = wanted.unwrap_or_else(|| now() % (1 << 50));
-    while Instant::now() < end {
+    // A machine that is busy with other things gets more time for the least number.
+    while Instant::now() < end || rounds < ROUNDS_MIN {
         let told = Told(seed);
         target(&mutate(corpus, &mut StdRng::seed_from_u64(seed)));
         std::mem::forget(told);
@@ -44,7 +47,6 @@ fn fuzz(corpus: &[Vec<u8>], target: impl Fn(&[u8])) {
         }
         seed += 1;
     }
-    assert!(rounds > 100, "only {rounds} rounds");
 }
 
 /// Tells the seed when a target panics.

@@ -113,22 +113,32 @@ impl Inside {
 
     /// Writes files `d/0`, `d/1` … of these lengths.
     pub(crate) fn write(&self, lens: &[usize]) -> PathBuf {
-        let folder = self.work.path().join("d");
+        self.write_in("d", lens, 0)
+    }
+
+    /// The same in another folder, with the contents of other numbers.
+    pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
+        let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();
         for (number, &len) in lens.iter().enumerate() {
-            fs::write(folder.join(number.to_string()), content(number, len)).unwrap();
+            fs::write(folder.join(number.to_string()), content(first + number, len)).unwrap();
         }
         folder
     }
 
     /// Stages a source in, to `/dayfly/d`.
     pub(crate) fn stage(&self, source: &Path) -> Result<Summary, String> {
+        self.stage_over(source, false)
+    }
+
+    /// The same, perhaps in the place of what is there.
+    pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageIn {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
             target: b"d".to_vec(),
             selection: Selection::default(),
             seed: 1,
-            replace: false,
+            replace,
             max_rate: None,
         };
         let mut outcome = None;

@@ -4,10 +4,17 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use dayfly_client::ClientError;
+use dayfly_client::locate::NotPrivate;
+use dayfly_meta::path::display;
+use nix::unistd::User;
+
 /// The operation failed.
 pub(crate) const FAILED: u8 = 1;
 /// The arguments cannot be (clap uses the same).
 pub(crate) const USAGE: u8 = 2;
+/// Staged in, but for what could not be read: with `--keep-going`.
+pub(crate) const LEFT_OUT: u8 = 3;
 /// `exec` and `run` failed themselves, before or after CMD; as `env` and `timeout` do.
 pub(crate) const NOT_STARTED: u8 = 125;
 /// CMD was found but cannot be run.
@@ -60,15 +67,24 @@ impl Display for Failure {
     }
 }
 
-/// A line on standard error; nothing can be done if that is closed.
+/// A line on standard error; nothing can be done if that is closed. Whatever names are in it, it stays one line, and says nothing to
+/// the terminal.
 pub(crate) fn complain(message: impl Display) {
-    let _ = writeln!(io::stderr(), "dayfly: {message}");
+    let _ = writeln!(io::stderr(), "dayfly: {}", display(message.to_string().as_bytes()));
 }
 
-impl From<dayfly_client::ClientError> for Failure {
-    fn from(error: dayfly_client::ClientError) -> Self {
-        Self::new(error)
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        let owner = if let ClientError::NotPrivate(exposed) = &error { owner(exposed) } else { String::new() };
+        Self::new(format!("{error}{owner}"))
     }
+}
+
+/// Who can take away what is in our place, by name.
+pub(crate) fn owner(exposed: &NotPrivate) -> String {
+    let Some(owner) = exposed.owner() else { return String::new() };
+    let name = User::from_uid(owner.into()).ok().flatten().map_or_else(String::new, |user| format!(" ('{}')", user.name));
+    format!(" (only user {owner}{name} or root can remove it)")
 }
 
 impl From<io::Error> for Failure {

@@ -128,7 +128,7 @@ pub(crate) fn plan(options: &SessionOptions, keep: Duration) -> Result<Planned, 
     let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
     if memory < ARENA_LEN_MIN {
         return Err(Failure::usage(format!(
-            "--memory must be at least {}: what is read takes its way through it, in pieces",
+            "--memory must be at least {}: blocks of other nodes are read through it, several chunks at a time",
             size::show(ARENA_LEN_MIN)
         )));
     }
@@ -163,10 +163,7 @@ pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Resul
         Some(path) => std::path::absolute(path)?,
         None => env::current_dir()?.join(format!(".dayfly-{session}.key")),
     };
-    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref()).map_err(|error| {
-        let folder = locate::runtime_dir();
-        Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", folder.display()))
-    })?;
+    let (location, lock) = locate::create(&locate::runtime_dir(), session, chosen.job.as_deref())?;
     let noted = match chosen.launcher.input {
         // Should this be killed while it is there, the next that comes by removes it.
         launchers::Input::File => fs::write(location.folder.join(KEY_FILE), key_file.as_os_str().as_bytes()),
@@ -285,9 +282,7 @@ impl Place {
         let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
         warnings.extend(warning);
         let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
-        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local).map_err(|error| {
-            Failure::new(format!("cannot make a session's folder in '{}' (DAYFLY_RUNTIME_DIR moves it): {error}", all.display()))
-        })?;
+        let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local)?;
         let list = location.folder.join(data_dir::LIST);
         match OpenOptions::new().create_new(true).write(true).mode(0o600).open(list) {
             Ok(mut list) => list.write_all(&data_dir::list(&data_dirs, session))?,

@@ -1,6 +1,7 @@
 //! What the commands share: the session that is meant, its view, and paths.
 
 use std::ffi::{OsStr, OsString};
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 
 use dayfly_client::locate::{self, Location};
@@ -47,4 +48,9 @@ pub(crate) fn target_below(prefix: &[u8], path: &OsStr) -> Result<Vec<u8>, Failu
 /// A path in words, with what is wrong with it.
 pub(crate) fn about(path: &[u8], error: &ViewError) -> String {
     format!("'{}': {error}", display(path))
+}
+
+/// Writes a name: bytes as they are for a program, escaped for a terminal, as GNU's `ls` does too.
+pub(crate) fn write_name(output: &mut impl Write, name: &[u8], is_terminal: bool) -> io::Result<()> {
+    if is_terminal { write!(output, "{}", display(name)) } else { output.write_all(name) }
 }

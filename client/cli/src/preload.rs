@@ -49,9 +49,9 @@ fn try_to_load(program: &Path, library: &Path) -> Result<(), Failure> {
     if output.status.success() {
         return Ok(());
     }
-    let reason = String::from_utf8_lossy(&output.stderr);
+    let reason = String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
     let path = library.display();
-    Err(Failure::new(format!("'{path}' cannot be loaded, without which CMD would not see the namespace: {}", reason.trim())))
+    Err(Failure::new(format!("'{path}' cannot be loaded, without which CMD would not see the namespace: {reason}")))
 }
 
 /// The hidden command of [`try_to_load`].

@@ -274,7 +274,7 @@ pub(crate) fn log(message: &str) {
 }
 
 fn write_line(message: &str) {
-    let line = format!("dayfly: {message}\n");
+    let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
     // To standard error, if there is one.
     let _ = next::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len());
 }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 
 use xxhash_rust::xxh3::xxh3_64;
@@ -14,6 +14,7 @@ use super::layout::{
 };
 use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
+use super::scratch::ScratchFile;
 use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
@@ -31,6 +32,11 @@ pub enum BuildError {
     /// More names than a dataset may have.
     #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several")]
     Entries,
+    /// More directories than are wanted of so many files.
+    #[error(
+        "the sources have more than {0} directories, of which each takes room and memory on every node; if that is meant, --max-directories allows more"
+    )]
+    Directories(u64),
     /// More blocks than a dataset may have.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
     Blocks,
@@ -65,10 +71,11 @@ pub struct Built {
 /// Streams outcomes into a catalog.
 pub struct CatalogBuilder<'a> {
     scratch: Scratch<'a>,
-    columns: Vec<ColumnWriter>,
-    hashes: BufWriter<File>,
-    patches: BufWriter<File>,
+    columns: Vec<ScratchFile>,
+    hashes: ScratchFile,
+    patches: ScratchFile,
     open: Vec<OpenDirectory>,
+    directories: u64,
     last_path: Vec<u8>,
     shared: HashMap<MemberKey, u32>,
     bytes: u64,
@@ -84,11 +91,8 @@ pub struct About {
     pub created_s: i64,
     /// What was kept together.
     pub group: Grouping,
-}
-
-struct ColumnWriter {
-    file: BufWriter<File>,
-    len: u64,
+    /// Directories that it may have, if there is a bound.
+    pub directories_max: Option<u64>,
 }
 
 struct OpenDirectory {
@@ -106,13 +110,14 @@ const PATCH_LEN: usize = 16;
 impl<'a> CatalogBuilder<'a> {
     /// Starts a catalog.
     pub fn new(scratch: Scratch<'a>, about: About, sources: &[Source]) -> Result<Self, BuildError> {
-        let new_column = |_| Ok(ColumnWriter { file: BufWriter::new(scratch()?), len: 0 });
+        let new_column = |_| Ok(ScratchFile::new(scratch()?));
         let mut builder = Self {
             scratch,
             columns: (0..COLUMNS).map(new_column).collect::<io::Result<_>>()?,
-            hashes: BufWriter::new(scratch()?),
-            patches: BufWriter::new(scratch()?),
+            hashes: ScratchFile::new(scratch()?),
+            patches: ScratchFile::new(scratch()?),
             open: Vec::new(),
+            directories: 0,
             last_path: Vec::new(),
             shared: HashMap::new(),
             bytes: 0,
@@ -154,12 +159,12 @@ impl<'a> CatalogBuilder<'a> {
         if let Some(&sample) = self.shared.get(&member.key) {
             return self.add_entry(path, EntryKind::File, sample).map(drop);
         }
-        let first_block = self.columns[Column::Owners as usize].len / WIDTHS[Column::Owners as usize];
+        let first_block = self.columns[Column::Owners as usize].len() / WIDTHS[Column::Owners as usize];
         if first_block + blocks.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
         self.add_checksums(path, first_block as u32, size, (blocks.len(), checksums))?;
-        let sample = (self.columns[Column::Samples as usize].len / WIDTHS[Column::Samples as usize]) as u32;
+        let sample = (self.columns[Column::Samples as usize].len() / WIDTHS[Column::Samples as usize]) as u32;
         self.write_node(Column::Samples, member, size, names, first_block as u32)?;
         let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
         self.write(Column::Origins, &origin.encode())?;
@@ -181,7 +186,7 @@ impl<'a> CatalogBuilder<'a> {
         if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
             return Err(BuildError::Shape(display(path)));
         }
-        let mut next = self.columns[Column::Checksums as usize].len / WIDTHS[Column::Checksums as usize];
+        let mut next = self.columns[Column::Checksums as usize].len() / WIDTHS[Column::Checksums as usize];
         if next + checksums.len() as u64 > ENTRIES_MAX {
             return Err(BuildError::Blocks);
         }
@@ -221,6 +226,10 @@ impl<'a> CatalogBuilder<'a> {
     }
 
     fn open_directory(&mut self, path: &[u8], mode: u32, mtime_s: i64, mtime_ns: u32) -> Result<(), BuildError> {
+        self.directories += 1;
+        if let Some(max) = self.about.directories_max.filter(|&max| self.directories > max) {
+            return Err(BuildError::Directories(max));
+        }
         let record = NodeRecord { data: 0, mtime_s, mtime_ns, mode, links: 2, extra: 0 };
         let row = self.write(Column::Others, &record.encode())? / WIDTHS[Column::Others as usize];
         if let Some(parent) = self.open.last_mut() {
@@ -236,7 +245,7 @@ impl<'a> CatalogBuilder<'a> {
         let next = self.entries() as u32;
         let links = directory.subdirectories.saturating_add(2);
         for word in [directory.entry, next, directory.row, links] {
-            self.patches.write_all(&word.to_le_bytes())?;
+            self.patches.append(&word.to_le_bytes())?;
         }
         Ok(())
     }
@@ -252,12 +261,12 @@ impl<'a> CatalogBuilder<'a> {
         let parent = self.open.last().map_or(0, |directory| directory.entry);
         let record = EntryRecord { name_offset, name_len: name.len() as u8, kind, parent, next: entry + 1, node };
         self.write(Column::Entries, &record.encode())?;
-        self.hashes.write_all(&xxh3_64(path).to_le_bytes())?;
+        self.hashes.append(&xxh3_64(path).to_le_bytes())?;
         Ok(entry)
     }
 
     fn entries(&self) -> u64 {
-        self.columns[Column::Entries as usize].len / WIDTHS[Column::Entries as usize]
+        self.columns[Column::Entries as usize].len() / WIDTHS[Column::Entries as usize]
     }
 
     fn write_node(&mut self, column: Column, member: &Member, data: u64, links: u32, extra: u32) -> Result<u32, BuildError> {
@@ -269,9 +278,8 @@ impl<'a> CatalogBuilder<'a> {
     /// Appends to a column; returns the offset within it.
     fn write(&mut self, column: Column, bytes: &[u8]) -> io::Result<u64> {
         let writer = &mut self.columns[column as usize];
-        writer.file.write_all(bytes)?;
-        let offset = writer.len;
-        writer.len += bytes.len() as u64;
+        let offset = writer.len();
+        writer.append(bytes)?;
         Ok(offset)
     }
 
@@ -289,7 +297,7 @@ impl<'a> CatalogBuilder<'a> {
         let mut end = PAGE_SIZE;
         for (column, extent) in extents.iter_mut().enumerate() {
             let is_index = column == Column::Index as usize;
-            let count = if is_index { index_buckets(entries) } else { self.columns[column].len / WIDTHS[column] };
+            let count = if is_index { index_buckets(entries) } else { self.columns[column].len() / WIDTHS[column] };
             *extent = Extent { offset: end, count };
             end = (end + count * WIDTHS[column]).next_multiple_of(PAGE_SIZE);
         }
@@ -303,9 +311,7 @@ impl<'a> CatalogBuilder<'a> {
                 copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
-            let mut from = writer.file.into_inner().map_err(io::IntoInnerError::into_error)?;
-            from.rewind()?;
-            copy(&mut from, &mut to, step)?;
+            copy(&mut writer.read_back()?, &mut to, step)?;
         }
         let header = HeaderRecord {
             seed: self.about.seed,
@@ -335,12 +341,6 @@ fn write_start(file: &File, header: &HeaderRecord, file_len: u64) -> Result<(), 
     Ok(())
 }
 
-fn rewound(writer: BufWriter<File>) -> io::Result<BufReader<File>> {
-    let mut file = writer.into_inner().map_err(io::IntoInnerError::into_error)?;
-    file.rewind()?;
-    Ok(BufReader::new(file))
-}
-
 /// Copies to the end, a piece at a time.
 fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
     while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
@@ -349,8 +349,8 @@ fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Resul
     Ok(())
 }
 
-fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
-    let mut patches = rewound(patches)?;
+fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
+    let mut patches = patches.read_back()?;
     let mut patch = [0; PATCH_LEN];
     while read_whole(&mut patches, &mut patch)? {
         step();
@@ -364,8 +364,8 @@ fn apply_patches(map: &mut [u8], extents: &[Extent; COLUMNS], patches: BufWriter
     Ok(())
 }
 
-fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: BufWriter<File>, step: &dyn Fn()) -> io::Result<()> {
-    let mut hashes = rewound(hashes)?;
+fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile, step: &dyn Fn()) -> io::Result<()> {
+    let mut hashes = hashes.read_back()?;
     let Extent { offset, count: buckets } = extents[Column::Index as usize];
     let mut hash = [0; 8];
     let mut entry = 0_u32;

@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use crate::checksum::{check, checksum};
 use crate::id::NodeId;
 use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
@@ -103,29 +104,33 @@ pub fn write_member(run: &mut impl Write, member: &Member) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a sample has too many blocks"));
     }
     run.write_all(&(bytes.len() as u32).to_le_bytes())?;
+    run.write_all(&checksum(&bytes).to_le_bytes())?;
     run.write_all(&bytes)
 }
 
 /// Reads a run's next member; `None` at its end.
 pub fn read_member(run: &mut impl Read) -> io::Result<Option<Member>> {
-    let mut len = [0; 4];
+    let mut start = [0; 8];
     let mut got = 0;
-    while got < len.len() {
-        match run.read(&mut len[got..])? {
+    while got < start.len() {
+        match run.read(&mut start[got..])? {
             0 if got == 0 => return Ok(None),
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
             count => got += count,
         }
     }
-    let len = u32::from_le_bytes(len) as usize;
-    if len > RECORD_LEN_MAX {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a member record is too long"));
+    let [len, expected] = [0, 4].map(|at| start[at..at + 4].iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte)));
+    let len = len as usize;
+    if len == 0 || len > RECORD_LEN_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a member record has no length that one can have"));
     }
     let mut bytes = Vec::new();
     run.take(len as u64).read_to_end(&mut bytes)?;
     if bytes.len() < len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
+    // Runs are not synced: what the drive has lost of one must not pass for a member.
+    check(&bytes, expected).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     rkyv::from_bytes::<Member, rkyv::rancor::Error>(&bytes)
         .map(Some)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error.to_string()))
@@ -164,6 +169,22 @@ mod tests {
             while let Ok(Some(_)) = read_member(&mut reader) {}
         }
         assert!(read_member(&mut [0xff; 8].as_slice()).is_err());
+        assert!(read_member(&mut [0; 100].as_slice()).is_err());
         assert!(read_member(&mut run[..3].as_ref()).is_err());
+        // As a drive loses it.
+        for at in 0..run.len() {
+            let mut lost = run.clone();
+            lost[at..].fill(0);
+            let mut reader = lost.as_slice();
+            let mut read = Vec::new();
+            let end = loop {
+                match read_member(&mut reader) {
+                    Ok(Some(member)) => read.push(member),
+                    end => break end,
+                }
+            };
+            // Zeros at the end of a record may be its own.
+            assert!(members.starts_with(&read) && (end.is_err() || lost == run), "{at}");
+        }
     }
 }

@@ -53,8 +53,24 @@ pub struct Selection {
     pub nested: bool,
     /// What is kept together.
     pub group: Grouping,
+    /// What becomes of samples of one path in several sources that one pattern or list names.
+    pub on_conflict: OnConflict,
+    /// Each archive is unpacked into a directory of its name.
+    pub prefix_by_source: bool,
+    /// Directories that the dataset may have, if not as many as go with its files.
+    pub max_directories: Option<u64>,
     /// Members that cannot be read are left out and told of, rather than ending everything.
     pub keep_going: bool,
+}
+
+/// What becomes of samples of one path that differ, in several sources that one pattern or list names.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnConflict {
+    /// They end the stage-in.
+    #[default]
+    Error,
+    /// The later one stands.
+    Replace,
 }
 
 /// Which files are one sample to their user: placed, stored and listed together.
@@ -231,6 +247,8 @@ pub struct Counts {
     pub skipped: u64,
     /// The first of these by name.
     pub skipped_notes: Vec<String>,
+    /// Samples that a later one of their path, with other content, took the place of.
+    pub replaced: u64,
     /// The first few of these by name.
     pub notes: Vec<String>,
 }
@@ -261,6 +279,7 @@ impl Counts {
         self.made_relative += more.made_relative;
         self.unmarked_ends += more.unmarked_ends;
         self.skipped += more.skipped;
+        self.replaced += more.replaced;
         self.notes.extend(more.notes);
         self.notes.truncate(NOTES_SHOWN_MAX);
         self.skipped_notes.extend(more.skipped_notes);
@@ -277,6 +296,8 @@ pub struct Summary {
     pub bytes: u64,
     /// Directories and symlinks.
     pub others: u64,
+    /// Samples that are archives by their names.
+    pub archives: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,
     /// Bytes of the sources read.

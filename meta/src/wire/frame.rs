@@ -34,9 +34,11 @@ pub enum Kind {
     Pong = 9,
     /// All `Data` of an answer was sent, and is what it should be.
     End = 10,
+    /// From the side that offers, in the place of `Data`: none of an accepted offer's bytes come, for it was given up.
+    Withdrawn = 11,
 }
 
-const KINDS: [Kind; 10] = [
+const KINDS: [Kind; 11] = [
     Kind::Pull,
     Kind::Pulled,
     Kind::Data,
@@ -47,6 +49,7 @@ const KINDS: [Kind; 10] = [
     Kind::Ping,
     Kind::Pong,
     Kind::End,
+    Kind::Withdrawn,
 ];
 
 /// A peer frame's header.

@@ -18,7 +18,7 @@ pub enum FromClient {
     /// All datasets. Answers: one `Dataset` each, then `DatasetsEnd`.
     Datasets,
     /// Chunks that are not in the node's locations. Answers: `Fetched`, as they come, the last of which says so. Those that it does
-    /// not name are to be asked for again, once leases were released.
+    /// not name, and those whose leases were revoked meanwhile, are to be asked for again, once leases were released.
     Fetch {
         /// Their dataset.
         dataset: DatasetId,
@@ -38,7 +38,7 @@ pub enum FromClient {
         /// Whether nothing follows.
         is_last: bool,
     },
-    /// Leases that are no longer needed. No answer.
+    /// Leases that are no longer needed. No answer. The one message that may be sent while a `Fetch` is being answered.
     Release {
         /// As named in `Fetched`.
         leases: Vec<u64>,
@@ -73,8 +73,12 @@ pub enum FromServer {
         arena_len: u64,
         /// The process's place in the counters.
         slot: u32,
+        /// The connection's word in the board.
+        connection: u32,
         /// How long the client waits for the server, in milliseconds.
         server_timeout_ms: u32,
+        /// And for a heartbeat, when it waits.
+        heartbeat_timeout_ms: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {
@@ -92,8 +96,10 @@ pub enum FromServer {
     Fetched {
         /// By their place in the request.
         chunks: Vec<(u32, FetchedChunk)>,
-        /// Holds all of these that are leased, until it is released or the process ends; 0 if none is.
+        /// Holds all of these that are leased, until it is released or revoked, or the process ends; 0 if none is.
         lease: u64,
+        /// The connection's token when they were leased: once the board has another, none of these leases holds.
+        token: u64,
         /// Whether this was all.
         is_last: bool,
     },

@@ -31,6 +31,8 @@ pub enum Request {
         stage: u64,
         /// Its length.
         block_len: u64,
+        /// What its owner compares.
+        rival: Rival,
     },
     /// Offer: a piece of a block for which there is room. Reply: `Done`.
     ShipPiece {
@@ -85,6 +87,10 @@ pub enum Request {
         progress: Counted,
         /// What this node's threads wait for, if nothing was counted.
         waits: Vec<String>,
+        /// What this node, as an owner, suspects.
+        suspects: Vec<Question>,
+        /// What its workers have found of what is asked.
+        sightings: Vec<Sighting>,
     },
     /// To the lead: the stage-in failed here. Reply: `Done`.
     Fail {
@@ -98,7 +104,7 @@ pub enum Request {
         /// The stage-in.
         stage: u64,
     },
-    /// Pull: bytes of a run, as many as fit. Reply: `Done`.
+    /// Pull: bytes of a run, as many as fit. Reply: `Bytes`.
     ReadRun {
         /// The stage-in.
         stage: u64,
@@ -122,7 +128,7 @@ pub enum Request {
         /// Its CRC32C.
         checksum: u32,
     },
-    /// Pull: bytes of a prepared catalog, as many as fit. Reply: `Done`.
+    /// Pull: bytes of a prepared catalog, as many as fit. Reply: `Bytes`.
     ReadCatalog {
         /// The stage-in.
         stage: u64,
@@ -185,9 +191,9 @@ pub enum Reply {
     },
     /// Done; bytes, if any, lie in the slots.
     Done,
-    /// A part of a run or of a catalog lies in the slot.
+    /// The wanted bytes lie in the slot.
     Bytes {
-        /// Its CRC32C: what is merged into a catalog must be what was found in the sources.
+        /// Their CRC32C.
         checksum: u32,
     },
     /// The wanted chunks lie in their slots, but for these, which are not here.
@@ -217,6 +223,8 @@ pub enum Reply {
     Go {
         /// Each takes room in the catalog, which every node will have.
         files: u64,
+        /// Paths to look for.
+        questions: Vec<Question>,
     },
     /// To a report: the stage-in has failed; forget all of it, also if it is shown already.
     Undone,
@@ -245,6 +253,52 @@ pub struct ShippedBlock {
     pub checksum: u32,
     /// Blocks are stored in the order of these: random numbers, the same for what is to lie together.
     pub shuffle: u64,
+    /// Of a sample's first block.
+    pub rival: Rival,
+}
+
+/// Which sources must not have a path in common: those of one pattern or list, but each with itself.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rivalry {
+    /// The pattern's number, from 1; 0 for a source that has no rivals.
+    pub pattern: u32,
+    /// The number of the file or directory that was found by it.
+    pub given: u32,
+}
+
+/// What an owner compares of a sample's path.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rival {
+    /// Hash of the path, seeded by the pattern.
+    pub hash: u64,
+    /// As of [`Rivalry`].
+    pub pattern: u32,
+    /// As of [`Rivalry`].
+    pub given: u32,
+}
+
+/// Which samples have this path?
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// Its hash.
+    pub hash: u64,
+    /// Seeded by this pattern.
+    pub pattern: u32,
+}
+
+/// A sample that has.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct Sighting {
+    /// As asked.
+    pub hash: u64,
+    /// The path.
+    pub path: Vec<u8>,
+    /// Its source.
+    pub source: u32,
+    /// Which handing-out of a unit found it.
+    pub ticket: u32,
+    /// A hash of its size and checksums.
+    pub content: u64,
 }
 
 /// A shipped block, or a piece of one, that is not what was read from the source.
@@ -267,6 +321,8 @@ pub struct Unit {
     pub ticket: u32,
     /// The directory of the dataset that its names go below.
     pub prefix: Vec<u8>,
+    /// Of its source.
+    pub rivalry: Rivalry,
     /// What to read.
     pub work: Work,
 }

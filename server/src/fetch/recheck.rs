@@ -31,43 +31,45 @@ impl Fetcher {
         looking.await.unwrap_or_else(|error| vec![Some(format!("the check of a copy failed: {error}")); chunks.len()])
     }
 
-    fn recheck_one(&self, dataset: &Dataset, chunk: Chunk) -> Option<String> {
-        let place = match dataset.locations().find(chunk.block) {
-            Some(Location::Owned(place) | Location::Kept(place)) => place,
+    fn recheck_one(&self, dataset: &Arc<Dataset>, chunk: Chunk) -> Option<String> {
+        let location = dataset.locations().find(chunk.block);
+        let Some(place) = location.and_then(Location::place) else {
             // Chunks of large blocks lie in the arena without a location.
-            Some(Location::Arena { .. }) | None => {
-                self.recheck_arena(dataset, chunk);
-                return None;
-            }
+            self.recheck_arena(dataset, chunk);
+            return None;
         };
-        let owner = dataset.catalog().owner(chunk.block)?;
-        let is_kept = matches!(dataset.locations().find(chunk.block), Some(Location::Kept(_)));
+        let copy = read(dataset, chunk, place)?;
+        let is_kept = matches!(location, Some(Location::Kept(_)));
+        if matches!(copy, Copy::Good) || (is_kept && !dataset.withdraw_copy(chunk.block, place)) || dataset.is_gone() {
+            // What was given up while it was read may have read as anything.
+            return None;
+        }
+        let (owner, name) = (dataset.catalog().owner(chunk.block)?, name(dataset, chunk));
         let hop = if is_kept { Hop::Kept } else { Hop::Owned };
-        let why = match read(dataset, chunk, place)? {
+        let why = match copy {
             Copy::Good => return None,
             Copy::Damaged(mismatch) => {
-                if is_kept && !dataset.withdraw_copy(chunk.block, place) {
-                    // It was given up while it was read, so what was read may be anything.
-                    return None;
-                }
-                self.damage.found(hop, owner, &name(dataset, chunk), mismatch);
+                self.damage.found(hop, owner, &name, mismatch);
                 mismatch.to_string()
             }
             Copy::Unreadable(error) => {
-                if is_kept && !dataset.withdraw_copy(chunk.block, place) {
-                    return None;
-                }
-                self.damage.unreadable(hop, owner, &name(dataset, chunk), &error);
+                self.damage.unreadable(hop, owner, &name, &error);
                 error
             }
         };
-        let told = || {
-            format!(
-                "node {owner}, which owns it, has a bad copy of {}: {why}; stage it in again, and look at its drive",
-                name(dataset, chunk)
-            )
-        };
-        (!is_kept && !dataset.is_gone()).then(told)
+        if is_kept {
+            self.keep_again(dataset, chunk);
+            return None;
+        }
+        Some(format!("node {owner}, which owns it, has a bad copy of {name}: {why}; stage it in again, and look at its drive"))
+    }
+
+    /// Has a block kept whose copy was given up, as far as it is in the arena still. The rest is kept when it comes again.
+    fn keep_again(&self, dataset: &Arc<Dataset>, chunk: Chunk) {
+        let len = dataset.catalog().block(chunk.block).map_or(0, |(_, len)| len);
+        for chunk in Chunk::all(chunk.block, len) {
+            self.keeper.keep(dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+        }
     }
 
     fn recheck_arena(&self, dataset: &Dataset, chunk: Chunk) {

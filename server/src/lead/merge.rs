@@ -8,11 +8,12 @@ use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
 use dayfly_meta::catalog::{About, Built, CatalogBuilder, Member, Scratch, Source};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
+use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
 
 use super::LeadStage;
+use super::conflicts::{Replaced, Rivals};
 use crate::server::Server;
 use crate::store::nameless_file;
 
@@ -23,6 +24,7 @@ pub(super) struct Merging {
     pub(super) runs: Vec<(NodeId, u32, u64)>,
     pub(super) about: About,
     pub(super) sources: Vec<Source>,
+    pub(super) rivals: Arc<Rivals>,
 }
 
 /// The finished catalog.
@@ -34,6 +36,7 @@ pub(super) struct Merged {
     pub(super) bytes: u64,
     pub(super) others: u64,
     pub(super) refused: Refused,
+    pub(super) replaced: Replaced,
 }
 
 impl Merging {
@@ -49,7 +52,7 @@ impl Merging {
         }
         // Hard links need to be known before the catalog is built, so all members are put aside, in order.
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let mut collector = LinkCollector::default();
+        let mut collector = LinkCollector::new((self.server.config().stage_memory / STAGE_INS_MAX as u64) as usize);
         let mut aside = BufWriter::new(scratch().map_err(cannot)?);
         for member in members {
             let member = member.map_err(cannot)?;
@@ -79,10 +82,17 @@ impl Merging {
     {
         let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources).map_err(|error| error.to_string())?;
         let mut refused = Refused::default();
+        let mut replaced = Replaced::default();
         while let Some(history) = histories.advance().map_err(|error| error.to_string())? {
             self.stage.step();
             let path = history.path.clone();
+            if let Some(conflict) = self.rivals.conflict(&history.members) {
+                return Err(conflict);
+            }
+            // Nearly every path happened once.
+            let several = if history.members.len() > 1 { history.members.clone() } else { Vec::new() };
             if let Some((member, names)) = links.outcome(history, &mut refused) {
+                replaced.see(&several, &member, &self.rivals);
                 builder.add(&path, &member, names).map_err(|error| error.to_string())?;
             }
         }
@@ -90,7 +100,7 @@ impl Merging {
         refused.names.append(&mut histories.refused.names);
         let Built { file, len, checksum, samples, bytes, others } =
             builder.finish(&|| self.stage.step()).map_err(|error| error.to_string())?;
-        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused })
+        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused, replaced })
     }
 }
 

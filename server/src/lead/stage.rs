@@ -2,21 +2,31 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
-use dayfly_meta::wire::peer::{Reply, UnitReport};
+use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
 use dayfly_stagein::handing::{Handed, Handing};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
 use super::LEAD;
+use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
 
 /// Nodes that are named when a stage-in stands still.
 const WAITING_NODES_TOLD_MAX: usize = 8;
+
+/// What a node tells of its part.
+#[derive(Default)]
+pub(crate) struct Reported {
+    pub(crate) progress: Counted,
+    pub(crate) waits: Vec<String>,
+    pub(crate) suspects: Vec<Question>,
+    pub(crate) sightings: Vec<Sighting>,
+}
 
 /// A stage-in as the lead sees it.
 pub(crate) struct LeadStage {
@@ -38,11 +48,20 @@ pub(crate) struct LeadStage {
     steps: AtomicU64,
     /// What each node's threads wait for, while nothing goes forward there.
     waits: Mutex<Vec<Vec<String>>>,
+    rivals: Arc<Rivals>,
+    keeps_going: bool,
+    suspicions: Mutex<Suspicions>,
     deadlines: Deadlines,
 }
 
 impl LeadStage {
-    pub(super) fn new(number: u64, handing: Handing, counts: Counts, nodes: usize, deadlines: Deadlines) -> Self {
+    pub(super) fn new(
+        number: u64,
+        (handing, counts): (Handing, Counts),
+        (rivals, keeps_going): (Arc<Rivals>, bool),
+        nodes: usize,
+        deadlines: Deadlines,
+    ) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
@@ -58,6 +77,9 @@ impl LeadStage {
             judged: Notify::new(),
             steps: AtomicU64::new(0),
             waits: Mutex::new(vec![Vec::new(); nodes]),
+            rivals,
+            keeps_going,
+            suspicions: Mutex::default(),
             deadlines,
         }
     }
@@ -138,7 +160,8 @@ impl LeadStage {
     }
 
     /// A node is so far.
-    pub(crate) fn report(&self, node: NodeId, counted: Counted, waits: Vec<String>) -> Reply {
+    pub(crate) fn report(&self, node: NodeId, reported: Reported) -> Reply {
+        let Reported { progress: counted, waits, suspects, sightings } = reported;
         if let Some(reported) = self.reported().get_mut(node.index()) {
             *reported = Instant::now();
         }
@@ -146,7 +169,17 @@ impl LeadStage {
         if let Some(of_node) = self.waits().get_mut(node.index()) {
             *of_node = waits;
         }
-        if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files } }
+        let (questions, conflict) = {
+            let mut suspicions = self.suspicions.lock().unwrap_or_else(PoisonError::into_inner);
+            suspicions.take(suspects, sightings);
+            let handing = self.handing();
+            let is_certain = |ticket| handing.is_certain(ticket, self.keeps_going);
+            (suspicions.questions(), suspicions.conflict(&self.rivals, is_certain))
+        };
+        if let Some(reason) = conflict {
+            self.fail(reason);
+        }
+        if self.has_failed() { Reply::Undone } else { Reply::Go { files: self.progress().files, questions } }
     }
 
     /// Adds what a node has done since it was last heard of.

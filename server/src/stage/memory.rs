@@ -1,13 +1,15 @@
 //! How a server's memory for stage-ins is parted. It does not depend on what is staged in.
 
 use dayfly_meta::limits::{
-    BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, RUN_LEN_MAX,
-    SHUFFLE_LEN_MAX, STAGE_INS_MAX,
+    BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, PATHS_LEN_MIN,
+    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_MEMORY_PER_WORKER_MIN,
 };
 
 /// The parts of one stage-in's share, in bytes where nothing else is said.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Memory {
+    /// An owner's table of paths.
+    pub(super) paths_len: usize,
     /// Blocks that wait to be written.
     pub(super) shuffle_len: u64,
     /// Number of batches of each worker, open or on their way to other nodes.
@@ -23,11 +25,17 @@ impl Memory {
     pub(super) fn part(all: u64, workers: usize) -> Self {
         let share = (all / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
-        let rest = share.saturating_sub(shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
+        let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
+        // Where each worker has only the least, the table has it too.
+        let least =
+            shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
+        let paths_len = paths_len.min(share.saturating_sub(least)).max(PATHS_LEN_MIN);
+        let rest = share.saturating_sub(paths_len + shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
         let of_worker = rest / workers.max(1);
         let batches = (of_worker / 3 / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX);
         let third = (of_worker.saturating_sub(batches * BATCH_LEN_MAX) / 2).min(of_worker / 3).max(BATCH_LEN_MAX);
         Self {
+            paths_len,
             shuffle_len: shuffle_len as u64,
             batches,
             run_len: third.min(RUN_LEN_MAX),
@@ -54,7 +62,7 @@ mod tests {
         for (all, workers) in least.chain(most).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
             let memory = Memory::part(all, workers);
             let of_worker = memory.batches * BATCH_LEN_MAX + memory.run_len + memory.decoded_ahead_len;
-            let used = memory.landing_len() + (workers * of_worker) as u64;
+            let used = memory.paths_len as u64 + memory.landing_len() + (workers * of_worker) as u64;
             assert!(used <= all / STAGE_INS_MAX as u64, "{all} by {workers}: {used}");
         }
     }

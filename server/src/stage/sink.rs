@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
-use dayfly_meta::wire::peer::{Damaged, Reply, Request};
+use dayfly_meta::wire::peer::{Damaged, Reply, Request, Rival};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
 use dayfly_transport::{Region, Slot};
@@ -165,13 +165,13 @@ impl Sink for ServerSink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError> {
         if self.is_here(owner) {
-            let reserved = self.stage.reserve(&self.server, block_len);
+            let reserved = self.stage.reserve(&self.server, block_len, rival);
             let reserved = self.server.blocking().wait_for(self.stage.unless_cancelled(reserved))?;
             return reserved.map_err(|reason| failed(owner, reason));
         }
-        let request = Request::Reserve { stage: self.stage.number, block_len };
+        let request = Request::Reserve { stage: self.stage.number, block_len, rival };
         let asked = self.server.ask(owner, request, self.server.deadlines().request);
         match self.server.blocking().wait_for(self.stage.unless_cancelled(asked))? {
             Ok(Reply::Shipped { arrival }) => Ok(arrival),

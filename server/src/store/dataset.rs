@@ -191,6 +191,11 @@ impl Dataset {
         self.locations.set_gone(gone);
     }
 
+    /// From here on this node's processes read nothing of it any more. Peers on which it is still shown do.
+    pub(crate) fn hide(&self) {
+        self.locations.set_gone(true);
+    }
+
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }

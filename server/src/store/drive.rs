@@ -45,7 +45,8 @@ impl Drive {
         Self::open_all_with(paths, capacity, &(Arc::new(Kernel) as Arc<dyn WriteBack>))
     }
 
-    fn open_all_with(paths: &[PathBuf], capacity: u64, write_back: &Arc<dyn WriteBack>) -> io::Result<Vec<Arc<Self>>> {
+    /// As [`Self::open_all`], with calls of the caller's own.
+    pub(crate) fn open_all_with(paths: &[PathBuf], capacity: u64, write_back: &Arc<dyn WriteBack>) -> io::Result<Vec<Arc<Self>>> {
         if paths.is_empty() || paths.len() > DRIVES_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("1 to {DRIVES_MAX} data dirs are needed")));
         }

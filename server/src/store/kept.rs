@@ -17,6 +17,9 @@ use dayfly_meta::segment::{Location, Place};
 use super::Dataset;
 use super::segment::room_for;
 
+#[cfg(test)]
+mod tests;
+
 /// All blocks: their hashes are below this.
 const ALL: u64 = 1 << 32;
 /// Blocks that start on a page waste some of it, and hashes choose a little more or less than their share.
@@ -208,7 +211,7 @@ impl Dataset {
             writing.group
         };
         // Not while the lock is held: the drive may take its time, and more may be written meanwhile.
-        let results = self.segments().sync_each();
+        let result = self.segments().sync_others();
         let mut writing = self.kept().lock();
         if self.is_gone() {
             return Ok(());
@@ -225,7 +228,7 @@ impl Dataset {
             self.kept().blocks.fetch_add(1, Ordering::Relaxed);
             self.kept().bytes.fetch_add(len, Ordering::Relaxed);
         }
-        results.into_iter().collect()
+        result
     }
 
     /// Keeps only blocks below a threshold from now on, and takes back where the others were kept. Whoever copies just now sees that

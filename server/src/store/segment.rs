@@ -131,9 +131,11 @@ impl Segments {
         self.segments.iter().try_for_each(Segment::sync)
     }
 
-    /// As [`Self::sync`], drive by drive: what became of each.
-    pub(crate) fn sync_each(&self) -> Vec<io::Result<()>> {
-        self.segments.iter().map(Segment::sync).collect()
+    /// As [`Self::sync`], of those drives that have lost nothing yet; the first error, once all have been asked.
+    pub(crate) fn sync_others(&self) -> io::Result<()> {
+        let others = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
+        let synced: Vec<io::Result<()>> = others.map(Segment::sync).collect();
+        synced.into_iter().collect()
     }
 
     /// Whether a drive has lost something that was written: then nothing that was written since the last good sync counts.

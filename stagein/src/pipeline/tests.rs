@@ -110,7 +110,7 @@ impl Sink for &mut MemorySink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, _: Rival) -> Result<Option<u32>, StageInError> {
         let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(None) };
         self.room[owner.index()] = left;
         self.arrivals += 1;
@@ -177,7 +177,7 @@ fn run_within(
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
     let decoders = Decoders { threads: 2, ahead_len: 4 << 20 };
-    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders };
+    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders, questions: Arc::default() };
     let gauge: Arc<Gauge> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, orders, gauge.clone())?;
     let mut handing = Handing::new(plan.units, plan.ranges);

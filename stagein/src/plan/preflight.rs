@@ -24,8 +24,7 @@ const CLASSIFIED_MAX: usize = 256;
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
     let gauge = Gauge::default();
-    let watch = Watch { gauge: &gauge, activity: gauge.activity() };
-    for (number, path) in expand(patterns, &watch)?.into_iter().enumerate() {
+    for (number, path) in expand(patterns, &Watch::new(&gauge))?.into_iter().enumerate() {
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         if !metadata.is_dir() && !metadata.is_file() {
             return Err(StageInError::Special { path });

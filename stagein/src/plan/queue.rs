@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
 
+use dayfly_meta::checksum::{check, checksum};
 use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, SMALL_UNIT_BYTES_MAX, UNIT_BYTES_MAX};
 use dayfly_meta::wire::peer::Unit;
 use dayfly_meta::wire::{decode, encode};
@@ -22,6 +23,8 @@ pub struct UnitQueue {
 struct Place {
     offset: u64,
     len: u32,
+    /// The file is not synced: what the drive has lost of it must not pass for a unit.
+    checksum: u32,
     /// Bytes of the source that it reads.
     bytes: u64,
 }
@@ -38,7 +41,7 @@ impl UnitQueue {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a unit is too long"));
         }
         self.file.write_all(&encoded)?;
-        self.places.push(Place { offset: self.end, len: encoded.len() as u32, bytes });
+        self.places.push(Place { offset: self.end, len: encoded.len() as u32, checksum: checksum(&encoded), bytes });
         self.end += encoded.len() as u64;
         Ok(())
     }
@@ -59,9 +62,10 @@ impl UnitQueue {
 
     /// The next unit; `None` after the last.
     pub fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
-        let Some(Place { offset, len, .. }) = self.places.pop() else { return Ok(None) };
+        let Some(Place { offset, len, checksum, .. }) = self.places.pop() else { return Ok(None) };
         let mut bytes = vec![0; len as usize];
         self.file.get_ref().read_exact_at(&mut bytes, offset).map_err(StageInError::Scratch)?;
+        check(&bytes, checksum).map_err(|error| StageInError::Scratch(io::Error::other(error)))?;
         decode(&bytes).map(Some).map_err(|error| StageInError::Scratch(io::Error::other(error)))
     }
 }

@@ -6,6 +6,7 @@ mod hosts;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use dayfly_meta::path::display;
 use serde::{Deserialize, Serialize};
 
 use crate::args::Doctor;
@@ -83,16 +84,16 @@ pub(super) fn run(arguments: &Doctor) -> Result<ExitCode, Failure> {
 }
 
 fn show(report: &Report) {
-    say!("{}", report.host);
+    say!("{}", display(report.host.as_bytes()));
     for Finding { what, state, detail, advice, .. } in &report.findings {
         let state = match state {
             State::Ok => "ok",
             State::Slow => "slow",
             State::Missing => "missing",
         };
-        say!("  {what:<16} {state:<8} {detail}");
+        say!("  {what:<16} {state:<8} {}", display(detail.as_bytes()));
         if !advice.is_empty() {
-            say!("  {:<16} {:<8} -> {advice}", "", "");
+            say!("  {:<16} {:<8} -> {}", "", "", display(advice.as_bytes()));
         }
     }
 }

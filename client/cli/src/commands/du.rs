@@ -1,7 +1,7 @@
 //! `dayfly du`: bytes of the samples below directories. What the nodes' drives are taken by, `df` and `status` tell.
 
 use std::collections::HashSet;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 
 use dayfly_client::{FileKind, View, ViewError};
@@ -9,11 +9,12 @@ use dayfly_meta::path::join;
 
 use crate::args::Du;
 use crate::failure::{Failure, complain};
-use crate::namespace::{about, paths_or_all, view};
+use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
 pub(super) fn run(arguments: Du) -> Result<ExitCode, Failure> {
     let view = view()?;
+    let escapes = io::stdout().is_terminal();
     let mut output = BufWriter::new(io::stdout().lock());
     let mut failed = false;
     for path in paths_or_all(&view, arguments.paths.clone()) {
@@ -29,7 +30,7 @@ pub(super) fn run(arguments: Du) -> Result<ExitCode, Failure> {
         for (path, bytes) in &sums[shown..] {
             let bytes = if arguments.human { size::show(*bytes) } else { bytes.div_ceil(1024).to_string() };
             write!(output, "{bytes}\t")?;
-            output.write_all(path)?;
+            write_name(&mut output, path, escapes)?;
             writeln!(output)?;
         }
     }

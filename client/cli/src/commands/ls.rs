@@ -4,12 +4,12 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
 
 use dayfly_client::{FileKind, Stat, View, ViewError};
-use dayfly_meta::path::{display, join};
+use dayfly_meta::path::join;
 use nix::unistd::{Group, User, getegid, geteuid};
 
 use crate::args::Ls;
 use crate::failure::{Failure, complain};
-use crate::namespace::{about, paths_or_all, view};
+use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
 pub(super) fn run(arguments: Ls) -> Result<ExitCode, Failure> {
@@ -119,14 +119,8 @@ impl Lister<'_> {
         Ok(writeln!(self.output)?)
     }
 
-    /// Bytes as they are for a program, escaped for a person.
     fn name(&mut self, name: &[u8]) -> Result<(), Failure> {
-        if self.escapes {
-            write!(self.output, "{}", display(name))?
-        } else {
-            self.output.write_all(name)?
-        }
-        Ok(())
+        Ok(write_name(&mut self.output, name, self.escapes)?)
     }
 }
 

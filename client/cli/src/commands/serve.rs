@@ -169,7 +169,7 @@ async fn serve(
     // Its deadline is the keeper's, who waits for others; this is for one that is gone without a word.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let orders = tokio::select! {
-        orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("nothing was heard of who started this server"))??,
+        orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("the launcher let this server come and then said nothing; did it end?"))??,
         _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
     };
     let FromKeeper::Orders { node, listen } = orders else {
@@ -396,10 +396,15 @@ async fn say(sender: &mut Sender, message: &FromServer) -> Result<(), Failure> {
     Ok(sender.send(&message).await?)
 }
 
+fn other_version() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    format!("this server's build of dayfly (version {version}) differs from its launcher's; use the same one on all nodes")
+}
+
 async fn hear(receiver: &mut Receiver) -> Result<FromKeeper, Failure> {
     let message = receiver.receive().await;
-    let message = message.map_err(|error| Failure::new(format!("who started this server is gone ({error})")))?;
-    serde_json::from_slice(&message).map_err(|_| Failure::new("who started this server is of another version"))
+    let message = message.map_err(|error| Failure::new(format!("the launcher of this server is gone ({error})")))?;
+    serde_json::from_slice(&message).map_err(|_| Failure::new(other_version()))
 }
 
 /// Clients and peers each cost descriptors; the soft limit is often far below what is allowed.

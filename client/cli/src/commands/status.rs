@@ -65,7 +65,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
     let all = all_held(status);
     for NodeEntry { node, address, status } in &status.nodes {
         match status {
-            Err(reason) => say!("{node:<5} {address:<21} does not answer: {reason}"),
+            Err(reason) => say!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
             Ok(node_status) => say!(
                 "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8} {:>8}",
                 node_status.samples,
@@ -107,9 +107,9 @@ fn as_table(session: &Session, status: &SessionStatus) {
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
-        say!("node {node} reaches its peers by {}: {}", kind(network), network.detail);
+        say!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
         for (peer, why) in &network.fallen_back {
-            say!("node {node} reaches node {peer} by TCP all the same: {why}");
+            say!("node {node} reaches node {peer} by TCP all the same: {}", display(why.as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {

@@ -8,13 +8,14 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use dayfly_client::locate::{NotPrivate, check_private, check_stays};
 use dayfly_meta::id::SessionId;
 use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::sys::statfs::statfs;
 use nix::sys::statvfs::statvfs;
-use nix::unistd::geteuid;
+use nix::unistd::{AccessFlags, access, geteuid};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, owner};
 use crate::size;
 
 /// The file in a session's folder that lists its folders in the data dirs.
@@ -64,8 +65,18 @@ pub(crate) fn kind(path: &Path) -> io::Result<(String, u64)> {
 pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<(Vec<PathBuf>, Vec<String>), Failure> {
     let (mut checked, mut warnings) = (Vec::new(), Vec::new());
     for path in data_dirs {
-        let unusable = |error: io::Error| Failure::new(format!("cannot use the data dir '{}': {error}", path.display()));
+        let unusable = |error: io::Error| {
+            Failure::new(format!(
+                "cannot use the data dir '{}': {error}; make it on every node, or name another by --data-dir",
+                path.display()
+            ))
+        };
         let path = fs::canonicalize(path).map_err(unusable)?;
+        if !path.is_dir() {
+            return Err(unusable(io::ErrorKind::NotADirectory.into()));
+        }
+        check_folder(&path)?;
+        warnings.extend(movable(&path));
         let kind = statfs(&path).map_err(|error| unusable(error.into()))?.filesystem_type().0 as u32;
         if let Some((_, name)) = NETWORK.iter().find(|(magic, _)| *magic == kind).filter(|_| !allow_network) {
             return Err(Failure::new(format!(
@@ -79,6 +90,38 @@ pub(super) fn check(data_dirs: &[PathBuf], allow_network: bool) -> Result<(Vec<P
         checked.push(path);
     }
     Ok((checked, warnings))
+}
+
+/// Whether this user may make a folder in a data dir, and whether that stays this user's.
+fn check_folder(data_dir: &Path) -> Result<(), Failure> {
+    let user = user_folder(data_dir);
+    check_stays(&user).map_err(exposed)?;
+    if fs::symlink_metadata(&user).is_ok() {
+        return check_private(&user).map_err(exposed);
+    }
+    access(data_dir, AccessFlags::W_OK | AccessFlags::X_OK).map_err(|error| {
+        let whose = fs::metadata(data_dir).map_or_else(
+            |_| String::new(),
+            |found| format!(", which is of user {} and has mode {:04o}", found.uid(), found.mode() & 0o7777),
+        );
+        let path = data_dir.display();
+        Failure::new(format!(
+            "cannot make a folder in the data dir '{path}'{whose}: {}; name another by --data-dir",
+            error.desc()
+        ))
+    })
+}
+
+/// What is wrong with a folder, and the way out.
+fn exposed(error: NotPrivate) -> Failure {
+    Failure::new(format!("{error}; else name another by --data-dir, of your own{}", owner(&error)))
+}
+
+/// A warning, if others may put another in the place of a data dir. That alone is no reason to refuse it: it is what those are left
+/// with who make a folder of their own in one that all may write to.
+fn movable(data_dir: &Path) -> Option<String> {
+    let moved = data_dir.ancestors().find_map(|folder| check_stays(folder).err());
+    moved.map(|error| format!("the data dir '{}' may be moved by others: {error}", data_dir.display()))
 }
 
 /// What each of `nodes` servers of this machine may take: what the user says, as far as it is there, or most of what is free now.
@@ -133,34 +176,27 @@ pub(super) fn for_node(data_dirs: &[PathBuf], session: SessionId, node: u16) -> 
 /// Makes a node's folders and locks them for as long as the result lives: they look empty, but are not left over.
 pub(super) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, Failure> {
     let create = |folder: &PathBuf| {
-        let unusable = |error: io::Error| Failure::new(format!("cannot make '{}': {error}", folder.display()));
+        let unusable = |error: io::Error| {
+            Failure::new(format!("cannot make '{}': {error}; name another data dir by --data-dir", folder.display()))
+        };
+        // The user's folder, two above a node's, first: in a common data dir anyone may have made it before.
+        let user = folder.ancestors().nth(2).unwrap_or(folder);
         // The end of another session may remove the user's folder between two steps; then once more.
         let attempt = || {
-            DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
-            check_private(folder)?;
-            let lock =
-                Flock::lock(File::open(folder)?, FlockArg::LockSharedNonblock).map_err(|(_, error)| io::Error::from(error))?;
-            // Removed before it was locked?
-            fs::metadata(folder).map(|_| lock)
+            DirBuilder::new().mode(0o700).recursive(true).create(user).map_err(unusable)?;
+            check_private(user).map_err(exposed)?;
+            let locked = || {
+                DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
+                let lock = Flock::lock(File::open(folder)?, FlockArg::LockSharedNonblock)
+                    .map_err(|(_, error)| io::Error::from(error))?;
+                // Removed before it was locked?
+                fs::metadata(folder).map(|_| lock)
+            };
+            locked().map_err(unusable)
         };
-        attempt().or_else(|_| attempt()).map_err(unusable)
+        attempt().or_else(|_| attempt())
     };
     folders.iter().map(create).collect()
-}
-
-/// Whether the user's folder, two above a node's, is the user's alone: in a common data dir anyone may have made it before.
-fn check_private(folder: &Path) -> io::Result<()> {
-    let user = folder.ancestors().nth(2).unwrap_or(folder);
-    if is_private(user) {
-        return Ok(());
-    }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("'{}' is not a private folder of yours", user.display())))
-}
-
-fn is_private(folder: &Path) -> bool {
-    let is_ours =
-        |metadata: fs::Metadata| metadata.is_dir() && metadata.uid() == geteuid().as_raw() && metadata.mode() & 0o077 == 0;
-    fs::symlink_metadata(folder).is_ok_and(is_ours)
 }
 
 /// A session's folders in its data dirs, to be written down.
@@ -183,7 +219,9 @@ fn open_folder(path: &Path) -> io::Result<File> {
 
 /// Removes a session's folders in its data dirs. They hold no files with names, so only empty ones can be there.
 pub(super) fn remove(folders: &[PathBuf]) {
-    for folder in folders {
+    // In one that is not, another user's may lie in their place.
+    let is_ours = |folder: &&PathBuf| folder.parent().is_some_and(|user| check_private(user).is_ok());
+    for folder in folders.iter().filter(is_ours) {
         for node in fs::read_dir(folder).into_iter().flatten().flatten() {
             // A server that lives holds its folder; it may be of a session whose runtime folder is not to be seen from here.
             let lock = open_folder(&node.path()).map(|folder| Flock::lock(folder, FlockArg::LockExclusiveNonblock));
@@ -202,7 +240,7 @@ pub(super) fn remove(folders: &[PathBuf]) {
 /// Removes folders of sessions that are no more, even if their runtime folder is gone too; says of how many.
 pub(super) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) -> usize {
     let mut removed = 0;
-    for data_dir in data_dirs.iter().filter(|data_dir| is_private(&user_folder(data_dir))) {
+    for data_dir in data_dirs.iter().filter(|data_dir| check_private(&user_folder(data_dir)).is_ok()) {
         for entry in fs::read_dir(user_folder(data_dir)).into_iter().flatten().flatten() {
             let session = entry.file_name().to_str().and_then(|name| name.parse::<SessionId>().ok());
             if session.is_some_and(|session| !running.contains(&session)) {

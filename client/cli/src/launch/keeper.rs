@@ -157,10 +157,16 @@ async fn say(sender: &mut Sender, message: &FromKeeper) -> Result<(), String> {
 
 async fn hear(receiver: &mut Receiver) -> Result<FromServer, String> {
     let message = receiver.receive().await.map_err(|error| match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => "it ended".to_owned(),
+        std::io::ErrorKind::UnexpectedEof => "its server ended without a word, killed most likely".to_owned(),
         _ => error.to_string(),
     })?;
-    serde_json::from_slice(&message).map_err(|_| "it says what this version does not know".to_owned())
+    serde_json::from_slice(&message).map_err(|_| unexpected())
+}
+
+/// What a server says that nobody expects.
+fn unexpected() -> String {
+    let version = env!("CARGO_PKG_VERSION");
+    format!("its build of dayfly differs from this one (version {version}); use the same one on all nodes")
 }
 
 /// The next that is no mere sign of life.
@@ -268,7 +274,7 @@ impl Starting {
                         let Channel { sender, mut receiver, local, far } = channel;
                         // It says it once it has looked at its node, which takes no time.
                         let first = timeout(handshake * 5, hear(&mut receiver)).await;
-                        let first = first.unwrap_or_else(|_| Err("it says no hello".to_owned()));
+                        let first = first.unwrap_or_else(|_| Err("its server connected and said nothing".to_owned()));
                         let _ = said.send((sender, receiver, local, far, first)).await;
                     });
                     while listening.try_join_next().is_some() {}
@@ -309,7 +315,10 @@ impl Starting {
                 }
                 () = sleep_until(self.deadline) => {
                     let waited_for: Vec<_> = self.waited_for().collect();
-                    let reason = format!("no server came from it within {} s", self.plan.start_timeout.as_secs());
+                    let reason = format!(
+                        "no server came from it within {} s (--start-timeout)",
+                        self.plan.start_timeout.as_secs()
+                    );
                     for place in waited_for {
                         self.fail(place, reason.clone())?;
                     }
@@ -423,7 +432,7 @@ impl Starting {
                 match hear_answer(&mut member.receiver).await? {
                     FromServer::Started { address, ability } => Ok(Placed { address, ability }),
                     FromServer::Failed { reason, .. } => Err(reason),
-                    _ => Err("it says what it was not asked".to_owned()),
+                    _ => Err(unexpected()),
                 }
             };
             let started = timeout_at(deadline, starting).await.unwrap_or_else(|_| Err("it is not ready in time".to_owned()));
@@ -448,17 +457,21 @@ impl Starting {
             let fallen_back = match hear_answer(&mut lead.receiver).await.map_err(failed)? {
                 FromServer::Met { fallen_back } => fallen_back,
                 FromServer::Failed { reason, .. } => return Err(Failure::new(format!("no session: {reason}"))),
-                _ => return Err(failed("it says what it was not asked".to_owned())),
+                _ => return Err(failed(unexpected())),
             };
             say(&mut lead.sender, &FromKeeper::Agree(agreed(&fallen_back)?)).await.map_err(failed)?;
             match hear_answer(&mut lead.receiver).await.map_err(failed)? {
                 FromServer::Ready => Ok(()),
                 FromServer::Failed { reason, .. } => Err(Failure::new(format!("no session: {reason}"))),
-                _ => Err(failed("it says what it was not asked".to_owned())),
+                _ => Err(failed(unexpected())),
             }
         };
-        let late =
-            |_| Err(Failure::new(format!("not all nodes reach each other within {} s", self.plan.start_timeout.as_secs())));
+        let late = |_| {
+            Err(Failure::new(format!(
+                "not all nodes reach each other within {} s (--start-timeout); 'dayfly doctor --hosts ...' tells which do not",
+                self.plan.start_timeout.as_secs()
+            )))
+        };
         timeout_at(self.deadline, meeting).await.unwrap_or_else(late)
     }
 }

@@ -410,7 +410,8 @@ fn output(command: &[&str]) -> Result<String, Failure> {
     }
     let output = child.wait_with_output()?;
     if !output.status.success() {
-        return Err(Failure::new(format!("'{words}' failed: {}", String::from_utf8_lossy(&output.stderr).trim())));
+        let said = String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
+        return Err(Failure::new(format!("'{words}' failed: {said}")));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -101,10 +101,10 @@ fn plan_of(path: &Path, cuts: &[u64]) -> Plan {
     for &(from, to) in &ranges {
         let start = (from == 0).then(TarPosition::default);
         let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
-        units.push(&Unit { source: 0, ticket: 0, prefix: Vec::new(), work }, RANGE_LEN_MIN).unwrap();
+        units.push(&Unit { source: 0, ticket: 0, prefix: Vec::new(), rivalry: Rivalry::default(), work }, RANGE_LEN_MIN).unwrap();
     }
     units.close(cuts.len() as u64).unwrap();
-    let cut = Cut { path, version, prefix: Vec::new(), ranges };
+    let cut = Cut { path, version, prefix: Vec::new(), rivalry: Rivalry::default(), ranges };
     Plan { units, ranges: vec![(0, cut)], ..planned(&[], &Selection::default()).unwrap() }
 }
 

@@ -81,8 +81,8 @@ fn numbers(summary: &Summary) -> String {
         (
             "left out",
             format!(
-                "{} unreadable, {} refused, {} special",
-                summary.counts.skipped, summary.counts.refused, summary.counts.special
+                "{} unreadable, {} refused, {} replaced, {} special",
+                summary.counts.skipped, summary.counts.refused, summary.counts.replaced, summary.counts.special
             ),
         ),
     ];

@@ -1,0 +1,463 @@
+//! Leases: what becomes of a reader that stops, sleeps or holds on to what it has, and of those who wait for the room.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs::{self, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use dayfly_meta::limits::ARENA_LEN_MIN;
+use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
+use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::{VERSION, decode, encode};
+use harness::samples::{assert_accounts_are_settled, content, dataset, numbers, path, session};
+use harness::{Cluster, Ground, signal, wait_until};
+use nix::sys::signal::Signal;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+const CHILD: &str = "DAYFLY_TEST_LEASES_CHILD";
+
+const SMALL: usize = 600;
+const LARGE: usize = 800;
+const LARGE_LEN: usize = 150_000;
+
+fn len(number: usize) -> usize {
+    if number < SMALL { 2000 + number } else { LARGE_LEN }
+}
+
+/// Three nodes, the smallest arena, and files below a path so long that a few hundred errors fill a socket.
+fn cluster_of_long_names() -> (Cluster, String) {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..SMALL + LARGE).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, len(number))).unwrap());
+    let cluster = ground.up_with(3, &["--memory", &ARENA_LEN_MIN.to_string()]);
+    let target = format!("/dayfly{}", format!("/{}", "n".repeat(250)).repeat(8));
+    cluster.stage(&[&cluster.at("d")], &target);
+    cluster.ok(&["tune", "--cache", "off"]);
+    (cluster, target)
+}
+
+/// Numbers and samples of the files of a range that a node owns.
+fn owned_by(view: &View, target: &str, range: std::ops::Range<usize>, owner: u16) -> Vec<(usize, SampleId)> {
+    let dataset = dataset(view);
+    let sample = |number: usize| view.open(format!("{target}/{number}").as_bytes()).unwrap().sample();
+    let is_owned = |sample: SampleId| {
+        let (_, blocks) = dataset.catalog().sample(sample).unwrap();
+        dataset.catalog().owner(BlockId(blocks.start)) == Some(NodeId(owner))
+    };
+    range.map(|number| (number, sample(number))).filter(|&(_, sample)| is_owned(sample)).collect()
+}
+
+/// Sends more through the arena than it holds.
+fn churn(view: &View, others: &[(usize, SampleId)]) {
+    let dataset = dataset(view);
+    let mut buffer = vec![0; LARGE_LEN];
+    for _ in 0..3 {
+        for &(number, sample) in others {
+            view.session().read_at(&dataset, sample, 0, &mut buffer, &mut None).unwrap();
+            assert!(buffer == content(number, LARGE_LEN), "{number}");
+        }
+    }
+}
+
+#[test]
+fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back() {
+    let (cluster, target) = cluster_of_long_names();
+    let view = cluster.view(0);
+    let alive = owned_by(&view, &target, 0..SMALL, 1);
+    let stopped = owned_by(&view, &target, 0..SMALL, 2);
+    let others = owned_by(&view, &target, SMALL..SMALL + LARGE, 1);
+    assert!(others.len() as u64 * LARGE_LEN as u64 > ARENA_LEN_MIN && stopped.len() > 120);
+    stop(cluster.pids()[&2]);
+    let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
+    // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
+    // waits for this process, which does not read.
+    std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
+    churn(&cluster.view(0), &others);
+    let (mut whole, mut wrong) = (0, 0);
+    while let Some(delivered) = batch.next() {
+        let Ok(delivered) = delivered else { break };
+        if let Ok(bytes) = delivered.bytes {
+            let (number, _) = alive[delivered.index];
+            let is_right = bytes == content(number, len(number));
+            (whole, wrong) = (whole + usize::from(is_right), wrong + usize::from(!is_right));
+        }
+    }
+    assert!(wrong == 0, "{wrong} samples were wrong, and the batch says that it is good: {}", batch.is_good());
+    assert_eq!(whole, alive.len(), "what was lost is read again");
+}
+
+#[test]
+fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
+    let (cluster, target) = cluster_of_long_names();
+    let view = cluster.view(0);
+    let held = owned_by(&view, &target, 0..SMALL, 1);
+    let others = owned_by(&view, &target, SMALL..SMALL + LARGE, 1);
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/posix/orphan_batch.py");
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--node", "0", "--", "python3"]).arg(script);
+    command.args(held.iter().map(|(number, _)| format!("{target}/{number}")));
+    let mut parent = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut asks, mut tells) = (parent.stdin.take().unwrap(), BufReader::new(parent.stdout.take().unwrap()));
+    let mut line = String::new();
+    tells.read_line(&mut line).unwrap();
+    assert_eq!(line, format!("{} 0 1\n", held.len()));
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    assert_accounts_are_settled(&cluster);
+    churn(&view, &others);
+    line.clear();
+    asks.write_all(b"\n").unwrap();
+    tells.read_line(&mut line).unwrap();
+    let words: Vec<usize> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
+    assert!(words[1] > 0, "nothing came into the place of what was leased");
+    assert_eq!(words[2], 0, "{} of its files are wrong, and it believes that they are good", words[1]);
+    drop(asks);
+    cluster.down();
+}
+
+#[test]
+fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
+    dayfly_client::fault::install(nix::libc::sigaction).unwrap();
+    let cluster = session(1, &[], &[100_000; 20]);
+    let view = cluster.view(0);
+    let dataset = dataset(&view);
+    let paths: Vec<Vec<u8>> = (0..20).map(path).collect();
+    let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
+    let (segment, _) = dataset.place(BlockId(0)).unwrap();
+    // As if the drive failed for a moment: the segment is cut short, and is whole again.
+    let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
+    let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
+    segment.read_exact_at(&mut whole, 0).unwrap();
+    let mut before = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+    before.wait().unwrap();
+    segment.set_len(0).unwrap();
+    assert!((0..20).any(|index| before.get(index).unwrap() != content(index, 100_000)) && !before.is_good());
+    segment.set_len(whole.len() as u64).unwrap();
+    segment.write_all_at(&whole, 0).unwrap();
+    let check = || {
+        let mut after = view.read_many(&paths, Delivery::Arrival, OnMissing::Fail).unwrap();
+        after.wait().unwrap();
+        let wrong = (0..20).filter(|&index| after.get(index).unwrap() != content(index, 100_000)).count();
+        assert!(wrong == 0, "{wrong} of 20 files are zeros, and the batch says that it is good: {}", after.is_good());
+        assert!(after.is_good());
+        let mut room = vec![vec![0; 100_000]; 20];
+        let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
+        view.read_many_into(&paths, &mut buffers, OnMissing::Fail).unwrap();
+        assert!((0..20).all(|index| room[index] == content(index, 100_000)));
+    };
+    check();
+    std::thread::scope(|scope| scope.spawn(check).join().unwrap());
+    assert!(!before.is_good(), "what was seen before stays in doubt");
+    drop(before);
+    cluster.down();
+}
+
+#[test]
+fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
+    let cluster = session(2, &[], &[20_000; 60]);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let far = numbers(&view, 60, false);
+    let near = numbers(&view, 60, true);
+    let mut buffer = vec![0; 20_000];
+    let mut read = |number: usize| -> Result<(), ViewError> {
+        let file = view.open(&path(number)).unwrap();
+        view.read_at(&file, 0, &mut buffer)?;
+        assert!(buffer == content(number, 20_000));
+        Ok(())
+    };
+    read(far[0]).unwrap();
+    let server = cluster.pids()[&0];
+    stop(server);
+    let start = Instant::now();
+    let error = read(far[1]).unwrap_err();
+    let first = start.elapsed();
+    // Its own bytes need no server.
+    read(near[0]).unwrap();
+    let start = Instant::now();
+    far[2..12].iter().for_each(|&number| drop(read(number).unwrap_err()));
+    let batch = view.read_many(&[&path(far[12])], Delivery::Given, OnMissing::Fail).map(|_| ());
+    let others = start.elapsed();
+    signal(server, Signal::SIGCONT);
+    assert!(matches!(batch, Err(ClientError::Server(_))), "{batch:?}");
+    assert!(error.to_string().contains("stood still"), "{error}");
+    assert!(first < 3 * Deadlines::DEFAULT.heartbeat, "{first:?}");
+    assert!(others < Deadlines::DEFAULT.heartbeat, "ten more took {others:?}");
+    wait_until("it goes on", || {
+        let file = view.open(&path(far[13])).unwrap();
+        view.read_at(&file, 0, &mut [0; 20_000]).is_ok()
+    });
+    far.iter().for_each(|&number| read(number).unwrap());
+    cluster.down();
+}
+
+/// Stops a process, and waits until none of its threads runs any more.
+fn stop(pid: i32) {
+    signal(pid, Signal::SIGSTOP);
+    let is_stopped = |thread: PathBuf| {
+        let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+    };
+    wait_until("it has stopped", || {
+        fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(|thread| is_stopped(thread.unwrap().path()))
+    });
+}
+
+/// This program again, as a process that does what `child` says.
+fn child(cluster: &Cluster, words: &str) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_of_the_leases", "--nocapture"])
+        .env(CHILD, words)
+        .env("DAYFLY_RUNTIME_DIR", cluster.runtime.path())
+        .env("DAYFLY_SESSION", &cluster.id)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Waits until a child says that it is ready.
+fn is_ready(child: &mut Child) -> BufReader<std::process::ChildStdout> {
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("ready") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "the child has ended");
+    }
+    lines
+}
+
+/// Does nothing, but in the processes that the other tests start.
+#[test]
+fn child_of_the_leases() {
+    let Ok(words) = std::env::var(CHILD) else { return };
+    let words: Vec<&str> = words.split(' ').collect();
+    let location = dayfly_client::locate::find(None).unwrap();
+    let session = dayfly_client::Session::attach_to(&location, NodeId(0)).unwrap();
+    let view = View::new(session);
+    let files: Vec<usize> = words[2..].iter().map(|word| word.parse().unwrap()).collect();
+    let paths: Vec<Vec<u8>> = files.iter().map(|&number| path(number)).collect();
+    let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
+    match words[0] {
+        // Holds a batch without a word until it is told to look at it.
+        "hold" => {
+            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            batch.wait().unwrap();
+            println!("ready");
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            let all: Vec<Option<bool>> =
+                (0..files.len()).map(|index| batch.get(index).map(|bytes| bytes == content(files[index], bytes.len()))).collect();
+            println!("{} {}", batch.is_good(), all.iter().all(|right| *right == Some(true)));
+        }
+        // Reads in batches until it is killed, and checks every byte.
+        "batches" => {
+            println!("ready");
+            let mut random = StdRng::seed_from_u64(words[1].parse().unwrap());
+            let all: Vec<usize> = (0..paths.len()).collect();
+            loop {
+                let chosen: Vec<usize> =
+                    (0..random.random_range(1..150)).map(|_| all[random.random_range(0..all.len())]).collect();
+                let wanted: Vec<&[u8]> = chosen.iter().map(|&at| paths[at]).collect();
+                if random.random_range(0..3) == 0 {
+                    let mut room: Vec<Vec<u8>> = chosen.iter().map(|_| vec![0; 1 << 20]).collect();
+                    let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
+                    let sizes = view.read_many_into(&wanted, &mut buffers, OnMissing::Fail).unwrap();
+                    for ((&at, size), bytes) in chosen.iter().zip(sizes).zip(&room) {
+                        let size = size.unwrap() as usize;
+                        assert!(bytes[..size] == content(files[at], size), "{}", files[at]);
+                    }
+                    continue;
+                }
+                let delivery = if random.random() { Delivery::Given } else { Delivery::Arrival };
+                let mut batch = view.read_many(&wanted, delivery, OnMissing::Fail).unwrap();
+                while let Some(delivered) = batch.next() {
+                    let Delivered { index, bytes } = delivered.unwrap();
+                    let bytes = bytes.unwrap();
+                    let (number, is_right) = (files[chosen[index]], bytes == content(files[chosen[index]], bytes.len()));
+                    assert!(is_right || !batch.is_good(), "{number} is wrong");
+                }
+                let is_right =
+                    |index: usize| batch.get(index).is_none_or(|bytes| bytes == content(files[chosen[index]], bytes.len()));
+                let all_right = (0..chosen.len()).all(is_right);
+                assert!(all_right || !batch.is_good(), "a sample is wrong that was looked at again");
+            }
+        }
+        other => panic!("{other}"),
+    }
+}
+
+fn words(numbers: &[usize]) -> String {
+    numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn idle_batches_of_one_process_leave_room_for_others() {
+    let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let (small, large): (Vec<usize>, Vec<usize>) =
+        numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
+    // Each batch alone would have a quarter of the arena.
+    let idle: Vec<_> = small[..83 * 4]
+        .chunks(83)
+        .map(|numbers| {
+            let paths: Vec<Vec<u8>> = numbers.iter().map(|&number| path(number)).collect();
+            let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
+            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            batch.wait().unwrap();
+            batch
+        })
+        .collect();
+    let start = Instant::now();
+    for &number in &large {
+        let file = view.open(&path(number)).unwrap();
+        let mut buffer = vec![0; lens[number]];
+        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
+        assert!(buffer == content(number, lens[number]));
+    }
+    assert!(start.elapsed() < Deadlines::DEFAULT.arena, "{:?}", start.elapsed());
+    assert!(idle.iter().all(|batch| batch.is_good()), "nobody had to lose anything");
+    for (batch, numbers) in idle.iter().zip(small.chunks(83)) {
+        assert!((0..83).all(|index| batch.get(index).unwrap() == content(numbers[index], 100_000)));
+    }
+    drop(idle);
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
+#[test]
+fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_know_it() {
+    let lens: Vec<usize> = (0..320).map(|number| if number < 300 { 300_000 } else { 4_000_000 }).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let far = numbers(&view, lens.len(), false);
+    let (small, large): (Vec<usize>, Vec<usize>) = far.into_iter().partition(|&number| lens[number] < 1_000_000);
+    // Each its own part; some of them are stopped, as by a debugger.
+    let mut holders: Vec<Child> =
+        small[..130].chunks(26).map(|part| child(&cluster, &format!("hold 0 {}", words(part)))).collect();
+    let mut lines: Vec<_> = holders.iter_mut().map(is_ready).collect();
+    holders.iter().skip(1).step_by(2).for_each(|holder| signal(holder.id() as i32, Signal::SIGSTOP));
+    let start = Instant::now();
+    for _ in 0..2 {
+        for &number in &large {
+            let file = view.open(&path(number)).unwrap();
+            let mut buffer = vec![0; lens[number]];
+            assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
+            assert!(buffer == content(number, lens[number]));
+        }
+    }
+    println!("large files beside idle holders took {:?}", start.elapsed());
+    // Each holder has right bytes, or knows that it has not.
+    for (mut holder, lines) in holders.into_iter().zip(&mut lines) {
+        signal(holder.id() as i32, Signal::SIGCONT);
+        holder.stdin.take().unwrap().write_all(b"\n").unwrap();
+        let mut line = String::new();
+        lines.read_line(&mut line).unwrap();
+        assert!(["true true\n", "false true\n", "false false\n"].contains(&line.as_str()), "{line}");
+        holder.wait().unwrap();
+    }
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
+/// A connection that the test speaks on by itself.
+fn say(stream: &mut UnixStream, message: &FromClient) -> std::io::Result<()> {
+    let message = encode(message);
+    stream.write_all(&[&encode_local(message.len()).unwrap()[..], &message].concat())
+}
+
+fn hear(stream: &mut UnixStream) -> FromServer {
+    let mut header = [0; LOCAL_HEADER_LEN];
+    stream.read_exact(&mut header).unwrap();
+    let mut message = vec![0; decode_local(header).unwrap()];
+    stream.read_exact(&mut message).unwrap();
+    decode(&message).unwrap()
+}
+
+#[test]
+fn a_client_that_sends_while_it_is_sent_something_is_heard() {
+    let (cluster, target) = cluster_of_long_names();
+    let view = cluster.view(0);
+    let dataset = dataset(&view);
+    let blocks = owned_by(&view, &target, 0..SMALL, 2).into_iter().map(|(_, sample)| {
+        let (_, blocks) = dataset.catalog().sample(sample).unwrap();
+        Chunk { block: BlockId(blocks.start), index: 0 }
+    });
+    let chunks: Vec<Chunk> = blocks.collect();
+    cluster.kill(2);
+    let mut stream = UnixStream::connect(cluster.location().socket(NodeId(0))).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    say(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
+    assert!(matches!(hear(&mut stream), FromServer::Welcome { .. }));
+    // None can be had, and to say so of all takes more than the socket's room: the server waits for this side to read.
+    say(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    for number in 0..3000 {
+        let sent = say(&mut stream, &FromClient::Release { leases: vec![number] });
+        assert!(sent.is_ok(), "both sides send, and neither reads: {sent:?}");
+    }
+    let mut told = 0;
+    loop {
+        match hear(&mut stream) {
+            FromServer::Fetched { chunks, is_last, .. } => {
+                told += chunks.len();
+                if is_last {
+                    break;
+                }
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(told, chunks.len());
+}
+
+#[test]
+fn clients_stopped_at_random_read_on_and_see_no_wrong_byte() {
+    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(12, |seconds| seconds.parse().unwrap());
+    let lens: Vec<usize> = (0..500).map(|number| 10 + number * number * 7 % 200_000).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let all = words(&(1..lens.len()).collect::<Vec<_>>());
+    let mut clients: Vec<Child> = (0..6).map(|seed| child(&cluster, &format!("batches {seed} {all}"))).collect();
+    let _lines: Vec<_> = clients.iter_mut().map(is_ready).collect();
+    let mut random = StdRng::seed_from_u64(7);
+    let until = Instant::now() + Duration::from_secs(seconds);
+    let mut stops = 0;
+    while Instant::now() < until {
+        let which = random.random_range(0..clients.len());
+        signal(clients[which].id() as i32, Signal::SIGSTOP);
+        // Now and then for longer than a server waits for a client.
+        std::thread::sleep(Duration::from_millis(if random.random_range(0..6) == 0 {
+            6000
+        } else {
+            random.random_range(1..400)
+        }));
+        signal(clients[which].id() as i32, Signal::SIGCONT);
+        stops += 1;
+    }
+    println!("{stops} stops");
+    for client in &mut clients {
+        assert!(client.try_wait().unwrap().is_none(), "a client has ended by itself");
+        client.kill().unwrap();
+        client.wait().unwrap();
+    }
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
