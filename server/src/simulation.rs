@@ -64,7 +64,7 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
     let outcomes = run_all(seeds, None, one.is_some());
     let sum = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     eprintln!(
-        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of their time",
+        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of their time, traces {:016x}",
         outcomes.len(),
         start.elapsed().as_secs_f64(),
         sum(|outcome| outcome.reads),
@@ -74,6 +74,7 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
         sum(|outcome| outcome.stage_ins),
         sum(|outcome| outcome.messages),
         outcomes.iter().map(|outcome| outcome.took.as_secs_f64()).sum::<f64>(),
+        outcomes.iter().fold(0_u64, |all, outcome| all.wrapping_add(outcome.trace)),
     );
     let broken: Vec<String> = outcomes.iter().filter_map(Outcome::told).collect();
     assert!(broken.is_empty(), "{} seeds broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));

@@ -8,12 +8,14 @@ use std::time::Duration;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_transport::{Connection, Transport, TransportError};
-use tokio::sync::watch;
+use tokio::sync::SetOnce;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio::time::timeout;
 
 type Dialled = Result<Arc<dyn Connection>, TransportError>;
+/// When a dial ended, and how; those who wait for it hear it in the order in which they came.
+type Dial = SetOnce<(Instant, Dialled)>;
 
 /// The line to one peer.
 pub(super) struct Line {
@@ -25,8 +27,8 @@ pub(super) struct Line {
 
 #[derive(Default)]
 struct State {
-    /// What the last dial came to, and when; `None` while it is under way.
-    dialled: Option<watch::Receiver<Option<(Instant, Dialled)>>>,
+    /// The last dial, unset while it is under way.
+    dialled: Option<Arc<Dial>>,
     /// The dial under way; ends with the line.
     task: JoinSet<()>,
 }
@@ -43,8 +45,7 @@ impl Line {
     /// Whether the peer was reached once and is lost now. While it is dialled again it is not: how that ends, the next look will tell.
     pub(super) fn is_lost(&self) -> bool {
         let state = self.lock();
-        let dialled = state.dialled.as_ref().map(|dialled| dialled.borrow());
-        match dialled.as_ref().and_then(|dialled| dialled.as_ref()) {
+        match state.dialled.as_ref().and_then(|dialled| dialled.get()) {
             Some((_, Ok(connection))) => connection.is_lost(),
             Some((_, Err(_))) => true,
             None => false,
@@ -53,39 +54,37 @@ impl Line {
 
     /// The connection; where there is none, dials, and waits for that as long as `limit` allows.
     pub(super) async fn connection(&self, transport: &Arc<dyn Transport>, limit: Duration) -> Dialled {
-        let mut dialled = self.dialled(transport);
+        let dialled = self.dialled(transport);
         let late = || TransportError::Timeout { peer: self.peer, address: self.address, timeout: limit };
-        match timeout(limit, dialled.wait_for(Option::is_some)).await {
-            Ok(Ok(ended)) => ended.as_ref().map_or_else(|| Err(late()), |(_, dialled)| dialled.clone()),
-            // The task tells how it ended, unless the session ends.
-            Ok(Err(_)) | Err(_) => Err(late()),
-        }
+        timeout(limit, dialled.wait()).await.map_or_else(|_| Err(late()), |(_, dialled)| dialled.clone())
     }
 
     /// What the last dial came to, or will; a new one, if that is of no use any more.
-    fn dialled(&self, transport: &Arc<dyn Transport>) -> watch::Receiver<Option<(Instant, Dialled)>> {
+    fn dialled(&self, transport: &Arc<dyn Transport>) -> Arc<Dial> {
         let mut state = self.lock();
-        if let Some(dialled) = &state.dialled {
-            let is_good = match &*dialled.borrow() {
+        let State { dialled, task } = &mut *state;
+        if let Some(dialled) = dialled {
+            let is_good = match dialled.get() {
                 Some((_, Ok(connection))) => !connection.is_lost(),
                 // Who comes within a moment of a failure hears the same and need not dial.
                 Some((at, Err(_))) => at.elapsed() < self.redial,
-                None => dialled.has_changed().is_ok(),
+                // One whose task panicked never ends.
+                None => task.try_join_next().is_none(),
             };
             if is_good {
                 return dialled.clone();
             }
         }
-        let (sender, dialled) = watch::channel(None);
-        let (transport, peer, address) = (transport.clone(), self.peer, self.address);
-        state.task = JoinSet::new();
-        state.task.spawn(async move {
+        let dial = Arc::new(Dial::new());
+        let (transport, peer, address, dialling) = (transport.clone(), self.peer, self.address, dial.clone());
+        *task = JoinSet::new();
+        task.spawn(async move {
             let dialled = transport.connect(peer, address).await;
-            // Kept here until the next dial, whoever still waits for it.
-            sender.send_replace(Some((Instant::now(), dialled)));
+            // Kept here until the next dial, whoever still waits for it; it is set here alone.
+            let _ = dialling.set((Instant::now(), dialled));
         });
-        state.dialled = Some(dialled.clone());
-        dialled
+        *dialled = Some(dial.clone());
+        dial
     }
 }
 
@@ -97,6 +96,7 @@ mod tests {
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
     use dayfly_transport::{Ability, Agreement, Offered, Pulled, Region, Service, Serving, Slot};
+    use tokio::sync::watch;
 
     use super::*;
 
