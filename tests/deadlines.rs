@@ -1,5 +1,6 @@
 //! What `meta/src/deadlines.rs` promises, as one table: for each kind of request and each thing that the far side may do to it, which
-//! error comes after how long. Sessions have a tenth of the deadlines. A machine with much else to do is slower, never faster: so a
+//! error comes after how long. Sessions have a tenth of the deadlines
+//! (`DAYFLY_TEST_DEADLINES_DIVISOR` says otherwise). A machine with much else to do is slower, never faster: so a
 //! row has its deadline as the least time, and much more as the most.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -24,7 +25,7 @@ const FILES: usize = 40;
 /// Above the deadline: for a machine with much else to do, and for what comes before and after the wait.
 const SLACK: Duration = Duration::from_secs(8);
 /// Rows at once: nearly all of each is waiting.
-const JOBS: usize = 6;
+const JOBS: usize = 8;
 
 /// Calls that wait for a drive.
 const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";
@@ -48,7 +49,9 @@ enum Ask {
     Tune,
     /// `dayfly stage-in`: `Begin`, `NextUnit`, `Ship`, `Finish`, `ReadRun`, `Prepare`, `Commit` ... between servers.
     StageIn,
-    /// The same, asked of node 1, which asks the lead: `StageIn`, `Follow`.
+    /// The same, and it is already being shipped when the far side begins.
+    Shipping,
+    /// The same as `StageIn`, asked of node 1, which asks the lead: `StageIn`, `Follow`.
     StageInByAnother,
     /// `dayfly down`: `End`.
     Down,
@@ -98,19 +101,27 @@ const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration
     Row { ask, node, far, after, names: None }
 }
 
+impl Row {
+    /// What is only slow must not be taken for dead, on whatever machine: nobody waits for a deadline there.
+    fn divisor(&self) -> u32 {
+        let given = std::env::var("DAYFLY_TEST_DEADLINES_DIVISOR").ok().and_then(|given| given.parse().ok());
+        if self.far == Far::Slow { 1 } else { given.unwrap_or(DIVISOR) }
+    }
+}
+
 /// At once: nobody waits for anything.
 fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// A client's wait for its server.
-fn server(deadlines: &Deadlines) -> (Duration, Duration) {
-    (deadlines.server, deadlines.server)
+/// A client looks at the heartbeat that its server shares with it; the first look may be late, for it asks first.
+fn still(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
 
-/// Whoever has not been welcomed yet does not know the session's deadlines.
+/// Whoever has not been welcomed yet knows neither the session's deadlines nor its heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
-    server(&Deadlines::DEFAULT)
+    (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
 /// The last byte of the peer may have come just before it fell silent, and that is seen at the next look.
@@ -128,9 +139,9 @@ fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
 }
 
-/// An owner's drive may be slow; in the end it is too slow.
-fn landing(deadlines: &Deadlines) -> (Duration, Duration) {
-    (deadlines.request, deadlines.offer + deadlines.node_silent + 2 * deadlines.request)
+/// An owner's drive may be slow. In the end the stage-in makes no progress any more.
+fn stall(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.request, deadlines.stall + deadlines.offer + deadlines.node_silent)
 }
 
 /// As long as a drive takes that is slow.
@@ -144,14 +155,16 @@ fn down(_: &Deadlines) -> (Duration, Duration) {
 }
 
 const TABLE: &[Row] = &[
+    // The longest first.
+    row(Ask::Shipping, 1, Far::DriveHangs, stall, &["node 1"]),
     // The node's own server.
     row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
     row(Ask::Tune, 0, Far::Silent, hello, &["the server of this node does not answer"]),
-    row(Ask::Read, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Batch, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Order, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Spill, 0, Far::Silent, server, &["the server of this node does not answer"]),
-    row(Ask::Status, 0, Far::Silent, server, &["the server of this node does not answer"]),
+    row(Ask::Read, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Batch, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Order, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Spill, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Status, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
     row(Ask::Attach, 0, Far::Reset, at_once, &["node 0"]),
     row(Ask::Read, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
     row(Ask::Batch, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
@@ -164,6 +177,9 @@ const TABLE: &[Row] = &[
     row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
     row(Ask::StageIn, 1, Far::Silent, stage_in, &["node 1"]),
     row(Ask::StageInByAnother, 0, Far::Silent, stage_in, &["node 0"]),
+    row(Ask::Shipping, 1, Far::Silent, stage_in, &["node 1"]),
+    row(Ask::Shipping, 1, Far::Reset, at_once, &["node 1"]),
+    row(Ask::Shipping, 1, Far::DriveFails, at_once, &["node 1"]),
     works(Ask::Down, 1, Far::Silent, down),
     row(Ask::Read, 1, Far::Reset, at_once, &["node 1", "lost"]),
     row(Ask::Batch, 1, Far::Reset, at_once, &["node 1", "lost"]),
@@ -180,7 +196,7 @@ const TABLE: &[Row] = &[
     works(Ask::StageIn, 1, Far::Slow, slow),
     row(Ask::Read, 1, Far::DriveHangs, request, &["node 1", "did not answer within"]),
     works(Ask::Status, 1, Far::DriveHangs, at_once),
-    row(Ask::StageIn, 1, Far::DriveHangs, landing, &["node 1"]),
+    row(Ask::StageIn, 1, Far::DriveHangs, stall, &["node 1"]),
     row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
     row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
     row(Ask::StageIn, 1, Far::DriveFails, at_once, &["node 1"]),
@@ -214,7 +230,7 @@ impl Scene {
             (0..3).for_each(|number| fs::write(ground.at(format!("full/{number}")), vec![0; 40 << 20]).unwrap());
             pack(&ground.at("full.tar.gz"), &ground.at("full"), &[]);
         }
-        let divisor = DIVISOR.to_string();
+        let divisor = row.divisor().to_string();
         let capacity = if row.far == Far::Full { "40MiB" } else { "4GiB" };
         let cluster = ground.up_with(2, &["--deadlines-divisor", &divisor, "--capacity", capacity]);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
@@ -245,6 +261,19 @@ impl Scene {
             Far::Full => {}
         }
         None
+    }
+
+    /// Begins a stage-in that takes a while; once bytes of it lie on the nodes, the thread that waits for its end.
+    fn ship(&self) -> std::thread::JoinHandle<Result<(), String>> {
+        let before = self.cluster.used_bytes();
+        let mut command = self.cluster.dayfly();
+        command.args(["stage-in", "--max-rate", "10MB/s", "e", "/dayfly/e"]);
+        let shipping = std::thread::spawn(move || {
+            let output = output_of(&mut command);
+            if output.status.success() { Ok(()) } else { Err(text(&output.stderr)) }
+        });
+        wait_until("batches have come", || self.cluster.used_bytes() > before + (4 << 20));
+        shipping
     }
 
     /// Asks; what the error says.
@@ -295,6 +324,7 @@ impl Scene {
             Ask::Tune => command(&["tune", "--cache", "off"], 0),
             Ask::StageIn if self.cluster.at("full.tar.gz").exists() => command(&["stage-in", "full.tar.gz", "/dayfly/e"], 0),
             Ask::StageIn => command(&["stage-in", "e", "/dayfly/e"], 0),
+            Ask::Shipping => unreachable!("it is under way"),
             Ask::StageInByAnother => command(&["stage-in", "e", "/dayfly/e"], 1),
             Ask::Down => command(&["down"], 0),
         }
@@ -308,11 +338,12 @@ fn play(row: &Row) -> Result<(), String> {
         return Ok(());
     }
     let scene = Scene::new(row);
-    let deadlines = Deadlines::DEFAULT.scaled(DIVISOR);
+    let deadlines = Deadlines::DEFAULT.scaled(row.divisor());
     let pid = scene.cluster.pids()[&row.node];
+    let shipping = (row.ask == Ask::Shipping).then(|| scene.ship());
     let tracer = scene.begin(row);
     let begin = Instant::now();
-    let result = scene.ask(row.ask);
+    let result = shipping.map_or_else(|| scene.ask(row.ask), |shipping| shipping.join().unwrap());
     let took = begin.elapsed();
     drop(tracer);
     if row.far == Far::Silent && row.ask != Ask::Down {

@@ -34,9 +34,11 @@ pub enum Kind {
     Pong = 9,
     /// All `Data` of an answer was sent, and is what it should be.
     End = 10,
+    /// From the side that offers, in the place of `Data`: none of an accepted offer's bytes come, for it was given up.
+    Withdrawn = 11,
 }
 
-const KINDS: [Kind; 10] = [
+const KINDS: [Kind; 11] = [
     Kind::Pull,
     Kind::Pulled,
     Kind::Data,
@@ -47,6 +49,7 @@ const KINDS: [Kind; 10] = [
     Kind::Ping,
     Kind::Pong,
     Kind::End,
+    Kind::Withdrawn,
 ];
 
 /// A peer frame's header.
@@ -111,7 +114,7 @@ mod tests {
         let bytes = *b"\x02\x01\0\0\x04\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0\0\x01\0\0";
         assert_eq!(header.encode(), bytes);
         assert_eq!(PeerHeader::decode(bytes), Ok(header));
-        for (at, value) in [(3, 1), (4, 0), (4, 11), (5, 1)] {
+        for (at, value) in [(3, 1), (4, 0), (4, 12), (5, 1)] {
             let mut wrong = bytes;
             wrong[at] = value;
             assert_eq!(PeerHeader::decode(wrong), Err(InvalidFrame), "byte {at} = {value}");

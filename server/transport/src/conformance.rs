@@ -84,7 +84,10 @@ pub(crate) async fn tcp(node: u16) -> (Tcp, SocketAddr) {
 }
 
 pub(crate) async fn tcp_for(node: u16, purpose: Purpose) -> (Tcp, SocketAddr) {
-    let deadlines = Deadlines::DEFAULT;
+    tcp_with(node, purpose, Deadlines::DEFAULT).await
+}
+
+pub(crate) async fn tcp_with(node: u16, purpose: Purpose, deadlines: Deadlines) -> (Tcp, SocketAddr) {
     let identity =
         Identity { session: SessionId([9; 8]), key: Arc::new(Key::new([3; 32])), node: NodeId(node), purpose, deadlines };
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()

@@ -223,12 +223,19 @@ impl Connection for TcpConnection {
             return Err(self.timeout(limit));
         }
         // Not accepted: it is answered, or the link has ended.
-        let payload = if self.wait(accepted, &progress, limit).await?.is_some() {
+        let payload = if let Some(turn) = self.wait(accepted, &progress, limit).await? {
             let (back, returned) = oneshot::channel();
-            let payload = Outgoing::Payload { request, slot: payload, len, back };
-            timeout(limit, link.sender.send(payload)).await.map_err(|_| self.timeout(limit))?.map_err(|_| self.ended(&link))?;
-            progress.touch();
-            self.wait(returned, &progress, limit).await?.ok_or_else(|| self.ended(&link))?
+            // A place in the queue first: from the moment that the turn is taken, nothing may keep the bytes back.
+            let place = timeout(limit, link.sender.reserve()).await.map_err(|_| self.timeout(limit))?;
+            let place = place.map_err(|_| self.ended(&link))?;
+            if turn.take() {
+                place.send(Outgoing::Payload { request, slot: payload, len, back });
+                progress.touch();
+                self.wait(returned, &progress, limit).await?.ok_or_else(|| self.ended(&link))?
+            } else {
+                // The peer has not waited so long. Its refusal is here.
+                payload
+            }
         } else {
             payload
         };

@@ -3,17 +3,18 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::limits::PEER_REQUESTS_MAX;
 use dayfly_meta::wire::frame::Kind;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::JoinSet;
 
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf};
-use super::stream::{Clock, Sender, split_body, split_unread, writer};
+use super::stream::{Clock, Outgoing, Sender, split_body, split_unread, writer};
 use crate::budget::{Held, Progress};
 use crate::{Pulled, Slot, Unread};
 
@@ -43,9 +44,21 @@ pub(super) enum State {
     /// The answer has come; its bytes are coming.
     Landing { message: Vec<u8>, landing: Landing, done: oneshot::Sender<PullEnd> },
     /// An offer, not accepted yet.
-    Offer { ready: oneshot::Sender<()>, done: oneshot::Sender<Result<Vec<u8>, String>> },
+    Offer { ready: oneshot::Sender<Turn>, done: oneshot::Sender<Result<Vec<u8>, String>> },
     /// An accepted offer.
-    Sending { done: oneshot::Sender<Result<Vec<u8>, String>> },
+    Sending { done: oneshot::Sender<Result<Vec<u8>, String>>, turn: Turn },
+}
+
+/// Who has the last word on an accepted offer: its asker, who sends its bytes, or this link, which tells the peer that none come.
+/// Whichever comes first; so the peer, which lends a slot meanwhile, hears one of the two and not both.
+#[derive(Clone, Default)]
+pub(super) struct Turn(Arc<AtomicBool>);
+
+impl Turn {
+    /// Whether it is ours.
+    pub(super) fn take(&self) -> bool {
+        !self.0.swap(true, Ordering::AcqRel)
+    }
 }
 
 impl State {
@@ -185,8 +198,11 @@ impl Link {
     /// Takes in answers until the stream ends.
     async fn receive(&self, read: ReadHalf, now: &mut Option<Request>) -> io::Result<()> {
         let mut read = Reader::new(read);
+        // Not sent from here: the queue may be full, and this must go on reading. As many as requests, for each has its permit.
+        let mut withdrawing = JoinSet::new();
         loop {
             let header = read.header().await?;
+            while withdrawing.try_join_next().is_some() {}
             self.heard.tick();
             // While a frame's bytes land, its request is out of the table; nobody else touches it.
             let request = self.pending.remove(header.request);
@@ -214,8 +230,8 @@ impl Link {
             if header.kind == Kind::Pong && request.is_none() {
                 continue;
             }
-            let Request { progress, state, _permit, _held } = request.ok_or_else(unexpected)?;
-            let again = |state| self.pending.insert(header.request, Request { progress, state, _permit, _held });
+            let Request { progress, state, _permit: permit, _held: held } = request.ok_or_else(unexpected)?;
+            let again = |state, _permit, _held| self.pending.insert(header.request, Request { progress, state, _permit, _held });
             match (header.kind, state) {
                 (Kind::Pulled, State::Pull { slots, done }) => {
                     let (lens, message) = split_body(&body).ok_or_else(unexpected)?;
@@ -223,7 +239,7 @@ impl Link {
                     if header.argument == 0 {
                         finish(message, landing, Unread::default(), done)?;
                     } else {
-                        again(State::Landing { message, landing, done });
+                        again(State::Landing { message, landing, done }, permit, held);
                     }
                 }
                 (Kind::End, State::Landing { message, landing, done }) => {
@@ -231,23 +247,36 @@ impl Link {
                     finish(message, landing, unread, done)?;
                 }
                 (Kind::Ready, State::Offer { ready, done }) => {
-                    again(State::Sending { done });
-                    let _ = ready.send(());
+                    let turn = Turn::default();
+                    again(State::Sending { done, turn: turn.clone() }, permit, held);
+                    // An asker that has given up sends nothing; the peer then gives up too, and hears of it below.
+                    let _ = ready.send(turn);
                 }
-                (Kind::Offered, State::Offer { done, .. } | State::Sending { done }) => {
+                (Kind::Offered, State::Offer { done, .. } | State::Sending { done, .. }) => {
                     let _ = done.send(Ok(body));
                 }
                 (Kind::Refused, state) => {
                     let reason = String::from_utf8_lossy(&body).into_owned();
                     match state {
                         State::Pull { done, .. } | State::Landing { done, .. } => drop(done.send(PullEnd::Refused(reason))),
-                        State::Offer { done, .. } | State::Sending { done } => drop(done.send(Err(reason))),
+                        State::Offer { done, .. } => drop(done.send(Err(reason))),
+                        State::Sending { done, turn } => {
+                            drop(done.send(Err(reason)));
+                            if turn.take() {
+                                withdrawing.spawn(tell_withdrawn(self.sender.clone(), header.request, permit));
+                            }
+                        }
                     }
                 }
                 _ => return Err(unexpected()),
             }
         }
     }
+}
+
+/// Tells the peer that the bytes for which it lends a slot do not come. That the link has ended is as good.
+async fn tell_withdrawn(sender: Sender, request: u64, _permit: OwnedSemaphorePermit) {
+    let _ = sender.send(Outgoing::Frame { kind: Kind::Withdrawn, request, argument: 0, body: Vec::new() }).await;
 }
 
 /// Answers the asker: all bytes have landed.

@@ -154,6 +154,8 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
                     drop(permit);
                 });
             }
+            // With it goes the slot that was lent.
+            Kind::Withdrawn => drop(lock(&link.offers).remove(&request)),
             _ => return Err(unexpected()),
         }
     }
@@ -192,7 +194,7 @@ impl crate::Landing for TcpLanding {
         lock(&self.offers).insert(self.request, (landing, done));
         let ready = Outgoing::Frame { kind: Kind::Ready, request: self.request, argument: 0, body: Vec::new() };
         self.sender.send(ready).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-        // On a deadline the slot stays in the table: bytes may still land in it, until the link ends.
+        // On a deadline the slot stays in the table: bytes may still land in it, until the offer is withdrawn or the link ends.
         let landed = timeout(self.patience, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         landed.map_err(|_| io::ErrorKind::ConnectionReset.into())
     }

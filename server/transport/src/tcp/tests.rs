@@ -13,7 +13,7 @@ use super::relay::{Relay, Way};
 use super::seal::split;
 use super::stream::{Clock, FileRange, Outgoing, writer};
 use super::*;
-use crate::conformance::{Echo, pattern, tcp, tcp_for};
+use crate::conformance::{Echo, pattern, tcp, tcp_for, tcp_with};
 use crate::{Answer, Incoming, Piece};
 
 /// `docs/PROTOCOL.md`: bytes that a drive does not give are made up with zeros, and the stream goes on.
@@ -239,4 +239,54 @@ async fn a_hung_drive_takes_a_bounded_part_of_memory_and_healthy_peers_are_read_
         }
     }
     assert!(!hung.is_lost() && region.slot_within(15 << 20, TIMEOUT).await.is_some());
+}
+
+/// Lends its only slot to an offer once it is told to.
+struct Lender {
+    region: Region,
+    asked: tokio::sync::Notify,
+    go: tokio::sync::Notify,
+}
+
+#[async_trait]
+impl Service for Lender {
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, String> {
+        Err("nothing is here".to_owned())
+    }
+
+    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+        self.asked.notify_one();
+        self.go.notified().await;
+        let slot = self.region.slot_within(incoming.len(), TIMEOUT).await.ok_or("no slot")?;
+        incoming.land(slot).await.map_err(|error| error.to_string())?;
+        Ok(message)
+    }
+}
+
+/// `docs/PROTOCOL.md`, "Offers": one that is given up after it was accepted is withdrawn, so that its room is free again.
+#[tokio::test]
+async fn an_offer_that_is_given_up_frees_the_room_that_was_lent_to_it() {
+    let len = 1 << 20;
+    let ours = tcp_with(0, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await.0;
+    let (theirs, address) = tcp_with(1, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await;
+    let region = theirs.region(len as u64).unwrap();
+    let lender = Arc::new(Lender { region, asked: tokio::sync::Notify::new(), go: tokio::sync::Notify::new() });
+    let _serving = theirs.serve(lender.clone()).await.unwrap();
+    let connection = ours.connect(NodeId(1), address).await.unwrap();
+    let ours_region = ours.region(len as u64).unwrap();
+    let offer = |message: &'static [u8]| {
+        let (connection, slot) = (connection.clone(), ours_region.slot(len as u64).unwrap());
+        tokio::spawn(async move { connection.offer(message.to_vec(), slot, len, TIMEOUT).await })
+    };
+    let given_up = offer(b"first");
+    lender.asked.notified().await;
+    given_up.abort();
+    assert!(given_up.await.is_err());
+    lender.go.notify_one();
+    // Another has its turn, in the only slot that there is, and on the same links.
+    let second = offer(b"second");
+    lender.asked.notified().await;
+    lender.go.notify_one();
+    assert_eq!(second.await.unwrap().unwrap().message, b"second");
+    assert!(!connection.is_lost());
 }
