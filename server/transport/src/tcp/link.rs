@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf};
-use super::stream::{Outgoing, Sender, split_body, split_unread, writer};
+use super::stream::{Clock, Outgoing, Sender, split_body, split_unread, writer};
 use crate::budget::{Held, Progress};
 use crate::{Pulled, Slot, Unread};
 
@@ -99,8 +99,8 @@ pub(super) struct Link {
     pub(super) permits: Arc<Semaphore>,
     pending: Pending,
     next: AtomicU64,
-    start: Instant,
-    heard_ms: AtomicU64,
+    heard: Arc<Clock>,
+    sent: Arc<Clock>,
     /// Why it ended.
     ended: OnceLock<String>,
     ending: Notify,
@@ -113,14 +113,16 @@ impl Link {
         start: Instant,
         patience: Duration,
     ) -> (Arc<Self>, impl Future<Output = ()>) {
-        let (sender, write) = writer(write, patience);
+        let (heard, sent) = (Clock::new(start), Clock::new(start));
+        heard.tick();
+        let (sender, write) = writer(write, patience, sent.clone());
         let link = Arc::new(Self {
             sender,
             permits: Arc::new(Semaphore::new(PEER_REQUESTS_MAX)),
             pending: Pending(Mutex::new(Some(HashMap::new()))),
             next: AtomicU64::new(1),
-            start,
-            heard_ms: AtomicU64::new(start.elapsed().as_millis() as u64),
+            heard,
+            sent,
             ended: OnceLock::new(),
             ending: Notify::new(),
         });
@@ -165,11 +167,12 @@ impl Link {
 
     /// When it was last heard, from the start.
     pub(super) fn heard(&self) -> Duration {
-        Duration::from_millis(self.heard_ms.load(Ordering::Relaxed))
+        self.heard.at()
     }
 
-    fn hear(&self) {
-        self.heard_ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
+    /// When it last took bytes of an offer. A ping behind these may be long on its way.
+    pub(super) fn sent(&self) -> Duration {
+        self.sent.at()
     }
 
     /// Enters a request; where the link has ended, gives it back.
@@ -200,7 +203,7 @@ impl Link {
         loop {
             let header = read.header().await?;
             while withdrawing.try_join_next().is_some() {}
-            self.hear();
+            self.heard.tick();
             // While a frame's bytes land, its request is out of the table; nobody else touches it.
             let request = self.pending.remove(header.request);
             if let Some(request) = &request {
@@ -209,9 +212,13 @@ impl Link {
             if header.kind == Kind::Data {
                 let request = now.insert(request.ok_or_else(unexpected)?);
                 let State::Landing { landing, .. } = &mut request.state else { return Err(unexpected()) };
-                read.land(landing, u64::from(header.body_len)).await?;
-                self.hear();
-                request.progress.touch();
+                let progress = &request.progress;
+                let heard = || {
+                    self.heard.tick();
+                    progress.touch();
+                };
+                read.land(landing, u64::from(header.body_len), heard).await?;
+                progress.touch();
                 if let Some(request) = now.take() {
                     self.pending.insert(header.request, request);
                 }

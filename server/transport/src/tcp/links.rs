@@ -173,7 +173,10 @@ impl Watch {
         let newest = links.iter().flatten().map(|link| link.heard()).max().unwrap_or_default();
         for (link, note) in links.iter().zip(&mut self.notes) {
             let Some(link) = link else { continue };
-            let is_silent = now.saturating_sub(link.heard()) >= link_silent;
+            // What we send may be slow on its way, and a ping waits behind it: as long as it is taken, the link lives.
+            let is_behind_ours = !link.sent().is_zero() && link.heard() < link.sent() + peer_lost;
+            let patience = if is_behind_ours { peer_lost } else { link_silent };
+            let is_silent = now.saturating_sub(link.heard().max(link.sent())) >= patience;
             // Others were heard after it: it is not the peer, nor we, who stood still.
             let is_behind = newest.saturating_sub(link.heard()) >= ping_interval;
             note.looks = if is_silent && is_behind { note.looks + 1 } else { 0 };

@@ -42,8 +42,8 @@ impl Reader {
         Ok(body)
     }
 
-    /// A `Data` frame's bytes, into the slots.
-    pub(super) async fn land(&mut self, landing: &mut Landing, len: u64) -> io::Result<()> {
+    /// A `Data` frame's bytes, into the slots; `heard` is called whenever some have come.
+    pub(super) async fn land(&mut self, landing: &mut Landing, len: u64, heard: impl Fn()) -> io::Result<()> {
         let mut left = len as usize;
         while left > 0 {
             if self.start < self.end {
@@ -67,6 +67,7 @@ impl Reader {
             }
             let got = self.half.read(&mut slices).await?;
             drop(slices);
+            heard();
             (*start, *end) = (0, got.saturating_sub(left));
             landing.advance(got.min(left));
             left -= got.min(left);

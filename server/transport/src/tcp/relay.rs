@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -16,6 +17,8 @@ pub(crate) enum Way {
     Black,
     /// Both ends find it closed.
     Closed,
+    /// 400 KB a second go by, each way.
+    Slow,
 }
 
 pub(crate) struct Relay {
@@ -43,13 +46,16 @@ impl Relay {
                 for (mut from, mut to) in [(near_read, far_write), (far_read, near_write)] {
                     let mut seen = seen.clone();
                     passing.spawn(async move {
-                        let mut buffer = vec![0; 64 << 10];
+                        let mut buffer = vec![0; 20_000];
                         loop {
                             let got = tokio::select! {
                                 _ = seen.wait_for(|way| *way == Way::Closed) => return,
                                 got = from.read(&mut buffer) => got,
                             };
                             let Ok(got @ 1..) = got else { return };
+                            if *seen.borrow() == Way::Slow {
+                                tokio::time::sleep(Duration::from_micros(got as u64 * 5 / 2)).await;
+                            }
                             if seen.wait_for(|way| *way != Way::Black).await.is_err()
                                 || to.write_all(&buffer[..got]).await.is_err()
                             {

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
@@ -23,7 +23,7 @@ use super::door::Door;
 use super::handshake;
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf, split};
-use super::stream::{Outgoing, Sender, split_body, writer};
+use super::stream::{Clock, Outgoing, Sender, split_body, writer};
 use crate::turns::Turns;
 use crate::{Incoming, Service, Serving, Slot};
 
@@ -71,7 +71,7 @@ async fn serve_link(
     turns: Turns,
     deadlines: Deadlines,
 ) {
-    let (sender, write) = writer(write, deadlines.peer_lost);
+    let (sender, write) = writer(write, deadlines.peer_lost, Clock::new(Instant::now()));
     let permits = Arc::new(Semaphore::new(PEER_REQUESTS_MAX));
     let link = Link { peer, service, turns, sender, offers: Arc::default(), permits, deadlines };
     let ended = tokio::select! { read = receive(read, &link) => read, write = write => write };
@@ -109,7 +109,7 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
         }
         if header.kind == Kind::Data {
             let (mut landing, done) = lock(&link.offers).remove(&header.request).ok_or_else(unexpected)?;
-            read.land(&mut landing, u64::from(header.body_len)).await?;
+            read.land(&mut landing, u64::from(header.body_len), || {}).await?;
             if landing.is_complete() {
                 let slot = landing.finish().0.pop().ok_or_else(unexpected)?;
                 let _ = done.send(slot);

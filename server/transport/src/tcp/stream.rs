@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
@@ -46,17 +46,44 @@ pub(super) struct FileRange {
     pub(super) revoked: Arc<AtomicBool>,
 }
 
+/// When something happened last.
+pub(super) struct Clock {
+    start: Instant,
+    ms: AtomicU64,
+}
+
+impl Clock {
+    /// It has never happened; times are told from `start`.
+    pub(super) fn new(start: Instant) -> Arc<Self> {
+        Arc::new(Self { start, ms: AtomicU64::new(0) })
+    }
+
+    pub(super) fn tick(&self) {
+        self.ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// When, from the start; 0 is never.
+    pub(super) fn at(&self) -> Duration {
+        Duration::from_millis(self.ms.load(Ordering::Relaxed))
+    }
+}
+
 /// The way to the writing task. Sending fails when the stream is dead.
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
 /// Makes the queue and the future that writes what comes in; it ends with the stream, with the last sender, or when the peer takes no
-/// bytes for `patience`.
-pub(super) fn writer(half: WriteHalf, patience: Duration) -> (Sender, impl Future<Output = io::Result<()>>) {
+/// bytes for `patience`. `sent` tells when the stream last took bytes of a payload.
+pub(super) fn writer(half: WriteHalf, patience: Duration, sent: Arc<Clock>) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
-    (sender, write_all(half, queue, patience))
+    (sender, write_all(half, queue, patience, sent))
 }
 
-async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, patience: Duration) -> io::Result<()> {
+async fn write_all(
+    mut half: WriteHalf,
+    mut queue: mpsc::Receiver<Outgoing>,
+    patience: Duration,
+    sent: Arc<Clock>,
+) -> io::Result<()> {
     let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
         // Frames that wait behind each other go out together.
@@ -78,14 +105,20 @@ async fn write_all(mut half: WriteHalf, mut queue: mpsc::Receiver<Outgoing>, pat
         match bulk {
             Some(Outgoing::Payload { request, slot, len, back }) => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
-                    write(&mut half, &mut [IoSlice::new(&data(request, chunk.len())), IoSlice::new(chunk)], patience).await?;
+                    let header = data(request, chunk.len());
+                    let mut slices = &mut [IoSlice::new(&header), IoSlice::new(chunk)][..];
+                    while !slices.is_empty() {
+                        let written = timeout(patience, half.write(slices)).await.map_err(late)??;
+                        IoSlice::advance_slices(&mut slices, written);
+                        sent.tick();
+                    }
                 }
                 // Nobody waits for it any more if the request was given up; then the slot is free.
                 let _ = back.send(slot);
             }
-            Some(Outgoing::File { request, range, sent }) => {
+            Some(Outgoing::File { request, range, sent: told }) => {
                 let failure = write_file(&mut half, request, &range, patience).await?;
-                let _ = sent.send(failure);
+                let _ = told.send(failure);
             }
             _ => {}
         }
@@ -122,9 +155,11 @@ fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
 }
 
 async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], patience: Duration) -> io::Result<()> {
-    timeout(patience, half.write_all(slices))
-        .await
-        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes"))?
+    timeout(patience, half.write_all(slices)).await.map_err(late)?
+}
+
+fn late(_: tokio::time::error::Elapsed) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes")
 }
 
 /// Sends a file's bytes; out of the page cache without copying them, if they go as they are. All bytes were announced: those that cannot
@@ -191,7 +226,6 @@ async fn send_range(
         }
         io::Result::Ok(None)
     };
-    let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes");
     let failure = timeout(patience, sending).await.map_err(late)??;
     if failure.is_some() {
         let zeros = vec![0; (until - at) as usize];

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 
 use super::relay::{Relay, Way};
 use super::seal::split;
-use super::stream::{FileRange, Outgoing, writer};
+use super::stream::{Clock, FileRange, Outgoing, writer};
 use super::*;
 use crate::conformance::{Echo, pattern, tcp, tcp_for, tcp_with};
 use crate::{Answer, Incoming, Piece};
@@ -29,7 +29,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
     let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let mut far = listener.accept().unwrap().0;
     let (_read, write) = split(stream, None);
-    let (sender, writing) = writer(write, TIMEOUT);
+    let (sender, writing) = writer(write, TIMEOUT, Clock::new(Instant::now()));
     let writing = tokio::spawn(writing);
     let got = std::thread::spawn(move || {
         let mut got = Vec::new();
@@ -121,6 +121,25 @@ async fn a_dead_flow_is_replaced_and_no_reader_sees_it() {
             tokio::join!(a_flow_ends(purpose, 0, way), a_flow_ends(purpose, 1, way), a_flow_ends(purpose, 2, way));
         }
     }
+}
+
+/// `docs/PROTOCOL.md`: a link that is slow is not one that is dead, also while pings wait behind bulk.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_flow_is_not_replaced() {
+    const LEN: usize = 1 << 20;
+    let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
+    let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
+    let relay = Relay::to(address).await;
+    let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
+    let region = ours.region(16 << 20).unwrap();
+    relay.set_all(Way::Slow);
+    let pull = connection.pull(b"give".to_vec(), vec![region.slot(LEN as u64).unwrap()], 4 * TIMEOUT);
+    let mut payload = region.slot(LEN as u64).unwrap();
+    payload.copy_from_slice(&pattern(LEN));
+    let offer = connection.offer(b"take".to_vec(), payload, LEN, 4 * TIMEOUT);
+    let (pulled, offered) = tokio::join!(pull, offer);
+    assert!(pulled.unwrap().slots[0][..] == pattern(LEN)[..] && offered.unwrap().message == b"take");
+    assert_eq!(relay.count(), 3, "no link was replaced");
 }
 
 /// `docs/PROTOCOL.md`: the peer is lost when all its links are silent, or have ended.
