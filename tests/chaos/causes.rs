@@ -40,6 +40,8 @@ const TABLE: &[(&str, Cause)] = &[
     ("cannot write", Cause::Drive),
     ("failed to fill whole buffer", Cause::Drive),
     ("unexpected end of file", Cause::Drive),
+    ("shorter than what was written to it", Cause::Drive),
+    ("drive cannot be read", Cause::Drive),
     ("cannot read this node's segment", Cause::Drive),
     ("the server of this node does not answer", Cause::OwnServer),
     ("no live node", Cause::OwnServer),
