@@ -119,7 +119,7 @@ fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
 
-/// Whoever has not been welcomed yet does not know the session's deadlines.
+/// Whoever has not been welcomed yet knows neither the session's deadlines nor its heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
     (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }

@@ -201,13 +201,19 @@ fn a_full_file_system_is_an_error_too() {
     (0..20).for_each(|number| fs::write(ground.at(format!("much/{number}")), vec![1; 1 << 18]).unwrap());
     fs::create_dir(ground.at("few")).unwrap();
     fs::write(ground.at("few/file"), "x").unwrap();
-    fs::write(ground.at("large"), vec![1; 9 << 20]).unwrap();
+    fs::create_dir(ground.at("large")).unwrap();
+    fs::write(ground.at("large/file"), vec![1; 9 << 20]).unwrap();
+    pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
+    // What is known to be too much is not begun; an archive's content is known only when it is read.
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
+    assert!(message.contains("free on all nodes"), "{message}");
+    pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
+    let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
     // A large block is shipped in pieces: it must be found out before the first of them that there is no room for the last.
-    let message = cluster.fails(1, &["stage-in", "large", "/dayfly/large"]);
+    let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!((cluster.ok(&["ls"]), cluster.pids().len()), (String::new(), 2));
     // What failed has left the room that it found.

@@ -83,9 +83,10 @@ fn wait_until_kept(view: &View, number: usize) {
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
-    let shipped = AtomicU64::new(0);
+    // Every batch and piece, when it is sent for the first time.
+    let flipped = Mutex::new(HashSet::new());
     session.meddle(move |seen| {
-        let is_meant = ships(seen) && shipped.fetch_add(1, Ordering::Relaxed).is_multiple_of(3);
+        let is_meant = ships(seen) && flipped.lock().unwrap().insert(seen.message.to_vec());
         is_meant.then_some(Fault::FlipOnWire)
     });
     session.stage(&session.write(&LENS)).unwrap();

@@ -80,7 +80,7 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     let stopped = owned_by(&view, &target, 0..SMALL, 2);
     let others = owned_by(&view, &target, SMALL..SMALL + LARGE, 1);
     assert!(others.len() as u64 * LARGE_LEN as u64 > ARENA_LEN_MIN && stopped.len() > 120);
-    signal(cluster.pids()[&2], Signal::SIGSTOP);
+    stop(cluster.pids()[&2]);
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
     let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
     // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
@@ -182,7 +182,7 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     };
     read(far[0]).unwrap();
     let server = cluster.pids()[&0];
-    signal(server, Signal::SIGSTOP);
+    stop(server);
     let start = Instant::now();
     let error = read(far[1]).unwrap_err();
     let first = start.elapsed();
@@ -203,6 +203,18 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     });
     far.iter().for_each(|&number| read(number).unwrap());
     cluster.down();
+}
+
+/// Stops a process, and waits until none of its threads runs any more.
+fn stop(pid: i32) {
+    signal(pid, Signal::SIGSTOP);
+    let is_stopped = |thread: PathBuf| {
+        let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+    };
+    wait_until("it has stopped", || {
+        fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(|thread| is_stopped(thread.unwrap().path()))
+    });
 }
 
 /// This program again, as a process that does what `child` says.

@@ -308,7 +308,9 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     let cluster = ground.up(2);
     let message = cluster.fails(1, &["stage-in", "bad.zip", "/dayfly/x"]);
     assert!(message.contains("bad.zip") && message.contains("checksum") && message.contains("at byte"), "{message}");
-    let told = cluster.ok(&["stage-in", "--json", "--keep-going", "bad.zip", "cut.tar", "/dayfly/x"]);
+    let output = cluster.output(&["stage-in", "--json", "--keep-going", "bad.zip", "cut.tar", "/dayfly/x"]);
+    assert_eq!(output.status.code(), Some(3), "not all of it is there: {}", text(&output.stderr));
+    let told = text(&output.stdout);
     let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
     let notes = last["skipped_notes"].as_array().unwrap();
     assert!(last["skipped"].as_u64().unwrap() >= 2 && notes.len() >= 2, "{last}");
@@ -316,6 +318,8 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
         assert!(notes.iter().any(|note| note.as_str().unwrap().contains(name)), "{name}: {notes:?}");
     }
     cluster.ok(&["verify"]);
+    // What leaves nothing out exits as ever.
+    cluster.ok(&["stage-in", "--keep-going", "good.tar", "/dayfly/whole"]);
     cluster.down();
 }
 

@@ -9,11 +9,17 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use harness::{Ground, pack};
+use harness::{Cluster, Ground, pack, signal, text, wait_for, wait_until};
+use nix::sys::signal::Signal;
 
 harness::with_few_and_many_workers! {
     samples_of_one_path_in_archives_of_one_pattern_are_a_conflict,
     a_conflict_ends_a_stage_in_while_its_sources_are_read,
+    an_interrupted_stage_in_says_that_nothing_was_staged_in,
+    a_session_that_ends_says_so_to_who_stages_in,
+    files_whose_sizes_lie_are_an_error,
+    more_directories_or_hard_links_than_are_wanted_are_an_error,
+    samples_that_are_archives_give_a_hint,
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
 
@@ -111,8 +117,8 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     }
     let stage_in = |arguments: &[&str]| -> (serde_json::Value, String) {
         let output = cluster.output(&[&["stage-in", "--json", "--replace"], arguments, &["/dayfly/x"]].concat());
-        assert!(output.status.success(), "{}", harness::text(&output.stderr));
-        (serde_json::from_str(harness::text(&output.stdout).lines().last().unwrap()).unwrap(), harness::text(&output.stderr))
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        (serde_json::from_str(text(&output.stdout).lines().last().unwrap()).unwrap(), text(&output.stderr))
     };
     // Those that lose are counted and named, whoever wanted it so.
     for arguments in [&["--on-conflict", "replace", "col/*.tar"][..], &["col/a.tar", "col/b.tar", "col/c.tar"]] {
@@ -123,7 +129,7 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
         assert_eq!(cluster.ok(&["cat", "/dayfly/x/3.txt"]), "3 of c");
     }
     let output = cluster.output(&["stage-in", "--on-conflict", "replace", "col/*.tar", "/dayfly/y"]);
-    assert!(harness::text(&output.stderr).contains("warning: 8 samples replaced"), "{}", harness::text(&output.stderr));
+    assert!(text(&output.stderr).contains("warning: 8 samples replaced"), "{}", text(&output.stderr));
     let (told, _) = stage_in(&["--prefix-by-source", "col/*.tar"]);
     assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(21), Some(0)), "{told}");
     assert_eq!(cluster.ok(&["cat", "/dayfly/x/b/3.txt"]), "3 of b");
@@ -157,7 +163,7 @@ fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
     }
     let cluster = ground.up(2);
     let output = cluster.output(&["stage-in", "--json", "--max-rate", "1MB/s", "[ab].tar.gz", "/dayfly/x"]);
-    let (told, message) = (harness::text(&output.stdout), harness::text(&output.stderr));
+    let (told, message) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{message}");
     let read = told.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["source_bytes"].as_u64());
     let all = fs::metadata(cluster.at("a.tar.gz")).unwrap().len() + fs::metadata(cluster.at("b.tar.gz")).unwrap().len();
@@ -165,5 +171,109 @@ fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
     assert!(read < all / 4 * 3, "{read} of {all} bytes were read");
     assert!(message.contains("a.tar.gz") && message.contains("b.tar.gz") && message.contains("--on-conflict"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
+    cluster.down();
+}
+
+/// A stage-in that would take minutes, once it reads.
+fn slow_stage_in(cluster: &Cluster) -> std::process::Child {
+    fs::create_dir_all(cluster.at("d")).unwrap();
+    (0..2000).for_each(|number| fs::write(cluster.at(format!("d/{number}")), [1; 3000]).unwrap());
+    let mut command = cluster.dayfly();
+    command.args(["stage-in", "--max-rate", "50kB/s", "d", "/dayfly/d"]).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    wait_until("it takes room", || cluster.used_bytes() > 0);
+    child
+}
+
+fn said(child: &mut std::process::Child) -> String {
+    let mut message = String::new();
+    std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
+    message
+}
+
+fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
+    let cluster = Ground::new().up(2);
+    for (number, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
+        let mut child = slow_stage_in(&cluster);
+        signal(child.id() as i32, number);
+        let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it ends");
+        let message = said(&mut child);
+        assert_eq!(ended.code(), Some(status), "{message}");
+        assert!(message.contains("'/dayfly/d': interrupted: nothing was staged in"), "{message}");
+        wait_until("its room is free again", || cluster.used_bytes() == 0);
+        assert_eq!(cluster.ok(&["ls"]), "");
+    }
+    cluster.down();
+}
+
+fn a_session_that_ends_says_so_to_who_stages_in() {
+    let cluster = Ground::new().up(2);
+    let mut child = slow_stage_in(&cluster);
+    cluster.ok(&["down"]);
+    let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it ends");
+    let message = said(&mut child);
+    assert!(ended.code() == Some(1) && message.contains("the session was ended"), "{message}");
+    cluster.ground.assert_clean();
+}
+
+fn files_whose_sizes_lie_are_an_error() {
+    let cluster = Ground::new().up(2);
+    // It says that it has no bytes, and gives some.
+    let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
+    assert!(message.contains("/proc/version") && message.contains("says that it has 0 bytes and gives more"), "{message}");
+    assert_eq!(cluster.ok(&["ls"]), "");
+    // A file of /sys says that it has a page, and gives less.
+    let short = "/sys/kernel/mm/transparent_hugepage/enabled";
+    if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
+        let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);
+        assert!(message.contains(short) && message.contains("says that it has 4096 bytes and gives fewer"), "{message}");
+    }
+    cluster.down();
+}
+
+fn more_directories_or_hard_links_than_are_wanted_are_an_error() {
+    let ground = Ground::new();
+    fs::create_dir_all(ground.at("t")).unwrap();
+    fs::write(ground.at("t/file"), "x").unwrap();
+    // A python script writes them, for a plain folder of so many takes longer.
+    let script = "import tarfile, io
+with tarfile.open('deep.tar.gz', 'w:gz', compresslevel=9) as tar:
+    for number in range(600):
+        member = tarfile.TarInfo('%d/' % number + '/'.join('d' * 2000)); member.type = tarfile.DIRTYPE; tar.addfile(member)
+with tarfile.open('links.tar.gz', 'w:gz') as tar:
+    tar.addfile(tarfile.TarInfo('a'), io.BytesIO(b''))
+    for number in range(150000):
+        member = tarfile.TarInfo('l%d' % number); member.type = tarfile.LNKTYPE; member.linkname = 'a'; tar.addfile(member)
+";
+    let made = Command::new("python3").args(["-c", script]).current_dir(ground.work.path()).output().unwrap();
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    let cluster = ground.up_with(1, &["--stage-in-memory", "300MiB"]);
+    let message = cluster.fails(1, &["stage-in", "deep.tar.gz", "/dayfly/x"]);
+    assert!(message.contains("more than 1000000 directories") && message.contains("--max-directories"), "{message}");
+    let message = cluster.fails(1, &["stage-in", "links.tar.gz", "/dayfly/x"]);
+    assert!(message.contains("hard links") && message.contains("--stage-in-memory"), "{message}");
+    assert_eq!(cluster.ok(&["ls"]), "");
+    let message = cluster.fails(1, &["stage-in", "--max-directories", "0", "t", "/dayfly/x"]);
+    assert!(message.contains("--max-directories"), "{message}");
+    cluster.ok(&["stage-in", "--max-directories", "1", "t", "/dayfly/x"]);
+    cluster.down();
+}
+
+fn samples_that_are_archives_give_a_hint() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("inner")).unwrap();
+    fs::create_dir(ground.at("t")).unwrap();
+    fs::write(ground.at("t/file"), "x").unwrap();
+    (0..10).for_each(|number| pack(&ground.at(format!("inner/n{number}.tar")), &ground.at("t"), &[]));
+    pack(&ground.at("train.tar"), &ground.at("inner"), &[]);
+    let cluster = ground.up(1);
+    let hint = |options: &[&str], target: &str| {
+        let output = cluster.output(&[&["stage-in"], options, &["train.tar", target]].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stderr).contains("hint: 10 of 10 samples are archives by their names; --nested")
+    };
+    assert!(hint(&[], "/dayfly/plain"));
+    assert!(!hint(&["--nested"], "/dayfly/nested"));
+    assert!(!hint(&["--no-unpack"], "/dayfly/whole"));
     cluster.down();
 }

@@ -22,6 +22,9 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
+/// Is shown what became of a chunk, by its place in the request, and may ask whether its lease holds.
+type See<'a> = &'a mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>;
+
 /// Chunks of a large block that are asked for at once; the server reads on behind them.
 const WINDOW: usize = 4;
 
@@ -214,13 +217,7 @@ impl Session {
     /// Asks the server for chunks and shows what became of each as it comes, perhaps not of all. What it leases is given back once it
     /// has been shown, on the connection on which it was leased. Beside each chunk comes a question, to be asked after it was copied:
     /// whether its lease still held. If not, the copy is worth nothing, and the chunk is to be asked for again.
-    fn fetch(
-        &self,
-        dataset: &Dataset,
-        chunks: &[Chunk],
-        recheck: bool,
-        see: &mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>,
-    ) -> Result<(), ClientError> {
+    fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, see: See<'_>) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
         // A failure of `see` is none of the connection's.
         let mut seen = Ok(());

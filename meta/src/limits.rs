@@ -32,8 +32,12 @@ pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
 /// Entries (names) of one dataset: they are numbered in 32 bits, and 0 stays free in the index.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
-/// Hard links of one dataset: they are resolved in the lead's memory, about 150 bytes each.
-pub const HARD_LINKS_MAX: usize = 4_000_000;
+/// What a hard link takes of the lead's memory while hard links are resolved, beside its name and its target, each of them three times.
+pub const HARD_LINK_MEMORY: usize = 600;
+/// Directories of one dataset, when `--max-directories` does not say: so many,
+pub const DIRECTORIES_MAX_DEFAULT: u64 = 1_000_000;
+/// and so many more for each file, for a small archive can make millions of them.
+pub const DIRECTORIES_PER_FILE_MAX: u64 = 4;
 /// Members below a path that is a directory in one place and something else in another: replayed in the lead's memory.
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
 /// Names of skipped, refused or renamed members that a summary shows; all are counted.

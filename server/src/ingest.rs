@@ -348,7 +348,7 @@ mod tests {
             let write_back: Arc<dyn WriteBack> = failing.clone();
             let drives = Drive::open_all_with(&[folder.path().to_owned()], 1 << 24, &write_back).unwrap();
             let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
-            let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), 4 << 20, Arc::default());
+            let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
             let region = Region::new(16 << 20).unwrap();
             let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
             assert!(matches!(stored, Stored::At(0)));

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
-use dayfly_meta::limits::{DATASETS_MAX, STAGE_INS_MAX};
+use dayfly_meta::limits::{DATASETS_MAX, DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
@@ -367,11 +367,13 @@ impl Job<'_> {
         let finished = start.elapsed();
         self.stage.progress().phase = Phase::Merging;
         let created_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
+        let by_files = DIRECTORIES_MAX_DEFAULT + self.stage.counts().files * DIRECTORIES_PER_FILE_MAX;
+        let directories_max = self.request.selection.max_directories.unwrap_or(by_files);
         let merging = merge::Merging {
             server: self.server.clone(),
             stage: self.stage.clone(),
             runs,
-            about: About { seed, created_s, group: self.request.selection.group },
+            about: About { seed, created_s, group: self.request.selection.group, directories_max: Some(directories_max) },
             sources: self.sources.clone(),
             rivals: self.rivals.clone(),
         };
@@ -449,7 +451,7 @@ impl Job<'_> {
         let dataset = self.server.store().dataset(DatasetId(self.stage.number as u32));
         let dataset = dataset.ok_or_else(|| format!("'{}' was replaced at once", display(&self.request.target)))?;
         let nodes = self.server.peers().count();
-        let Spread { mut nodes, sizes, classes } =
+        let Spread { mut nodes, sizes, classes, archives } =
             self.server.blocking().run(move || Spread::of(&dataset, nodes)).await.map_err(|error| error.to_string())?;
         let imbalance_permille = spread::imbalance_permille(&nodes);
         let (rates, rate_interval_ms) = self.stage.rates();
@@ -460,6 +462,7 @@ impl Job<'_> {
             samples: merged.samples,
             bytes: merged.bytes,
             others: merged.others,
+            archives,
             catalog_bytes: merged.len,
             source_bytes: self.stage.progress().source_bytes,
             counts,

@@ -529,6 +529,16 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     stage.cancel();
     if server.stages().remove(stage.number).is_some() {
         // Not from within: this very task is among those that `abort` ends.
-        tokio::spawn(async move { if stage.is_shown() && !is_undone { stage.settle(&server) } else { stage.abort(&server) } });
+        tokio::spawn(async move {
+            if stage.is_shown() && !is_undone {
+                stage.settle(&server)
+            } else {
+                stage.abort(&server)
+            }
+            // What is kept was told to wait.
+            if let Err(reason) = server.plan_kept().await {
+                tracing::warn!(reason, "nothing more is kept");
+            }
+        });
     }
 }

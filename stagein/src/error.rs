@@ -67,6 +67,17 @@ pub enum StageInError {
         /// Which.
         path: PathBuf,
     },
+    /// A file that gives more or fewer bytes than its metadata say, though it did not change: those of /proc do.
+    #[error("'{}' says that it has {size} bytes and gives {}: it is no plain file of data; copy what it gives, and stage in the copy",
+            path.display(), if *gives_more { "more" } else { "fewer" })]
+    Lies {
+        /// Which.
+        path: PathBuf,
+        /// What it says.
+        size: u64,
+        /// What it gives.
+        gives_more: bool,
+    },
     /// Larger than a sample may be; a hostile header can say so of a small file.
     #[error("'{sample}' says it has {size} bytes, and a sample has at most {SAMPLE_SIZE_MAX}")]
     TooLarge {
@@ -124,6 +135,7 @@ impl StageInError {
             | Self::Damaged { .. }
             | Self::Unsupported { .. }
             | Self::Changed { .. }
+            | Self::Lies { .. }
             | Self::TooLarge { .. }
             | Self::NotAnArchive { .. }
             | Self::Crowded { .. } => true,

@@ -17,3 +17,4 @@ mod source;
 mod tests;
 
 pub use error::StageInError;
+pub use source::is_named_archive;

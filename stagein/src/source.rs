@@ -54,6 +54,11 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     Ok((SourceKind::File, Compression::None))
 }
 
+/// Whether a name ends as those of archives do.
+pub fn is_named_archive(name: &[u8]) -> bool {
+    without_archive_ending(name).is_some()
+}
+
 /// The path without the ending that promises an archive; `None` for one without such an ending, or with nothing else.
 pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
     let ends_with = |ending: &&str| {

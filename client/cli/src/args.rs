@@ -20,7 +20,7 @@ use crate::size;
 ///
 /// A path of the namespace is written as programs see it, prefix included (/dayfly/train); any other path is a local file.
 /// The session meant is that of DAYFLY_SESSION, else your job's, else the only one you run on this machine.
-/// Exit status: 0 done, 1 failed, 2 wrong usage; of run and exec, CMD's own, or 125 if they failed themselves, 126 if CMD cannot be
+/// Exit status: 0 done, 1 failed, 2 wrong usage, 3 staged in but for what --keep-going left out; of run and exec, CMD's own, or 125 if they failed themselves, 126 if CMD cannot be
 /// run, 127 if it is not there.
 #[derive(Parser)]
 #[command(name = "dayfly", version, max_term_width = 110)]
@@ -115,7 +115,7 @@ pub(crate) struct SessionOptions {
     /// Encrypt and authenticate every byte between nodes: by TCP then, for a card writes bytes as they are. See docs/SECURITY.md.
     #[arg(long)]
     pub(crate) encrypt: bool,
-    /// Check every block that is read against the checksum taken at stage-in.
+    /// Check every chunk that a process reads, also out of memory and drives of its own node, against the checksum taken at stage-in.
     #[arg(long)]
     pub(crate) verify_reads: bool,
     /// Accept a data dir on a network file system, which is what a session exists to avoid.
@@ -223,10 +223,13 @@ pub(crate) struct StageInOptions {
     /// What becomes of samples of one path, with different content, in several sources that one pattern or @LIST names.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
     pub(crate) on_conflict: OnConflict,
+    /// Directories that the dataset may have. [default: 1 million, and 4 more for each file]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_directories: Option<u64>,
     /// Unpack each archive into a directory of its own, named as it is without its ending.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) prefix_by_source: bool,
-    /// Leave out what cannot be read, and list it, rather than fail.
+    /// Leave out what cannot be read, and list it, rather than fail. `stage-in` then exits with 3 if anything was left out; `run` goes on.
     #[arg(long)]
     pub(crate) keep_going: bool,
     /// Read no more than SIZE of the sources in a second, all nodes together: for the sake of others on the file system and of

@@ -13,6 +13,8 @@ use nix::unistd::User;
 pub(crate) const FAILED: u8 = 1;
 /// The arguments cannot be (clap uses the same).
 pub(crate) const USAGE: u8 = 2;
+/// Staged in, but for what could not be read: with `--keep-going`.
+pub(crate) const LEFT_OUT: u8 = 3;
 /// `exec` and `run` failed themselves, before or after CMD; as `env` and `timeout` do.
 pub(crate) const NOT_STARTED: u8 = 125;
 /// CMD was found but cannot be run.

@@ -79,8 +79,9 @@ int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
 int dayfly_batch_wait(dayfly_batch *batch);
 int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
 
-/* Whether what was looked at was real: not so, where the session has ended or a dataset was replaced in the meantime; then it may have
- * been zeros. */
+/* Whether what was looked at was real: not so, where the session has ended, a dataset was replaced or a drive has failed in the meantime
+ * (then it may have been zeros), or where others waited so long for the memory that it lay in that the server took it back (then it may
+ * have been anything: read it again). */
 int dayfly_batch_is_good(const dayfly_batch *batch);
 
 /* Ends a batch and all views of it. */

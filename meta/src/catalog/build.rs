@@ -32,6 +32,11 @@ pub enum BuildError {
     /// More names than a dataset may have.
     #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several")]
     Entries,
+    /// More directories than are wanted of so many files.
+    #[error(
+        "the sources have more than {0} directories, of which each takes room and memory on every node; if that is meant, --max-directories allows more"
+    )]
+    Directories(u64),
     /// More blocks than a dataset may have.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
     Blocks,
@@ -70,6 +75,7 @@ pub struct CatalogBuilder<'a> {
     hashes: ScratchFile,
     patches: ScratchFile,
     open: Vec<OpenDirectory>,
+    directories: u64,
     last_path: Vec<u8>,
     shared: HashMap<MemberKey, u32>,
     bytes: u64,
@@ -85,6 +91,8 @@ pub struct About {
     pub created_s: i64,
     /// What was kept together.
     pub group: Grouping,
+    /// Directories that it may have, if there is a bound.
+    pub directories_max: Option<u64>,
 }
 
 struct OpenDirectory {
@@ -109,6 +117,7 @@ impl<'a> CatalogBuilder<'a> {
             hashes: ScratchFile::new(scratch()?),
             patches: ScratchFile::new(scratch()?),
             open: Vec::new(),
+            directories: 0,
             last_path: Vec::new(),
             shared: HashMap::new(),
             bytes: 0,
@@ -217,6 +226,10 @@ impl<'a> CatalogBuilder<'a> {
     }
 
     fn open_directory(&mut self, path: &[u8], mode: u32, mtime_s: i64, mtime_ns: u32) -> Result<(), BuildError> {
+        self.directories += 1;
+        if let Some(max) = self.about.directories_max.filter(|&max| self.directories > max) {
+            return Err(BuildError::Directories(max));
+        }
         let record = NodeRecord { data: 0, mtime_s, mtime_ns, mode, links: 2, extra: 0 };
         let row = self.write(Column::Others, &record.encode())? / WIDTHS[Column::Others as usize];
         if let Some(parent) = self.open.last_mut() {

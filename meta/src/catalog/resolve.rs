@@ -12,7 +12,7 @@ use std::io;
 use std::iter::Peekable;
 
 use super::member::{Member, MemberKey, MemberKind};
-use crate::limits::{CONTESTED_MEMBERS_MAX, HARD_LINKS_MAX, NOTES_SHOWN_MAX};
+use crate::limits::{CONTESTED_MEMBERS_MAX, HARD_LINK_MEMORY, NOTES_SHOWN_MAX};
 use crate::path::{display, is_below, split_last, walk_order};
 
 /// Why members could not be resolved.
@@ -35,9 +35,16 @@ pub enum ResolveError {
         /// The path.
         path: String,
     },
-    /// More hard links than the lead resolves.
-    #[error("more than {HARD_LINKS_MAX} hard links in one dataset; stage its sources into several")]
-    HardLinks,
+    /// More hard links than the lead has memory to resolve.
+    #[error(
+        "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} of them were found by then; give more with --stage-in-memory, or stage the sources into several datasets"
+    )]
+    HardLinks {
+        /// What there is.
+        memory: usize,
+        /// How many fit.
+        links: usize,
+    },
 }
 
 /// Members that could not be unpacked; all are counted, the first few named.
@@ -175,18 +182,26 @@ fn ancestors_within<'a>(path: &'a [u8], top: &[u8]) -> Vec<&'a [u8]> {
 }
 
 /// The hard links among all members, gathered before they are resolved.
-#[derive(Default)]
 pub struct LinkCollector {
+    /// Bytes that may be taken, and those that are.
+    memory: usize,
+    taken: usize,
     links: Vec<(MemberKey, Vec<u8>)>,
     paths: HashSet<Vec<u8>>,
 }
 
 impl LinkCollector {
+    /// With so many bytes of memory.
+    pub fn new(memory: usize) -> Self {
+        Self { memory, taken: 0, links: Vec::new(), paths: HashSet::new() }
+    }
+
     /// Takes note of a member if it is a hard link.
     pub fn see(&mut self, member: &Member) -> Result<(), ResolveError> {
         if let MemberKind::HardLink(target) = &member.kind {
-            if self.links.len() == HARD_LINKS_MAX {
-                return Err(ResolveError::HardLinks);
+            self.taken += HARD_LINK_MEMORY + 3 * (target.len() + member.path.len());
+            if self.taken > self.memory {
+                return Err(ResolveError::HardLinks { memory: self.memory, links: self.links.len() });
             }
             self.links.push((member.key, target.clone()));
             self.paths.insert(target.clone());
@@ -306,7 +321,7 @@ mod tests {
             .collect();
         members.sort_by(Member::run_order);
         let stream = || Histories::new(members.iter().cloned().map(Ok));
-        let mut collector = LinkCollector::default();
+        let mut collector = LinkCollector::new(1 << 20);
         members.iter().for_each(|member| collector.see(member).unwrap());
         let links = collector.resolve(stream()).unwrap();
         let mut histories = stream();
@@ -342,6 +357,17 @@ mod tests {
         check("f a\nf a/x\nd a\nf a/y\nf a", &["a/", "a/y=3x1"], 2);
         check("f a/b/c\nf a/b\nf a\nf a/b/d", &["a/b/c=0x1", "a/b/d=3x1"], 2);
         check("f a\nf a/b/c\nd a/b\nf a/z", &["a=0x1"], 3);
+    }
+
+    #[test]
+    fn hard_links_take_no_more_memory_than_there_is() {
+        let mut collector = LinkCollector::new(10_000);
+        let kind = MemberKind::HardLink(b"target".to_vec());
+        let key = MemberKey { source: 0, offset: 0 };
+        let member = Member { path: b"path".to_vec(), key, ticket: 0, mode: 0, mtime_s: 0, mtime_ns: 0, kind };
+        let error = (0..100).find_map(|_| collector.see(&member).err()).unwrap();
+        assert!(matches!(error, ResolveError::HardLinks { memory: 10_000, links: 15 }), "{error}");
+        assert!(error.to_string().contains("--stage-in-memory"));
     }
 
     #[test]

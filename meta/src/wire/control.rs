@@ -57,6 +57,8 @@ pub struct Selection {
     pub on_conflict: OnConflict,
     /// Each archive is unpacked into a directory of its name.
     pub prefix_by_source: bool,
+    /// Directories that the dataset may have, if not as many as go with its files.
+    pub max_directories: Option<u64>,
     /// Members that cannot be read are left out and told of, rather than ending everything.
     pub keep_going: bool,
 }
@@ -294,6 +296,8 @@ pub struct Summary {
     pub bytes: u64,
     /// Directories and symlinks.
     pub others: u64,
+    /// Samples that are archives by their names.
+    pub archives: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,
     /// Bytes of the sources read.

@@ -8,7 +8,7 @@ use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
 use dayfly_meta::catalog::{About, Built, CatalogBuilder, Member, Scratch, Source};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN};
+use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
 
@@ -52,7 +52,7 @@ impl Merging {
         }
         // Hard links need to be known before the catalog is built, so all members are put aside, in order.
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let mut collector = LinkCollector::default();
+        let mut collector = LinkCollector::new((self.server.config().stage_memory / STAGE_INS_MAX as u64) as usize);
         let mut aside = BufWriter::new(scratch().map_err(cannot)?);
         for member in members {
             let member = member.map_err(cannot)?;

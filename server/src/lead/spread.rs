@@ -6,6 +6,8 @@ use dayfly_meta::catalog::{EntryId, block_len};
 use dayfly_meta::id::BlockId;
 use dayfly_meta::wire::control::{ClassShare, NodeShare};
 
+use dayfly_stagein::is_named_archive;
+
 use crate::store::Dataset;
 
 /// Numbers of classes by nodes that fit a summary, and classes that a reader can tell apart.
@@ -19,13 +21,15 @@ pub(super) struct Spread {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,
     pub(super) classes: Vec<ClassShare>,
+    /// Samples that are archives by their names.
+    pub(super) archives: u64,
 }
 
 impl Spread {
     /// Reads the whole catalog.
     pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
         let catalog = dataset.catalog();
-        let mut spread = Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new() };
+        let mut spread = Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
         let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
         let root = EntryId(0);
         let (mut top, mut top_end) = (root, root);
@@ -35,6 +39,7 @@ impl Spread {
                 (top, top_end) = (id, entry.next);
             }
             let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
+            spread.archives += u64::from(is_named_archive(entry.name));
             spread.sizes[64 - size.leading_zeros() as usize] += 1;
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let Some(owner) = catalog.owner(block) else { continue };

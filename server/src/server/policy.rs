@@ -17,6 +17,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// A stage-in that needs room gets at least this part of the node's at a time: looking through all that is kept for each batch would
 /// take longer than writing it.
 const ROOM_STEPS: u64 = 64;
+/// Doublings of what is given up in a round, after which it is all.
+const ROUNDS_MAX: u32 = 16;
 
 impl Server {
     /// Tells all nodes; what holds now, or who could not be told.
@@ -47,9 +49,11 @@ impl Server {
             return Ok(true);
         }
         let wanted = bytes.max(self.store.capacity() / ROOM_STEPS);
-        let mut freed = 0;
+        let (mut freed, mut rounds) = (0, 0);
         while freed < wanted {
-            let more = wanted - freed;
+            // A page is free when the last block in it goes: where blocks are small, more of them go in each round.
+            let more = (wanted - freed).saturating_mul(1 << rounds);
+            rounds = (rounds + 1).min(ROUNDS_MAX);
             if !self.on_drives(move |server| server.has_withdrawn() || server.lower_kept(more)).await? {
                 break;
             }

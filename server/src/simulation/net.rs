@@ -16,7 +16,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 use dayfly_transport::{
     Ability, Agreement, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
-    TransportError,
+    TransportError, Unread,
 };
 use rustc_hash::FxHasher;
 use tokio::sync::{Notify, oneshot};
@@ -264,10 +264,10 @@ impl Net {
                     let mut state = self.state();
                     let unreadable = state.ailments.get_mut(&node).map(|ailment| &mut ailment.unreadable);
                     if unreadable.filter(|count| **count > 0).map(|count| *count -= 1).is_some() {
-                        return Err("cannot read what it holds: Input/output error (os error 5)".to_owned());
+                        return Err("its drive cannot be read: Input/output error (os error 5)".to_owned());
                     }
                 }
-                file.read_exact_at(out, *offset).map_err(|error| format!("cannot read what it holds: {error}"))?;
+                file.read_exact_at(out, *offset).map_err(|error| format!("its drive cannot be read: {error}"))?;
                 if revoked.load(Ordering::Acquire) {
                     return Err("what was asked for is given up".to_owned());
                 }
@@ -433,15 +433,18 @@ impl Connection for SimConnection {
             }
             let room = slots.iter().map(|slot| slot.len() as u64).collect();
             let answered = service.pulled(from, message, room).await;
-            let (message, lens) = match answered.and_then(|answer| {
-                let mut lens = Vec::new();
-                for (piece, slot) in answer.pieces.iter().zip(&mut slots) {
+            let (message, lens, unread) = match answered.and_then(|answer| {
+                let (mut lens, mut unread) = (Vec::new(), Unread::default());
+                for (number, (piece, slot)) in (0..).zip(answer.pieces.iter().zip(&mut slots)) {
                     let out = slot.get_mut(..piece.len() as usize).ok_or("the answer does not fit")?;
-                    net.read(to, piece, out)?;
+                    if let Err(reason) = net.read(to, piece, out) {
+                        unread.pieces.push(number);
+                        unread.reason = reason;
+                    }
                     net.pass_through(to, from, out);
                     lens.push(piece.len());
                 }
-                Ok((answer.message, lens))
+                Ok((answer.message, lens, unread))
             }) {
                 Ok(answer) => answer,
                 Err(reason) => {
@@ -450,7 +453,7 @@ impl Connection for SimConnection {
                 }
             };
             net.travel(to, from, message.len() + lens.iter().sum::<u64>() as usize, "answer").await;
-            let _ = done.send(Ok(Pulled { message, slots, lens }));
+            let _ = done.send(Ok(Pulled { message, slots, lens, unread }));
         })?;
         self.wait(answer, limit).await
     }

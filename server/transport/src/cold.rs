@@ -11,6 +11,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::PAGE_SIZE;
 use rustix::fs::{Advice, fadvise};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
@@ -124,6 +125,14 @@ pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Re
         // Not cached, or a file system that cannot tell.
         Err(Errno::AGAIN | Errno::INTR | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(0),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Does what may take long where it stands: the runtime's other tasks go to other threads meanwhile.
+pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(call),
+        _ => call(),
     }
 }
 

@@ -24,9 +24,9 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits;
 use dayfly_meta::wire::status::Network;
-use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
 
+use crate::cold::blocking_here;
 use crate::turns::Turns;
 use crate::{Connection, Region, Service, Serving, Transport, TransportError};
 
@@ -285,19 +285,12 @@ impl<T: Transport> Rdma<T> {
     }
 }
 
-/// To register memory makes all of its pages, which takes a while: others of the runtime's tasks go to other threads meanwhile.
-fn registering<R>(register: impl FnOnce() -> R) -> R {
-    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
-        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(register),
-        _ => register(),
-    }
-}
-
 #[async_trait]
 impl<T: Transport> Transport for Rdma<T> {
     fn region(&self, len: u64) -> io::Result<Region> {
         let Ok(card) = self.core.card() else { return self.inner.region(len) };
-        match registering(|| card.device.region(len)) {
+        // To register memory makes all of its pages, which takes a while.
+        match blocking_here(|| card.device.region(len)) {
             Ok(region) => Ok(region),
             Err(error) => {
                 let is_agreed = self.core.agreement.borrow().is_some();

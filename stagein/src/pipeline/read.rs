@@ -82,11 +82,15 @@ impl<S: Sink> Worker<S> {
         if found != as_planned {
             return Err(changed());
         }
+        let lies = |gives_more| StageInError::Lies { path: path.to_owned(), size: planned, gives_more };
         let failed = |error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof if version(&file).is_ok_and(|found| found == as_planned) => lies(false),
             io::ErrorKind::UnexpectedEof => changed(),
             _ => unreadable(error),
         };
         let taken = self.take_file(member, planned, &mut data, &failed);
+        // What it says was all of it must have been all of it.
+        let rest = if taken.is_ok() { data.read(&mut [0]).map_err(unreadable) } else { Ok(0) };
         let Timed { spent, bytes, .. } = data;
         self.count_reading(spent, bytes);
         self.gauge.busy(Step::Reading, spent);
@@ -94,6 +98,17 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? != as_planned {
             self.withdraw_last();
             return Err(changed());
+        }
+        match rest {
+            Ok(0) => {}
+            Ok(_) => {
+                self.withdraw_last();
+                return Err(lies(true));
+            }
+            Err(error) => {
+                self.withdraw_last();
+                return Err(error);
+            }
         }
         self.flush_if_many()
     }

@@ -49,15 +49,20 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         let work = async {
             for (source, target) in stage_ins {
                 let (location, options) = (started.location.clone(), arguments.options.clone());
+                let telling = stage_in::Telling::default();
+                let told = telling.clone();
                 let staging =
-                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false));
+                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false, &told));
                 tokio::select! {
                     staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
                         // One that fails since the session is lost hears first of what it lost by that.
                         let reason = timeout(LOSS_TOLD_TIMEOUT, &mut loss).await;
                         return Err(itself(reason.map_or(failure, Failure::new)));
                     },
-                    number = interruptions.next() => return Ok(128 + number as u8),
+                    number = interruptions.next() => {
+                        telling.interrupt();
+                        return Ok(128 + number as u8);
+                    }
                     reason = &mut loss => return Err(itself(Failure::new(reason))),
                 }
             }

@@ -38,8 +38,6 @@ const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 const BACK_OFF: Duration = Duration::from_millis(100);
 /// A queue pair that lived this long did not fail for the reason that the last one did.
 const GOOD_LIFE: Duration = Duration::from_secs(60);
-/// A first attempt that takes longer than this is not waited for: its own deadlines are shorter together.
-const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Brings a queue pair up beside `inner`, if RDMA is wanted; of a peer that is new, waits for how the first attempt ends.
 pub(super) async fn connect(
@@ -54,7 +52,8 @@ pub(super) async fn connect(
         keeper = Some(Keeper(tokio::spawn(keep_up(link.clone(), first))));
         // How it went stands in `fallen_back`. Who dials again has requests that need not wait for a card.
         if lock(&core.known).insert(link.inner.peer()) {
-            let _ = timeout(FIRST_TIMEOUT, tried).await;
+            // The request that needs the connection has a deadline of its own, most of which is for dialling.
+            let _ = timeout(core.deadlines.request / 5 * 3, tried).await;
         }
     }
     let budget = Budget::new(core.deadlines.look_interval);

@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::seal::WriteHalf;
+use crate::cold::{blocking_here, is_cached};
 use crate::{GIVEN_UP, Slot, Unread, drive_failure};
 
 /// Frames waiting to be written on one stream; bulk ones are 1 MiB.
@@ -144,7 +145,9 @@ async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patie
             _ => {
                 let mut bytes = vec![0; (until - at) as usize];
                 if failure.is_none() {
-                    failure = read_whole(range, at, &mut bytes).err().map(|error| drive_failure(&error));
+                    let mut read = || read_whole(range, at, &mut bytes);
+                    let read = if is_cached(&range.file, at, until - at) { read() } else { blocking_here(read) };
+                    failure = read.err().map(|error| drive_failure(&error));
                 }
                 write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], patience).await?;
             }
@@ -174,7 +177,10 @@ async fn send_range(
         }
         while at < until {
             let (stream, left) = (half.as_ref(), (until - at) as usize);
-            let more = || Ok(rustix::fs::sendfile(stream, &range.file, Some(&mut at), left)?);
+            // It was in the page cache when the answer began; should it have gone meanwhile, a drive may keep us waiting.
+            let is_here = is_cached(&range.file, at, left as u64);
+            let mut send = || rustix::fs::sendfile(stream, &range.file, Some(&mut at), left);
+            let more = || Ok(if is_here { send()? } else { blocking_here(&mut send)? });
             match stream.async_io(Interest::WRITABLE, more).await {
                 Ok(0) => return Ok(Some(drive_failure(&io::ErrorKind::UnexpectedEof.into()))),
                 Ok(_) => {}

@@ -8,7 +8,8 @@ use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, Step, Su
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
-use crate::failure::say;
+use crate::args::StageInOptions;
+use crate::failure::{complain, say};
 use crate::size;
 
 /// Where there is no terminal, a line this often.
@@ -31,6 +32,9 @@ pub(super) struct Reporter {
     bars: Option<Bars>,
     last_line: Instant,
     start: Instant,
+    phase: Phase,
+    /// Whether archives that stay files are meant so, or are unpacked as far as they can be.
+    is_unpacking_all: bool,
 }
 
 /// Bars on a terminal: one for all, and one for each node where these are few.
@@ -74,20 +78,39 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl Reporter {
-    pub(super) fn new(json: bool, target: &str, max_rate: Option<u64>) -> Self {
+    pub(super) fn new(json: bool, target: &str, options: &StageInOptions) -> Self {
+        let (max_rate, is_unpacking_all) = (options.max_rate, options.nested || options.no_unpack);
         let now = Instant::now();
         let target = if json { target.to_owned() } else { display(target.as_bytes()) };
-        Self { json, target, max_rate, bars: None, last_line: now, start: now }
+        Self { json, target, max_rate, bars: None, last_line: now, start: now, phase: Phase::Planning, is_unpacking_all }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
         match event {
-            _ if self.json => self.show_json(event),
+            _ if self.json => {
+                if let Event::Progress(progress) = event {
+                    self.phase = progress.phase;
+                }
+                self.show_json(event);
+            }
             Event::Planned(plan) => self.show_plan(plan),
             Event::Progress(progress) => self.show_progress(progress),
             Event::StagedIn(summary) => self.show_summary(summary),
             Event::Failed { .. } | Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => self.clear(),
         }
+    }
+
+    /// Nobody waits for the end any more.
+    pub(super) fn interrupt(&mut self) {
+        self.clear();
+        let reason = match self.phase {
+            Phase::Publishing => "interrupted while it was being shown; 'dayfly ls' tells whether it came about all the same",
+            _ => "interrupted: nothing was staged in",
+        };
+        if self.json {
+            self.show_json(&Event::Failed { reason: reason.to_owned() });
+        }
+        complain(format_args!("'{}': {reason}", self.target));
     }
 
     fn clear(&mut self) {
@@ -115,6 +138,7 @@ impl Reporter {
     }
 
     fn show_progress(&mut self, progress: &Progress) {
+        self.phase = progress.phase;
         let what = match progress.phase {
             Phase::Waiting => "waiting for other stage-ins to end".to_owned(),
             Phase::Planning => "finding sources".to_owned(),
@@ -163,6 +187,12 @@ impl Reporter {
         if summary.samples == 0 {
             eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
         }
+        if !self.is_unpacking_all && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
+            eprintln!(
+                "hint: {} of {} samples are archives by their names; --nested unpacks each into a directory (--no-unpack says that they are meant so)",
+                summary.archives, summary.samples
+            );
+        }
         let counts = &summary.counts;
         let remarks = [
             (counts.special, "devices, FIFOs or sockets skipped"),
@@ -202,7 +232,7 @@ impl Reporter {
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
-                "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
+                "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes, "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);

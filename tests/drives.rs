@@ -1,0 +1,179 @@
+//! Drives that fail or hang under a server: its system calls are made to, by `strace`. What that drive holds cannot be read, and the
+//! error says so; all else goes on, also on that node.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use harness::{Cluster, Ground, signal, wait_for};
+use nix::sys::signal::Signal;
+
+/// Makes system calls of a process fail, until it is dropped.
+struct Tampering(Child);
+
+impl Tampering {
+    /// `None`, with a word on standard error, where there is no strace or it may not trace.
+    fn with(pid: i32, inject: &str) -> Option<Self> {
+        let (calls, pid) = (inject.split(':').next().unwrap(), pid.to_string());
+        let (trace, inject) = (format!("trace={calls}"), format!("inject={inject}"));
+        let mut command = Command::new("strace");
+        command.args(["-f", "-o", "/dev/null", "-e", &trace, "-e", &inject, "-p", &pid]);
+        let started = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn();
+        let mut said = String::new();
+        if let Ok(mut child) = started {
+            let mut lines = BufReader::new(child.stderr.take().unwrap());
+            while lines.read_line(&mut said).unwrap() > 0 {
+                if said.contains(" attached") {
+                    // Its further words are nobody's.
+                    std::thread::spawn(move || while lines.read_line(&mut String::new()).is_ok_and(|len| len > 0) {});
+                    return Some(Self(child));
+                }
+            }
+            let _ = child.wait();
+        }
+        let words = format!("NOT tested: strace cannot trace a server here (apt-get install strace; root): {said}\n");
+        let _ = std::io::stderr().write_all(words.as_bytes());
+        None
+    }
+}
+
+impl Drop for Tampering {
+    fn drop(&mut self) {
+        signal(self.0.id() as i32, Signal::SIGTERM);
+        if wait_for(&mut self.0, Duration::from_secs(20)).is_none() {
+            let _ = self.0.kill();
+        }
+    }
+}
+
+fn content(number: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at * 7 + number) as u8).collect()
+}
+
+fn ground(files: usize, len: usize) -> Ground {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..files).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, len)).unwrap());
+    ground
+}
+
+/// The nameless files on its drives that a server has open.
+fn files_of(cluster: &Cluster, pid: i32) -> Vec<fs::File> {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
+    let is_ours = |path: &std::path::PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(cluster.data.path()));
+    open.filter(is_ours).filter_map(|path| fs::File::open(path).ok()).filter(|file| file.metadata().unwrap().is_file()).collect()
+}
+
+/// Has the page cache forget a file.
+fn evict(file: &fs::File) {
+    file.sync_all().unwrap();
+    nix::fcntl::posix_fadvise(file, 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+}
+
+/// Reads a file on node 0, all of it.
+fn read(view: &dayfly_client::View, number: usize, len: usize) -> Result<(), String> {
+    let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+    let mut buffer = vec![0; len + 1];
+    match view.read_at(&file, 0, &mut buffer) {
+        Ok(count) => {
+            assert!(buffer[..count] == content(number, len)[..], "wrong or short bytes in {number}");
+            Ok(())
+        }
+        Err(error) => {
+            assert_eq!(error.errno(), nix::libc::EIO);
+            Err(error.to_string())
+        }
+    }
+}
+
+fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)> {
+    let view = cluster.view(0);
+    (0..files).filter_map(|number| Some((number, read(&view, number, len).err()?))).collect()
+}
+
+/// `docs/SEMANTICS.md`: what a drive does not give cannot be read, and the error names the drive of that node; the node is not lost.
+#[test]
+fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
+    const LEN: usize = 100_000;
+    let cluster = ground(150, LEN).up(2);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    // Now and then: asked for once more, each chunk comes.
+    let Some(tampering) = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO:when=5+20") else { return };
+    let failed = read_all(&cluster, 50, LEN);
+    assert!(failed.is_empty(), "{failed:?}");
+    drop(tampering);
+    // Always: what lies on node 1 fails, and is told so.
+    let tampering = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO").unwrap();
+    let failed = read_all(&cluster, 150, LEN);
+    assert!(failed.len() > 20 && failed.len() < 90, "{} of 150", failed.len());
+    for (_, reason) in &failed {
+        assert!(reason.contains("node 1") && reason.contains("drive") && reason.contains("Input/output error"), "{reason}");
+        assert!(!reason.contains("lost"), "{reason}");
+    }
+    // Meanwhile data can be staged in, on all nodes.
+    fs::create_dir(cluster.at("e")).unwrap();
+    (0..50).for_each(|number| fs::write(cluster.at(format!("e/{number}")), content(number, LEN)).unwrap());
+    cluster.stage(&[&cluster.at("e")], "/dayfly/e");
+    drop(tampering);
+    assert_eq!(read_all(&cluster, 150, LEN), []);
+    cluster.down();
+}
+
+/// `docs/SEMANTICS.md`: a drive that hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
+#[test]
+fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
+    const FILES: usize = 90;
+    const LEN: usize = 1 << 20;
+    let cluster = ground(FILES, LEN).up_with(3, &["--memory", "32M"]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster.ok(&["tune", "--cache", "off"]);
+    let pid = cluster.pids()[&1];
+    let files = files_of(&cluster, pid);
+    let Some(tampering) = Tampering::with(pid, "pread64:delay_enter=60000000") else { return };
+    let view = cluster.view(0);
+    let (start, hung, reads) = (Instant::now(), Mutex::new(BTreeSet::new()), Mutex::new(0));
+    std::thread::scope(|scope| {
+        // What node 1 has to send is not in memory: its drive is asked.
+        scope.spawn(|| {
+            while start.elapsed() < Duration::from_secs(20) {
+                files.iter().for_each(evict);
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        for thread in 0..8 {
+            let (view, hung, reads) = (&view, &hung, &reads);
+            scope.spawn(move || {
+                // For longer than a request's wait for room.
+                loop {
+                    for number in (0..FILES).skip(thread % 4 * 20) {
+                        if start.elapsed() > Duration::from_secs(20) {
+                            return;
+                        }
+                        match read(view, number, LEN) {
+                            Ok(()) => *reads.lock().unwrap() += 1,
+                            Err(reason) => {
+                                assert!(reason.contains("node 1"), "{number}: {reason}");
+                                assert!(!reason.contains("arena"), "{number}: {reason}");
+                                hung.lock().unwrap().insert(number);
+                            }
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let (hung, reads) = (hung.into_inner().unwrap(), reads.into_inner().unwrap());
+    let words = format!("{reads} reads of healthy nodes beside {} files of the hung one, {:?}\n", hung.len(), start.elapsed());
+    let _ = std::io::stderr().write_all(words.as_bytes());
+    assert!(!hung.is_empty() && hung.len() < FILES / 2 + 10 && reads > FILES / 2, "{words}");
+    drop(tampering);
+    harness::wait_until("the drive answers again", || hung.iter().all(|&number| read(&view, number, LEN).is_ok()));
+    cluster.down();
+}
