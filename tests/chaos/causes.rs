@@ -49,6 +49,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("its bytes are gone", Cause::Gone),
     ("the dataset is not there any more", Cause::Gone),
     ("the session has ended", Cause::Gone),
+    ("the session was ended", Cause::Gone),
     ("is not running", Cause::Gone),
     ("no session of yours is running", Cause::Gone),
     ("changed while it was staged in", Cause::Source),
