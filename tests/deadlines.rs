@@ -144,6 +144,11 @@ fn stall(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.stall + deadlines.offer + deadlines.node_silent)
 }
 
+/// What is shipped is written some MiB at a time, and comes no faster than the rate of the row's stage-in.
+fn next_write(_: &Deadlines) -> (Duration, Duration) {
+    (Duration::ZERO, Duration::from_secs(10))
+}
+
 /// As long as a drive takes that is slow.
 fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
@@ -179,7 +184,7 @@ const TABLE: &[Row] = &[
     row(Ask::StageInByAnother, 0, Far::Silent, stage_in, &["node 0"]),
     row(Ask::Shipping, 1, Far::Silent, stage_in, &["node 1"]),
     row(Ask::Shipping, 1, Far::Reset, at_once, &["node 1"]),
-    row(Ask::Shipping, 1, Far::DriveFails, at_once, &["node 1"]),
+    row(Ask::Shipping, 1, Far::DriveFails, next_write, &["node 1"]),
     works(Ask::Down, 1, Far::Silent, down),
     row(Ask::Read, 1, Far::Reset, at_once, &["node 1", "lost"]),
     row(Ask::Batch, 1, Far::Reset, at_once, &["node 1", "lost"]),
