@@ -2,7 +2,7 @@
 //! order blocking work goes on, and what goes wrong when. What runs is what ships: the coordinator, the stage-in's workers, the
 //! fetcher, the arena and the peers' side, put together by [`crate::Server::start_on`].
 //!
-//! `DAYFLY_SIMULATION_SEED` runs one seed and tells each message; `DAYFLY_SIMULATION_SEEDS` says how many run.
+//! `DAYFLY_SIMULATION_SEED=7` runs one seed and tells each message; `DAYFLY_SIMULATION_SEEDS` says how many run, or which (`5000..9000`).
 
 mod faults;
 mod jobs;
@@ -12,6 +12,7 @@ mod random;
 mod session;
 mod source;
 
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -21,6 +22,8 @@ use planted::Planted;
 use session::{Outcome, run};
 use source::Sources;
 
+/// The variable that names a single seed, of which each message is told.
+const ONE: &str = "DAYFLY_SIMULATION_SEED";
 /// Seeds of one test run, unless it is told otherwise.
 const SEEDS: u64 = 5000;
 /// A planted bug is found within so many.
@@ -29,12 +32,25 @@ const SEEDS_TO_FIND: u64 = 20;
 const READS_MIN: u64 = 50;
 const FAULTS_MIN: u64 = 3;
 
-fn variable(name: &str) -> Option<u64> {
-    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
+fn number(value: &str) -> u64 {
+    value.parse().expect("a number")
+}
+
+/// The seeds that the environment names: one, a number of them, or `FROM..TO`.
+fn seeds() -> Range<u64> {
+    let variable = |name: &str| std::env::var(name).ok();
+    match (variable(ONE), variable("DAYFLY_SIMULATION_SEEDS")) {
+        (Some(one), _) => number(&one)..number(&one) + 1,
+        (None, Some(seeds)) => match seeds.split_once("..") {
+            Some((from, to)) => number(from)..number(to),
+            None => 0..number(&seeds),
+        },
+        (None, None) => 0..SEEDS,
+    }
 }
 
 /// Runs seeds on all cores; each with what came of it, in order.
-fn run_all(seeds: std::ops::Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcome> {
+fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcome> {
     let (sources, next, outcomes) = (Sources::write(), AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
@@ -59,9 +75,7 @@ fn run_all(seeds: std::ops::Range<u64>, bug: Option<Planted>, is_told: bool) -> 
 #[test]
 fn thousands_of_seeded_sessions_keep_every_promise() {
     let start = Instant::now();
-    let one = variable("DAYFLY_SIMULATION_SEED");
-    let seeds = one.map_or(0..variable("DAYFLY_SIMULATION_SEEDS").unwrap_or(SEEDS), |seed| seed..seed + 1);
-    let outcomes = run_all(seeds, None, one.is_some());
+    let outcomes = run_all(seeds(), None, std::env::var_os(ONE).is_some());
     let sum = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     eprintln!(
         "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of their time, traces {:016x}",
