@@ -488,7 +488,7 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
 
 /// Tells the lead how far we are, and hears whether to go on; a lead that is lost ends the stage-in here.
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
-    let mut is_undone = false;
+    let (mut is_undone, mut unheard) = (false, None);
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
         let progress = stage.gauge.take();
@@ -520,11 +520,15 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
                 break;
             }
             Ok(_) => break,
+            // Only the lead knows whether the others show it too, or none does. It is asked on for longer than it may take to publish;
+            // a node that is cut off for as long has been ended by its lease.
+            Err(_) if stage.is_shown() && unheard.get_or_insert(asked_at).elapsed() < server.deadlines().offer => continue,
             Err(error) => {
                 tracing::warn!(%error, "a stage-in ends here, for its lead does not answer");
                 break;
             }
         }
+        unheard = None;
     }
     stage.cancel();
     if server.stages().remove(stage.number).is_some() {

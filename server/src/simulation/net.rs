@@ -404,7 +404,7 @@ impl SimConnection {
 
 /// The first word of a message, for who reads along.
 fn name(message: &[u8]) -> String {
-    match dayfly_meta::wire::decode::<dayfly_meta::wire::peer::Request>(message) {
+    match dayfly_meta::wire::decode_sealed::<dayfly_meta::wire::peer::Request>(message) {
         Ok(request) => format!("{request:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned(),
         Err(_) => "?".to_owned(),
     }

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::Network;
-use dayfly_meta::wire::{decode, encode};
+use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
     Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
     TransportError,
@@ -86,7 +86,7 @@ impl Connection for BuggyConnection {
     }
 
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
-        let is_read = matches!(decode::<Request>(&message), Ok(Request::Read { .. }));
+        let is_read = matches!(decode_sealed::<Request>(&message), Ok(Request::Read { .. }));
         let pulled = self.inner.pull(message, slots, timeout).await;
         if self.bug == Planted::SwallowedAnswer && is_read && self.reads.fetch_add(1, Ordering::Relaxed) == 3 {
             return std::future::pending().await;
@@ -107,9 +107,9 @@ struct BuggyService {
 #[async_trait]
 impl Service for BuggyService {
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
-        let request = decode::<Request>(&message);
+        let request = decode_sealed::<Request>(&message);
         if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::Commit { .. })) {
-            return Ok(Answer { message: encode(&Reply::Done), pieces: Vec::new() });
+            return Ok(Answer { message: encode_sealed(&Reply::Done), pieces: Vec::new() });
         }
         let mut answer = self.inner.pulled(from, message, room).await?;
         if self.bug == Planted::WrongChunk && matches!(request, Ok(Request::Read { .. })) {

@@ -34,7 +34,7 @@ const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this, whatever happens; it waits for no more than one deadline after the other.
 const STAGE_IN_MAX: Duration = Duration::from_secs(150);
 /// By then all that was under way has ended.
-const QUIET: Duration = Duration::from_secs(80);
+const QUIET: Duration = Duration::from_secs(120);
 
 /// What came of a seed.
 #[derive(Clone, Debug, Default, PartialEq)]
