@@ -5,6 +5,8 @@
 mod harness;
 
 use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -177,6 +179,90 @@ fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
 }
 
 /// OPERATIONS: `status` says what the files take, copies among them.
+/// A file system in memory with little room, unmounted when dropped.
+struct Small(PathBuf);
+
+impl Small {
+    /// `None`, and a word on standard error, where this user cannot mount.
+    fn new(folder: PathBuf, mib: u32) -> Option<Self> {
+        fs::create_dir(&folder).unwrap();
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "none"]).arg(&folder).output();
+        if mounted.is_ok_and(|mounted| mounted.status.success()) {
+            return Some(Self(folder));
+        }
+        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "no file system can be mounted here");
+        eprintln!("not run, for no file system can be mounted here");
+        None
+    }
+
+    /// As another program that takes all that is left.
+    fn fill(&self) {
+        let mut filler = fs::File::create(self.0.join("filler")).unwrap();
+        while filler.write_all(&[1; 4096]).is_ok() {}
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        // Lazily: a server that is ending may have it open.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Files of 100,000 bytes for a stage-in of their own.
+fn more(ground: &Ground, name: &str, count: usize) {
+    fs::create_dir(ground.at(name)).unwrap();
+    (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
+}
+
+/// SEMANTICS: copies make way for a stage-in also where others have filled the drive.
+#[test]
+fn copies_make_way_where_others_have_filled_the_drive() {
+    for nodes in [2, 3] {
+        let ground = Ground::new();
+        let Some(drive) = Small::new(ground.at("small"), 150) else { return };
+        files(&ground, 300, 200_000);
+        more(&ground, "more", 30);
+        let cluster = ground.up_with(nodes, &["--data-dir", drive.0.to_str().unwrap()]);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        cluster.ok(&["verify"]);
+        let kept = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["kept_bytes"])).sum::<u64>();
+        wait_until("much is kept", || kept() > 30_000_000);
+        drive.fill();
+        let before = kept();
+        for target in ["x", "y", "z"] {
+            cluster.stage(&[&cluster.at("more")], &format!("/dayfly/{target}"));
+            let free = statvfs(&drive.0).map(|stat| stat.blocks_available() * stat.fragment_size()).unwrap();
+            eprintln!("{nodes} nodes: {} of {before} bytes are still kept, {free} are free", kept());
+        }
+        assert!(kept() < before, "the room for blocks was what was kept");
+        cluster.ok(&["verify"]);
+        assert_eq!(check_all(&cluster, 0, 300, 200_000), 0);
+        cluster.down();
+        drop(drive);
+    }
+}
+
+/// SEMANTICS: where no copy can make way, the message names the data dir and the way out.
+#[test]
+fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
+    let ground = Ground::new();
+    let Some(drive) = Small::new(ground.at("small"), 60) else { return };
+    files(&ground, 10, 200_000);
+    more(&ground, "more", 30);
+    let cluster = ground.up_with(1, &["--data-dir", drive.0.to_str().unwrap()]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    drive.fill();
+    let message = cluster.fails(1, &["stage-in", "more", "/dayfly/more"]);
+    eprintln!("{message}");
+    assert!(message.contains(drive.0.to_str().unwrap()) && message.contains("make room there"), "{message}");
+    cluster.ok(&["verify"]);
+    fs::remove_file(drive.0.join("filler")).unwrap();
+    cluster.stage(&[&cluster.at("more")], "/dayfly/more");
+    cluster.down();
+    drop(drive);
+}
+
 #[test]
 fn status_says_what_the_files_take() {
     let cluster = session(2, &[], &[100_000; 300]);

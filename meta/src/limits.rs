@@ -113,6 +113,11 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
 pub const ROOM_STEP: u64 = 16 << 20;
+/// Room on a drive that copies of other nodes' blocks leave to what a stage-in writes beside blocks: this part of what the drive was
+/// given, and at most [`HEADROOM_MAX`] bytes.
+pub const HEADROOM_SHARE: u64 = 16;
+/// See [`HEADROOM_SHARE`].
+pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
 /// cache stays the job's.
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;

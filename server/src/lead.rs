@@ -19,6 +19,7 @@ use dayfly_meta::limits::{DATASETS_MAX, DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER
 use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_stagein::StageInError;
 use dayfly_stagein::handing::Handing;
 use dayfly_stagein::pipeline::Gauge;
 use dayfly_stagein::plan::{self, Wanted};
@@ -37,6 +38,8 @@ pub(crate) use stage::{LeadStage, Reported};
 const LEAD: NodeId = NodeId(0);
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
+/// Bytes that a merge writes for one of a run, at most about.
+const MERGED_PER_RUN: u64 = 4;
 /// Nodes to which one gives the catalog at a time.
 const CATALOG_FAN_OUT: usize = 4;
 
@@ -201,6 +204,8 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }
+    // The plan is written to a data dir, too.
+    make_headroom(server).await?;
     let planning = CancelOnDrop::default();
     let plan = tokio::select! {
         biased;
@@ -209,6 +214,8 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Planning) => never,
     };
+    // Copies may have come meanwhile, and others may have taken more.
+    make_headroom(server).await?;
     let free = free_room(server).await?;
     let announced = announce(&plan, free.iter().sum());
     let (least, all_free) = (announced.least_bytes, announced.free_bytes);
@@ -282,11 +289,24 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
     let planned = server.blocking().run(move || {
-        let scratch = nameless_file(drive.path()).map_err(|error| error.to_string())?;
+        let scratch = nameless_file(drive.path()).map_err(|error| drive.cannot_write(error).to_string())?;
         let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
-        plan::plan(&wanted, scratch, &gauge).map_err(|error| error.to_string())
+        plan::plan(&wanted, scratch, &gauge).map_err(|error| match error {
+            StageInError::Scratch(error) => StageInError::Scratch(drive.cannot_write(error)).to_string(),
+            error => error.to_string(),
+        })
     });
     planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(LEAD, reason))
+}
+
+/// Has copies make way on all nodes for what a stage-in writes beside blocks.
+async fn make_headroom(server: &Arc<Server>) -> Result<(), String> {
+    let timeout = server.deadlines().request + server.deadlines().views;
+    let asking = server.peers().nodes().map(|node| server.ask(node, Request::Headroom, timeout));
+    for made in join_all(asking).await {
+        made.map_err(|error| format!("all nodes are needed for a stage-in: {error}"))?;
+    }
+    Ok(())
 }
 
 /// Free room on each node.
@@ -369,6 +389,9 @@ impl Job<'_> {
         let created_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64);
         let by_files = DIRECTORIES_MAX_DEFAULT + self.stage.counts().files * DIRECTORIES_PER_FILE_MAX;
         let directories_max = self.request.selection.max_directories.unwrap_or(by_files);
+        // What is put aside of the members, the catalog, and what is sorted for it.
+        let runs_len: u64 = runs.iter().map(|&(_, _, len)| len).sum();
+        self.server.make_headroom(runs_len.saturating_mul(MERGED_PER_RUN)).await?;
         let merging = merge::Merging {
             server: self.server.clone(),
             stage: self.stage.clone(),

@@ -327,6 +327,7 @@ impl Server {
                 self.pause_keeping();
                 Ok(done)
             }
+            Request::Headroom => self.make_headroom(0).await.map(|()| done),
             Request::StageIn(request) => {
                 let number = self.lead.following().begin(self, request)?;
                 Ok((Reply::Followed { number }, Vec::new()))
@@ -450,7 +451,9 @@ impl Server {
             return Err("no room for the catalog; give more with --capacity".to_owned());
         }
         room.shrink_to(len);
-        let cannot = |error: io::Error| format!("cannot write the catalog: {error}");
+        // The locations take less than the catalog.
+        self.make_headroom(len.saturating_mul(2)).await?;
+        let cannot = |error: io::Error| format!("cannot write the catalog: {}", drive.cannot_write(error));
         if from != self.config.node {
             let file = Arc::new(nameless_file(drive.path()).map_err(cannot)?);
             let mut offset = 0;

@@ -139,7 +139,7 @@ impl Stage {
         let memory = Memory::part(server.config().stage_memory, server.config().workers);
         let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
         let catalog_drive = server.store().roomiest_drive();
-        let arrivals = nameless_file(catalog_drive.path()).map_err(cannot)?;
+        let arrivals = nameless_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.cannot_write(error)))?;
         let gauge = Arc::new(Gauge::new(max_rate));
         let stage = Arc::new(Self {
             number,
@@ -165,6 +165,7 @@ impl Stage {
         let mut tasks = stage.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         tasks.spawn(work(server.clone(), stage.clone(), placement));
         tasks.spawn(report(server.clone(), stage.clone()));
+        tasks.spawn(keep_headroom(server.clone(), stage.clone()));
         drop(tasks);
         server.stages().insert(stage);
         Ok(())
@@ -456,11 +457,23 @@ async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
 
 /// One worker: takes units from the lead until there are none.
 fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
-    let runtime = tokio::runtime::Handle::current();
     let drive = server.store().roomiest_drive();
+    work_through(server, stage, placement, drive.clone()).map_err(|error| match error {
+        StageInError::Scratch(error) => StageInError::Scratch(drive.cannot_write(error)),
+        error => error,
+    })
+}
+
+fn work_through(
+    server: &Arc<Server>,
+    stage: &Arc<Stage>,
+    placement: Arc<Placement>,
+    drive: Arc<Drive>,
+) -> Result<Vec<(File, u64)>, StageInError> {
+    let runtime = tokio::runtime::Handle::current();
     let memory = stage.memory;
     let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
-    let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone()).map_err(StageInError::Scratch)?;
+    let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone())?;
     let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
     let questions = stage.questions.clone();
     let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
@@ -482,6 +495,15 @@ fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement
             Reply::Wait => {}
             Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
             _ => return Err(StageInError::Cancelled),
+        }
+    }
+}
+
+/// Has copies make way, while the stage-in runs, for what it writes beside blocks, whoever else fills the drive.
+async fn keep_headroom(server: Arc<Server>, stage: Arc<Stage>) {
+    while stage.unless_cancelled(tokio::time::sleep(server.deadlines().progress_interval)).await.is_ok() {
+        if let Err(reason) = server.make_headroom(0).await {
+            tracing::warn!(reason, "what is kept does not make way");
         }
     }
 }

@@ -83,7 +83,7 @@ impl Store {
     /// The drive with the most room left, for what is not a segment.
     pub(crate) fn roomiest_drive(&self) -> Arc<Drive> {
         // `Drive::open_all` refuses an empty list.
-        let roomiest = self.drives.iter().max_by_key(|drive| drive.free());
+        let roomiest = self.drives.iter().max_by_key(|drive| drive.free().min(drive.free_on_file_system()));
         roomiest.unwrap_or_else(|| unreachable!("a store has a drive")).clone()
     }
 
@@ -99,6 +99,33 @@ impl Store {
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
         ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.kept_room()
+    }
+
+    /// The most that a drive's file system lacks of the room for what a stage-in writes beside blocks.
+    pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
+        self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
+    }
+
+    /// Whether segments leave that room free. They do while copies can make way for them instead.
+    pub(crate) fn spare_headroom(&self, is_spared: bool) {
+        self.drives.iter().for_each(|drive| drive.spare_headroom(is_spared));
+    }
+
+    /// Whether `bytes` for blocks fit on a drive, by what we may take and by what its file system has.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        let has =
+            |drive: &Arc<Drive>| drive.free() >= bytes && drive.free_on_file_system() >= bytes.saturating_add(drive.spared());
+        self.drives.iter().any(has)
+    }
+
+    /// Whether segments left room free, which they need not from now on.
+    pub(crate) fn end_headroom(&self) -> bool {
+        let was_spared = self.drives.iter().any(|drive| drive.spared() > 0);
+        self.spare_headroom(false);
+        if was_spared {
+            self.drives.iter().for_each(|drive| drive.set_not_full());
+        }
+        was_spared
     }
 
     /// What blocks take that are only kept.

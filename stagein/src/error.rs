@@ -93,7 +93,7 @@ pub enum StageInError {
         sample: String,
     },
     /// The data dir failed while something was put aside there.
-    #[error("cannot write to the data dir: {0}")]
+    #[error("cannot put aside what was found: {0}")]
     Scratch(#[source] io::Error),
     /// A node did not take what was shipped to it.
     #[error("cannot store on node {node}: {reason}")]

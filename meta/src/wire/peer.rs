@@ -72,6 +72,8 @@ pub enum Request {
         /// Room on each node, in order: its weight in the placement.
         capacities: Vec<u64>,
     },
+    /// From the lead, before a stage-in: have copies make way where others have taken the drive's room. Reply: `Done`.
+    Headroom,
     /// To the lead: what came of units, and are there more? Reply: `Units`, `Wait`, `NoUnit` or `Stop`.
     NextUnit {
         /// The stage-in.

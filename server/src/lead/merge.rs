@@ -52,15 +52,16 @@ impl Merging {
         }
         // Hard links need to be known before the catalog is built, so all members are put aside, in order.
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
+        let cannot_write = |error: io::Error| cannot(drive.cannot_write(error));
         let mut collector = LinkCollector::new((self.server.config().stage_memory / STAGE_INS_MAX as u64) as usize);
-        let mut aside = BufWriter::new(scratch().map_err(cannot)?);
+        let mut aside = BufWriter::new(scratch().map_err(cannot_write)?);
         for member in members {
             let member = member.map_err(cannot)?;
             self.stage.step();
             collector.see(&member).map_err(|error| error.to_string())?;
-            write_member(&mut aside, &member).map_err(cannot)?;
+            write_member(&mut aside, &member).map_err(cannot_write)?;
         }
-        let aside = aside.into_inner().map_err(|error| cannot(error.into_error()))?;
+        let aside = aside.into_inner().map_err(|error| cannot_write(error.into_error()))?;
         let links = collector.resolve(Histories::new(read_back(&aside).map_err(cannot)?)).map_err(|error| error.to_string())?;
         self.build(&scratch, Histories::new(read_back(&aside).map_err(cannot)?), &links)
     }

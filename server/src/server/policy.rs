@@ -44,11 +44,34 @@ impl Server {
     /// try.
     pub(crate) async fn make_room(self: &Arc<Self>, bytes: u64) -> Result<bool, String> {
         let _alone = self.planning.lock().await;
-        if self.store.drives().iter().any(|drive| drive.free() >= bytes) {
+        let (has_room, missing) =
+            self.on_drives(move |server| (server.store.has_room(bytes), server.store.headroom_missing(0))).await?;
+        if has_room {
             // Another has made some.
             return Ok(true);
         }
-        let wanted = bytes.max(self.store.capacity() / ROOM_STEPS);
+        let wanted = bytes.max(self.store.capacity() / ROOM_STEPS).saturating_add(missing);
+        if self.give_up_kept(wanted).await? > 0 {
+            return Ok(true);
+        }
+        // Where nothing makes way, blocks may have all that is left.
+        Ok(self.store.end_headroom())
+    }
+
+    /// Makes room for what a stage-in writes beside blocks, `bytes` or some more, out of what is only kept, where others have taken
+    /// the file system's. Where nothing is kept, the writes themselves meet the full drive.
+    pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), String> {
+        let missing = move |server: &Self| server.store.headroom_missing(bytes);
+        if self.on_drives(missing).await? == 0 {
+            return Ok(());
+        }
+        let _alone = self.planning.lock().await;
+        let missing = self.on_drives(missing).await?;
+        self.give_up_kept(missing).await.map(drop)
+    }
+
+    /// Gives up `wanted` bytes, about, of what is only kept, or all of it; how much that was.
+    async fn give_up_kept(self: &Arc<Self>, wanted: u64) -> Result<u64, String> {
         let (mut freed, mut rounds) = (0, 0);
         while freed < wanted {
             // A page is free when the last block in it goes: where blocks are small, more of them go in each round.
@@ -62,12 +85,14 @@ impl Server {
                 None => break,
             }
         }
-        Ok(freed > 0)
+        Ok(freed)
     }
 
     /// Nothing more is kept until [`Self::plan_kept`] says so: a stage-in needs the room.
     pub(super) fn pause_keeping(&self) {
         self.store.datasets().iter().for_each(|dataset| dataset.kept().set_paused(true));
+        // While it can make way, blocks do not take the last of a file system.
+        self.store.spare_headroom(self.store.kept_room() > 0);
     }
 
     fn has_withdrawn(&self) -> bool {
@@ -121,6 +146,7 @@ impl Server {
             // They need the room; when the last has ended, this comes again.
             return Ok(());
         }
+        self.store.end_headroom();
         let raised = self.on_drives(move |server| {
             server.store.datasets().iter().try_for_each(|dataset| {
                 dataset.raise_kept(threshold)?;

@@ -1,6 +1,5 @@
 //! Where a worker's batches go: to this node's own segments, or by an offer to their owner.
 
-use std::io;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
@@ -29,8 +28,10 @@ pub(super) struct ServerSink {
 
 impl ServerSink {
     /// Takes memory for the batches of one worker.
-    pub(super) fn new(server: Arc<Server>, stage: Arc<Stage>, batches: usize, runtime: Handle) -> io::Result<Self> {
-        let shipping = server.transport().region((BATCH_LEN_MAX * batches) as u64)?;
+    pub(super) fn new(server: Arc<Server>, stage: Arc<Stage>, batches: usize, runtime: Handle) -> Result<Self, StageInError> {
+        let shipping = server.transport().region((BATCH_LEN_MAX * batches) as u64);
+        let no_memory = |error| failed(server.config().node, format_args!("no memory for batches: {error}"));
+        let shipping = shipping.map_err(no_memory)?;
         Ok(Self { server, stage, shipping, runtime, under_way: JoinSet::new() })
     }
 

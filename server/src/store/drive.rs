@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dayfly_meta::limits::DRIVES_MAX;
+use dayfly_meta::limits::{DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE};
 use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
@@ -17,7 +17,11 @@ use super::write_back::{Kernel, WriteBack};
 /// A drive did not do what was asked of it.
 #[derive(Debug, thiserror::Error)]
 enum DriveError {
-    #[error("cannot write to the data dir '{}': {error}; make room there, or name another drive with --data-dir", path.display())]
+    #[error(
+        "cannot write to the data dir '{}': {error}; make room there (`dayfly tune --cache off` gives up copies of other \
+         nodes' blocks), or name another drive with --data-dir",
+        path.display()
+    )]
     Write { path: PathBuf, error: io::Error },
     #[error(
         "the drive of the data dir '{}' has lost what was written to it: {error}; look into the kernel's log (dmesg), make room on \
@@ -37,6 +41,8 @@ pub(crate) struct Drive {
     given: u64,
     capacity: AtomicU64,
     used: AtomicU64,
+    /// What segments leave free on the file system, for what else a stage-in writes there.
+    spared: AtomicU64,
 }
 
 impl Drive {
@@ -58,7 +64,7 @@ impl Drive {
             // No more than there is, whatever the user says.
             let given = share(free).min(free);
             let (path, write_back, capacity) = (path.clone(), write_back.clone(), AtomicU64::new(given));
-            Ok(Arc::new(Self { path, write_back, device, given, capacity, used: AtomicU64::new(0) }))
+            Ok(Arc::new(Self { path, write_back, device, given, capacity, used: AtomicU64::new(0), spared: AtomicU64::new(0) }))
         };
         paths.iter().zip(free).map(drive).collect()
     }
@@ -77,7 +83,7 @@ impl Drive {
     }
 
     /// Names the drive in the error of a write.
-    pub(super) fn cannot_write(&self, error: io::Error) -> io::Error {
+    pub(crate) fn cannot_write(&self, error: io::Error) -> io::Error {
         io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), error })
     }
 
@@ -107,6 +113,26 @@ impl Drive {
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 
+    /// How much its file system lacks of the room for what a stage-in writes beside blocks: `bytes`, and at least what is always
+    /// left for that.
+    pub(super) fn headroom_missing(&self, bytes: u64) -> u64 {
+        self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
+    }
+
+    /// From now on segments leave that room free, or do not.
+    pub(super) fn spare_headroom(&self, is_spared: bool) {
+        self.spared.store(if is_spared { self.headroom() } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// What segments leave free.
+    pub(super) fn spared(&self) -> u64 {
+        self.spared.load(Ordering::Relaxed)
+    }
+
+    fn headroom(&self) -> u64 {
+        (self.given / HEADROOM_SHARE).min(HEADROOM_MAX)
+    }
+
     /// Takes room, if it is there.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
         let mut reservation = Reservation { drive: self.clone(), bytes: 0 };
@@ -119,7 +145,7 @@ impl Drive {
     }
 
     /// Something was given back.
-    pub(super) fn set_not_full(&self) {
+    pub(crate) fn set_not_full(&self) {
         self.capacity.store(self.given, Ordering::Relaxed);
     }
 }

@@ -65,8 +65,11 @@ pub(crate) fn room_for(len: u64) -> u64 {
 impl Segments {
     pub(crate) fn create(drives: &[Arc<Drive>], dataset: DatasetId) -> io::Result<Self> {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
-            let file = nameless_file(drive.path())?;
-            file.write_all_at(&header(dataset.0, number as u8), 0)?;
+            let made = nameless_file(drive.path()).and_then(|file| {
+                file.write_all_at(&header(dataset.0, number as u8), 0)?;
+                Ok(file)
+            });
+            let file = made.map_err(|error| drive.cannot_write(error))?;
             let reservation = drive.reserve(DATA_START);
             let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept: None, reservation });
             let unsynced = Unsynced::new(drive.write_back().clone());
@@ -344,7 +347,11 @@ impl Segment {
     fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
         // On a drive of which little was given, no more than a small part of that.
         let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        let spared = self.drive.spared();
         for until in [needed.next_multiple_of(step), needed] {
+            if spared > 0 && self.drive.free_on_file_system() < (until - room.filled).saturating_add(spared) {
+                continue;
+            }
             match fallocate(&self.file, FallocateFlags::empty(), room.filled as i64, (until - room.filled) as i64) {
                 // Where it cannot do that, a full one is met when blocks are written.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {
@@ -357,7 +364,7 @@ impl Segment {
                 Err(error) => return Err(self.drive.cannot_write(error.into())),
             }
         }
-        // The file system is full before our capacity is.
+        // The file system is full before our capacity is, but for what is left to others than blocks.
         self.drive.set_full();
         Ok(false)
     }
