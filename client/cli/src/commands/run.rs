@@ -73,7 +73,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         drop(started);
         // Both count; CMD's own failure is told first.
         let (status, ended) = (status?, ended.map_err(itself)?);
-        eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
+        complain(format_args!("session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes)));
         Ok(ExitCode::from(status))
     });
     // A stage-in that was interrupted may still wait for its answer.
