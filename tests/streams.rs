@@ -185,7 +185,7 @@ fn what_a_user_gave_says_nothing_to_the_terminal() {
 #[test]
 fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
     let ground = Ground::new();
-    for spare in [0, 4096, 8192, 12288] {
+    for spare in (0..12).map(|pages| pages * 4096) {
         let Some(disk) = SmallDisk::mount(ground.runtime.path(), "64k") else { return };
         disk.fill(spare);
         let output = ground.output(&["up", "--local", "1"]);
