@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use harness::{Ground, output_of, text, wait_for};
+use harness::{Ground, output_of, signal, text, wait_for, wait_until};
+use nix::sys::signal::Signal;
 
 const LIMIT: Duration = Duration::from_secs(100);
 
@@ -102,6 +103,30 @@ fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
             assert_eq!(status.code(), Some(7), "standard error is {name}, with {options:?}");
         }
     }
+    ground.assert_clean();
+}
+
+#[test]
+fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
+    let ground = Ground::new();
+    let stage_in = format!("{}:/dayfly/t", make_tree(&ground).display());
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let flags = |flags| nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETFL(flags)).unwrap();
+    flags(nix::fcntl::OFlag::O_NONBLOCK);
+    while (&writer).write(&[b'x'; 4096]).is_ok() {}
+    flags(nix::fcntl::OFlag::empty());
+    let mut command = ground.dayfly();
+    command.args(["run", "--local", "1", "--stage-in", &stage_in, "--", "true"]);
+    let mut child = command.stdout(Stdio::null()).stderr(writer).spawn().unwrap();
+    wait_until("it is up", || ground.output(&["status"]).status.success());
+    // It may be at its first message, or before it: it ends from both.
+    std::thread::sleep(Duration::from_millis(300));
+    signal(child.id() as i32, Signal::SIGTERM);
+    let status = wait_for(&mut child, LIMIT);
+    if status.is_none() {
+        signal(child.id() as i32, Signal::SIGKILL);
+    }
+    assert_eq!(status.expect("it ends").code(), Some(143));
     ground.assert_clean();
 }
 

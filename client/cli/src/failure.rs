@@ -1,14 +1,18 @@
 //! How a command fails: one line on standard error, and an exit status that means something.
 
 use std::fmt::Display;
-use std::io::{self, StdoutLock, Write};
+use std::io::{self, Stderr, StdoutLock, Write};
+use std::os::fd::AsFd;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use clap::error::ContextValue;
 use dayfly_client::ClientError;
 use dayfly_client::locate::NotPrivate;
 use dayfly_meta::path::display;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::unistd::User;
 
 /// The operation failed.
@@ -78,7 +82,37 @@ pub(crate) fn complain(message: impl Display) {
 /// The same of what is no complaint, in our own words. Not `eprintln!`, which panics where it cannot write: what nobody can read is no
 /// reason for a command to fail.
 pub(crate) fn mention(message: impl Display) {
-    let _ = writeln!(io::stderr(), "{message}");
+    let line = format!("{message}\n");
+    let mut rest = line.as_bytes();
+    // Not by the lock of standard error: another thread may have it, and wait for a terminal that was stopped (Ctrl-S).
+    let stderr = io::stderr();
+    while !rest.is_empty() {
+        if IS_ENDING.load(Ordering::Relaxed) && !is_writable(&stderr) {
+            return;
+        }
+        match nix::unistd::write(&stderr, rest) {
+            Ok(count) => rest = &rest[count..],
+            Err(Errno::EINTR) => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// How long a message waits for its reader once a signal has come.
+const LAST_WORD_TIMEOUT_MS: u16 = 500;
+
+/// Whether a signal has come: from then on the end of a session waits for no reader.
+static IS_ENDING: AtomicBool = AtomicBool::new(false);
+
+/// From here on messages that nobody reads are dropped.
+pub(crate) fn end_soon() {
+    IS_ENDING.store(true, Ordering::Relaxed);
+}
+
+fn is_writable(stderr: &Stderr) -> bool {
+    let mut wanted = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
+    // What went wrong here is told by the write.
+    poll(&mut wanted, LAST_WORD_TIMEOUT_MS) != Ok(0)
 }
 
 impl From<ClientError> for Failure {

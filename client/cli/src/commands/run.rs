@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use super::signals::Interruptions;
 use super::{down, exec, harden, stage_in};
 use crate::args::Run;
-use crate::failure::{Failure, NOT_STARTED, complain};
+use crate::failure::{Failure, NOT_STARTED, complain, end_soon};
 use crate::launch::{self, Planned, Started};
 use crate::size;
 
@@ -143,6 +143,7 @@ async fn command(
             }
         }
     };
+    end_soon();
     // A terminal has told all of its foreground group already.
     if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
         pass_on(&child, number);
