@@ -178,27 +178,39 @@ impl Session {
                 others.extend(wish.ok().map(|item| (at, item)));
             }
         }
+        let zeroed = fault::zeroed();
         let mut batch = self.begin_batch(whole, Delivery::Arrival, OnMissing::Tell)?;
         while let Some(index) = batch.advance()? {
             let at = whole_at[index];
-            let zeroed = fault::zeroed();
             match (batch.bytes(index), buffers.get_mut(at)) {
                 (Ok(bytes), Some(buffer)) => {
-                    let len = bytes.len();
-                    buffer[..len].copy_from_slice(bytes);
-                    // What was copied may not be what was meant.
-                    if (batch.is_lost(index) || fault::zeroed() != zeroed)
-                        && let Err(error) = batch.read_into(index, &mut buffer[..len])
-                    {
-                        sizes[at] = Err(error);
+                    buffer[..bytes.len()].copy_from_slice(bytes);
+                    if let State::Leased(leased) = &batch.states[index] {
+                        // What was copied may not be what was meant.
+                        if !batch.holds(leased)
+                            && let Err(error) = batch.read_into(index, &mut buffer[..bytes.len()])
+                        {
+                            sizes[at] = Err(error);
+                        }
+                        // It is not looked at again.
+                        batch.states[index] = State::Empty;
                     }
                 }
                 // Nothing was wanted of it.
                 (Ok(_), None) => {}
                 (Err(_), _) => sizes[at] = Err(batch.take_error(index)),
             }
-            // It is not looked at again.
-            batch.states[index] = State::Empty;
+        }
+        if fault::zeroed() != zeroed {
+            // Some page was missing, of whatever file: that is so rare that all is read again.
+            for (index, &at) in whole_at.iter().enumerate() {
+                let Some(buffer) = buffers.get_mut(at) else { continue };
+                if let Ok(len) = sizes[at]
+                    && let Err(error) = batch.read_into(index, &mut buffer[..len as usize])
+                {
+                    sizes[at] = Err(error);
+                }
+            }
         }
         if batch.is_gone() {
             return Err(ClientError::Gone);

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::chunk::Chunk;
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
 use dayfly_meta::limits::{ORDER_SAMPLES_MAX, ORDERS_MAX, PREFETCH_REQUESTS_MAX, PREFETCH_SHARE};
 use dayfly_meta::wire::status::{Depth, Policy, PrefetchStatus};
@@ -40,6 +41,7 @@ pub(crate) struct Prefetcher {
     arena: Arena,
     fetcher: Arc<Fetcher>,
     order_idle: Duration,
+    recall: Duration,
     policy: Mutex<Policy>,
     orders: Mutex<Vec<Weak<Order>>>,
     permits: Semaphore,
@@ -100,12 +102,13 @@ impl Order {
 }
 
 impl Prefetcher {
-    pub(crate) fn new(arena: Arena, fetcher: Arc<Fetcher>, order_idle: Duration) -> Arc<Self> {
+    pub(crate) fn new(arena: Arena, fetcher: Arc<Fetcher>, deadlines: &Deadlines) -> Arc<Self> {
         let zero = || AtomicU64::new(0);
         Arc::new(Self {
             arena,
             fetcher,
-            order_idle,
+            order_idle: deadlines.order_idle,
+            recall: deadlines.recall,
             policy: Mutex::default(),
             orders: Mutex::default(),
             permits: Semaphore::new(ORDERS_MAX),
@@ -396,7 +399,7 @@ impl Ahead<'_> {
         if hits > 0 {
             self.progressed = Instant::now();
             self.drop_overtaken();
-        } else if !self.window.is_empty() && self.progressed.elapsed() > self.prefetcher.order_idle {
+        } else if !self.window.is_empty() && self.progressed.elapsed() > self.patience() {
             self.give_back();
         }
         let elapsed = self.looked.elapsed();
@@ -446,6 +449,12 @@ impl Ahead<'_> {
             self.window_bytes -= overtaken.map_or(0, |overtaken| overtaken.lease.len());
             self.prefetcher.wasted.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// How long nobody need read before others get the room: those who wait for some do not wait for an idle order.
+    fn patience(&self) -> Duration {
+        let Prefetcher { arena, recall, order_idle, .. } = &**self.prefetcher;
+        if arena.is_short() { *recall } else { *order_idle }
     }
 
     /// Nobody reads: others may have the room. What was ahead is fetched again when somebody does.

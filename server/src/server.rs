@@ -147,7 +147,7 @@ impl Server {
         let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
         let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
-            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), deadlines.order_idle),
+            prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines),
             fetcher,
             config,
             transport,
