@@ -36,7 +36,7 @@ pub enum ClientError {
     #[error("{0}; else set DAYFLY_RUNTIME_DIR to a folder of your own")]
     NotPrivate(#[from] NotPrivate),
     /// A folder of sessions cannot be made or read.
-    #[error("cannot use '{}' for sessions' sockets and locks: {error}; set DAYFLY_RUNTIME_DIR to a folder that you may write to", folder.display())]
+    #[error("cannot use '{}' for sessions' sockets and locks: {error}; {}", folder.display(), way_out(.error))]
     Folder {
         /// Which.
         folder: PathBuf,
@@ -112,6 +112,16 @@ pub enum ClientError {
         /// Of what was read.
         found: u32,
     },
+}
+
+/// What to do about a folder of sessions that cannot be used.
+fn way_out(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "make room there, or set DAYFLY_RUNTIME_DIR to a folder with some"
+        }
+        _ => "set DAYFLY_RUNTIME_DIR to a folder that you may write to",
+    }
 }
 
 fn list(names: &[String]) -> String {

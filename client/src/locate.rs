@@ -72,7 +72,7 @@ pub fn runtime_dir() -> PathBuf {
 
 /// Makes the folder of a new session, with the keeper's lock.
 pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Flock<File>), ClientError> {
-    prepare(all, session, |folder| {
+    let made = prepare(all, session, |folder| {
         create_private(folder)?;
         let lock = lock_patiently(&folder.join(KEEPER_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         fs::write(folder.join(KEEPER_LOCK), std::process::id().to_string())?;
@@ -80,7 +80,15 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Loca
             fs::write(folder.join(JOB), job)?;
         }
         Ok(lock)
-    })
+    });
+    if let Err(ClientError::Folder { folder, error }) = &made
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        // What was made before it failed is of no use to anyone; another session in the folder of all keeps that.
+        let _ = fs::remove_dir_all(folder);
+        let _ = fs::remove_dir(all);
+    }
+    made
 }
 
 /// Makes the folder of a session, or comes into it, with a lock that keeps it until a node's lock does. `is_kept`: its keeper is known to

@@ -8,6 +8,7 @@ mod spread;
 mod stage;
 
 use std::collections::{HashMap, HashSet};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -23,7 +24,7 @@ use dayfly_stagein::StageInError;
 use dayfly_stagein::handing::Handing;
 use dayfly_stagein::pipeline::Gauge;
 use dayfly_stagein::plan::{self, Wanted};
-use futures_util::future::join_all;
+use futures_util::future::{FutureExt, join_all};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
@@ -175,13 +176,19 @@ pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc
 
 /// The same on the lead.
 async fn lead_one(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    let result = Box::pin(run(server, request, &events)).await;
+    let result = Box::pin(caught(run(server, request, &events))).await;
     let event = match result {
         Ok(summary) => Event::StagedIn(Box::new(summary)),
         Err(reason) => Event::Failed { reason },
     };
     // Whoever asked may be gone.
     let _ = events.send(event).await;
+}
+
+/// A panic of what leads a stage-in is an error of it: what it took is given back, and its user is told.
+async fn caught<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    let panicked = |_| Err(format!("node {LEAD} failed at something that it did not expect; its log says more"));
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(panicked)
 }
 
 async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event>) -> Result<Summary, String> {
@@ -233,16 +240,19 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     let stage = Arc::new(stage);
     server.lead().running().insert(number, stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, rivals, free };
-    let prepared = tokio::select! {
-        biased;
-        reason = stage.failed() => Err(reason),
-        () = events.closed() => Err("cancelled".to_owned()),
-        prepared = Box::pin(job.prepare()) => prepared,
-        never = tell_progress(server, &stage, events) => never,
+    let preparing = async {
+        tokio::select! {
+            biased;
+            reason = stage.failed() => Err(reason),
+            () = events.closed() => Err("cancelled".to_owned()),
+            prepared = Box::pin(job.prepare()) => prepared,
+            never = tell_progress(server, &stage, events) => never,
+        }
     };
+    let prepared = caught(preparing).await;
     // From here on it is not cancelled any more: either all show it, or it is undone.
     let published = match prepared {
-        Ok(merged) => job.commit(replaces).await.map(|()| merged),
+        Ok(merged) => caught(job.commit(replaces)).await.map(|()| merged),
         Err(reason) => Err(reason),
     };
     let result = match published {
@@ -511,6 +521,14 @@ mod tests {
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
         lead.published().insert(5);
         assert_eq!(ask(), Reply::Stop);
+    }
+
+    #[tokio::test]
+    async fn a_panic_of_the_lead_is_an_error_of_its_stage_in() {
+        let server_fails = || -> Result<(), String> { std::panic::resume_unwind(Box::new("a fault of ours")) };
+        assert!(caught(async { server_fails() }).await.unwrap_err().contains("node 0 failed"));
+        assert_eq!(caught(async { Err::<(), _>("a reason".to_owned()) }).await.unwrap_err(), "a reason");
+        assert_eq!(caught(async { Ok(1) }).await, Ok(1));
     }
 
     #[test]

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dayfly_client::ClientError;
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
@@ -284,11 +285,12 @@ impl Place {
         let stage_memory = memory::for_stage_ins(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
         let (location, lock) = locate::enter(&all, session, invitation.job.as_deref(), is_local)?;
         let list = location.folder.join(data_dir::LIST);
+        let unusable = |error| ClientError::Folder { folder: location.folder.clone(), error };
         match OpenOptions::new().create_new(true).write(true).mode(0o600).open(list) {
-            Ok(mut list) => list.write_all(&data_dir::list(&data_dirs, session))?,
+            Ok(mut list) => list.write_all(&data_dir::list(&data_dirs, session)).map_err(unusable)?,
             // By another server of this machine.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(unusable(error).into()),
         }
         // Of those that this process may use, by its cpuset and control group.
         let cores = thread::available_parallelism().map_or(1, usize::from);
@@ -332,7 +334,7 @@ pub(crate) fn start_below(invitation: &Invitation) -> Result<Option<processes::P
 
 /// A node's lock, taken by its server for as long as it lives.
 pub(crate) fn lock_node(location: &Location, node: NodeId) -> Result<Flock<File>, Failure> {
-    let lock = location.lock_node(node).map_err(|error| Failure::new(format!("cannot lock node {node}: {error}")))?;
+    let lock = location.lock_node(node).map_err(|error| ClientError::Folder { folder: location.folder.clone(), error })?;
     lock.ok_or_else(|| Failure::new(format!("node {node} of session {} has a server already", location.session)))
 }
 

@@ -13,6 +13,17 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    let arguments = args::Arguments::parse();
-    commands::run(arguments.command).unwrap_or_else(|failure| failure.report())
+    let ended = match args::Arguments::try_parse() {
+        Ok(arguments) => commands::run(arguments.command),
+        Err(error) => failure::about_arguments(error),
+    };
+    let status = ended.unwrap_or_else(|failure| failure.report());
+    match failure::all_said() {
+        Ok(()) => status,
+        // A failure says more by its own status.
+        Err(unsaid) => match unsaid.report() {
+            unsaid if status == ExitCode::SUCCESS => unsaid,
+            _ => status,
+        },
+    }
 }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use dayfly_client::{OpenFile, View, ViewError};
 
 use crate::args::Cat;
-use crate::failure::{Failure, complain};
+use crate::failure::{Failure, complain, output};
 use crate::namespace::{about, view};
 
 /// Bytes read at a time.
@@ -15,7 +15,7 @@ const READ_LEN: usize = 1 << 20;
 
 pub(super) fn run(arguments: Cat) -> Result<ExitCode, Failure> {
     let view = view()?;
-    let mut output = io::stdout().lock();
+    let mut output = output();
     let mut failed = false;
     for path in &arguments.paths {
         let copied = view.open(path.as_bytes()).map_err(CopyError::Read).and_then(|file| copy(&view, &file, &mut output));

@@ -3,14 +3,14 @@
 mod checks;
 mod hosts;
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::process::ExitCode;
 
 use dayfly_meta::path::display;
 use serde::{Deserialize, Serialize};
 
 use crate::args::Doctor;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, output, say};
 
 /// How a thing is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,7 +91,7 @@ fn show(report: &Report) {
             State::Slow => "slow",
             State::Missing => "missing",
         };
-        say!("  {what:<16} {state:<8} {}", display(detail.as_bytes()));
+        say!("  {:<16} {state:<8} {}", display(what.as_bytes()), display(detail.as_bytes()));
         if !advice.is_empty() {
             say!("  {:<16} {:<8} -> {}", "", "", display(advice.as_bytes()));
         }
@@ -100,7 +100,7 @@ fn show(report: &Report) {
 
 /// A line of JSON for another `dayfly doctor`.
 fn tell(what: &impl Serialize) -> Result<(), Failure> {
-    let mut output = io::stdout().lock();
+    let mut output = output();
     writeln!(output, "{}", serde_json::to_string(what).map_err(Failure::new)?)?;
     Ok(output.flush()?)
 }

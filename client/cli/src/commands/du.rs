@@ -8,14 +8,14 @@ use dayfly_client::{FileKind, View, ViewError};
 use dayfly_meta::path::join;
 
 use crate::args::Du;
-use crate::failure::{Failure, complain};
+use crate::failure::{Failure, complain, output};
 use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
 pub(super) fn run(arguments: Du) -> Result<ExitCode, Failure> {
     let view = view()?;
     let escapes = io::stdout().is_terminal();
-    let mut output = BufWriter::new(io::stdout().lock());
+    let mut output = BufWriter::new(output());
     let mut failed = false;
     for path in paths_or_all(&view, arguments.paths.clone()) {
         let mut sums = Vec::new();

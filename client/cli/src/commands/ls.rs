@@ -8,7 +8,7 @@ use dayfly_meta::path::join;
 use nix::unistd::{Group, User, getegid, geteuid};
 
 use crate::args::Ls;
-use crate::failure::{Failure, complain};
+use crate::failure::{Failure, Output, complain, output};
 use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
@@ -22,7 +22,7 @@ pub(super) fn run(arguments: Ls) -> Result<ExitCode, Failure> {
         owner: user.ok().flatten().map_or_else(|| geteuid().to_string(), |user| user.name),
         group: group.ok().flatten().map_or_else(|| getegid().to_string(), |group| group.name),
         escapes: io::stdout().is_terminal(),
-        output: BufWriter::new(io::stdout().lock()),
+        output: BufWriter::new(output()),
         failed: false,
     };
     let (files, directories): (Vec<_>, Vec<_>) = paths
@@ -52,7 +52,7 @@ struct Lister<'a> {
     owner: String,
     group: String,
     escapes: bool,
-    output: BufWriter<io::StdoutLock<'a>>,
+    output: BufWriter<Output>,
     failed: bool,
 }
 

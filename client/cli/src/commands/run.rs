@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use super::signals::Interruptions;
 use super::{down, exec, harden, stage_in};
 use crate::args::Run;
-use crate::failure::{Failure, NOT_STARTED, complain};
+use crate::failure::{Failure, NOT_STARTED, complain, end_soon};
 use crate::launch::{self, Planned, Started};
 use crate::size;
 
@@ -73,7 +73,7 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
         drop(started);
         // Both count; CMD's own failure is told first.
         let (status, ended) = (status?, ended.map_err(itself)?);
-        eprintln!("dayfly: session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes));
+        complain(format_args!("session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes)));
         Ok(ExitCode::from(status))
     });
     // A stage-in that was interrupted may still wait for its answer.
@@ -143,6 +143,7 @@ async fn command(
             }
         }
     };
+    end_soon();
     // A terminal has told all of its foreground group already.
     if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
         pass_on(&child, number);

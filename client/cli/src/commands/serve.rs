@@ -48,7 +48,9 @@ pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
         invitation.keeper = found.map_err(|error| Failure::usage(format!("--rendezvous '{address}': {error}")))?.collect();
     }
     let filter = invitation.log.as_ref().and_then(|log| log.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false);
+    // A line that cannot be written is lost. By default that is told on standard error, the same full log, with a panic.
+    log.log_internal_errors(false).init();
     let session: SessionId = invitation.session.parse().map_err(Failure::new)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from) / usize::from(invitation.settings.servers_here);
     // As many as this server's share of the cores: a message handed to a sleeping thread costs more than what is done with it.

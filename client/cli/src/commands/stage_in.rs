@@ -19,7 +19,7 @@ use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflic
 
 use super::signals::Interruptions;
 use crate::args::{Group, OnConflict, StageIn, StageInOptions};
-use crate::failure::{Failure, LEFT_OUT};
+use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
@@ -27,6 +27,8 @@ use progress::Reporter;
 const SIGN_TIME: Duration = Duration::from_millis(100);
 /// A server that has closed its connections goes within this, and the others of this machine with it.
 const END_TIME: Duration = Duration::from_secs(2);
+/// How long a stage-in that is interrupted waits for what it is just telling.
+const TELLING_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
     let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
@@ -72,8 +74,17 @@ impl Telling {
 
     /// Clears what is shown, and says what became of the stage-in.
     pub(super) fn interrupt(&self) {
-        if let Some(mut reporter) = self.reporter().take() {
-            reporter.interrupt();
+        end_soon();
+        // Who has it may wait for a reader who does not come.
+        let start = Instant::now();
+        while start.elapsed() < TELLING_TIMEOUT {
+            if let Ok(mut reporter) = self.0.try_lock() {
+                if let Some(mut reporter) = reporter.take() {
+                    reporter.interrupt();
+                }
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
         }
     }
 

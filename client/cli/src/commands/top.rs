@@ -13,7 +13,7 @@ use dayfly_meta::wire::status::{ClientStatus, NodeStatus, Reads, SOURCES, Status
 
 use super::status::ask;
 use crate::args::Top;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, all_said, say};
 use crate::size::show;
 pub(super) use bottleneck::bottleneck;
 
@@ -34,6 +34,7 @@ pub(super) fn run(arguments: &Top) -> Result<ExitCode, Failure> {
         say!("{clear}session {}, {} nodes, over {seconds:.1} s", session.id(), session.nodes());
         show_nodes(&before, &now, seconds);
         say!("{}", bottleneck(&before, &now, seconds));
+        all_said()?;
         before = now;
         left = left.map(|left| left - 1);
     }

@@ -8,14 +8,14 @@ use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 
 use nix::sys::prctl::set_pdeathsig;
-use nix::sys::signal::Signal;
-use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::{Pid, dup2_stderr, dup2_stdout, setsid};
 
 use super::run::start;
 use super::signals::Interruptions;
 use super::{down, harden};
 use crate::args::Up;
-use crate::failure::{FAILED, Failure, complain};
+use crate::failure::{FAILED, Failure, complain, output};
 use crate::launch::{self, Started};
 
 pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
@@ -39,8 +39,11 @@ fn start_keeper() -> Result<ExitCode, Failure> {
     if !id.is_empty() {
         // What it has to say it has said by now, or says in its log.
         let _ = errors.map(thread::JoinHandle::join);
-        write!(io::stdout(), "{id}")?;
-        return Ok(ExitCode::SUCCESS);
+        let Err(error) = output().write_all(id.as_bytes()) else { return Ok(ExitCode::SUCCESS) };
+        // It ends its session with itself.
+        kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM).map_err(io::Error::from)?;
+        keeper.wait()?;
+        return Err(never_told(&error));
     }
     let status = keeper.wait()?;
     // It has said why.
@@ -70,10 +73,11 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
             // No job's folder stays busy; what was given relative to it has been looked up.
             env::set_current_dir("/")?;
         }
-        let told = writeln!(io::stdout(), "{}", started.location.session).and_then(|()| io::stdout().flush());
-        if told.is_err() {
-            // Whoever started this is gone.
-            return Ok(ExitCode::from(FAILED));
+        if let Err(error) = writeln!(output(), "{}", started.location.session) {
+            // In the background whoever started this is gone.
+            let ended = down::end_servers(&started.location);
+            drop(started);
+            return Err(ended.err().unwrap_or_else(|| never_told(&error)));
         }
         if arguments.background {
             to_log(&started)?;
@@ -96,6 +100,11 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
             }
         }
     })
+}
+
+/// Nobody would find a session whose id was never told, and it would stay.
+fn never_told(error: &io::Error) -> Failure {
+    Failure::new(format!("the session is ended, for its id cannot be told on standard output: {error}"))
 }
 
 /// From here on nobody reads what is said but in the session's folder.

@@ -9,7 +9,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::args::StageInOptions;
-use crate::failure::{complain, say};
+use crate::failure::{complain, mention, say};
 use crate::size;
 
 /// Where there is no terminal, a line this often.
@@ -125,13 +125,13 @@ impl Reporter {
             true => format!("{} files, a catalog of about {}", plan.known_files, size::show(plan.catalog_bytes)),
             false => "as many files as the archives hold".to_owned(),
         };
-        eprintln!(
+        mention(format_args!(
             "staging {} sources of {} into {}: {files}; {} are free on all nodes",
             plan.sources,
             size::show(plan.source_bytes),
             self.target,
             size::show(plan.free_bytes)
-        );
+        ));
         if io::stderr().is_terminal() {
             self.bars = Some(Bars::new(plan.source_bytes));
         }
@@ -150,11 +150,11 @@ impl Reporter {
             bars.show(progress, what);
         } else if self.last_line.elapsed() >= LINE_INTERVAL {
             self.last_line = Instant::now();
-            eprintln!(
+            mention(format_args!(
                 "{:.0} s: {} of sources read, {what}",
                 self.start.elapsed().as_secs_f64(),
                 size::show(progress.source_bytes)
-            );
+            ));
         }
     }
 
@@ -166,7 +166,7 @@ impl Reporter {
             _ => format!("; fullest node {:.1} % over the mean", summary.imbalance_permille as f64 / 10.0),
         };
         let seconds = (summary.elapsed_ms as f64 / 1000.0).max(0.001);
-        eprintln!(
+        mention(format_args!(
             "{}: {} samples, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symlinks, catalog {}{}",
             self.target,
             summary.samples,
@@ -176,22 +176,22 @@ impl Reporter {
             summary.others,
             size::show(summary.catalog_bytes),
             balance
-        );
+        ));
         if summary.elapsed_ms >= BOTTLENECK_TOLD_MS_MIN {
             let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
             match is_held_back {
-                true => eprintln!("--max-rate was what held it back"),
-                false => eprintln!("most of the time went into {}", told(summary.bottleneck())),
+                true => mention("--max-rate was what held it back"),
+                false => mention(format_args!("most of the time went into {}", told(summary.bottleneck()))),
             }
         }
         if summary.samples == 0 {
-            eprintln!("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
+            mention("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
         }
         if !self.is_unpacking_all && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
-            eprintln!(
+            mention(format_args!(
                 "hint: {} of {} samples are archives by their names; --nested unpacks each into a directory (--no-unpack says that they are meant so)",
                 summary.archives, summary.samples
-            );
+            ));
         }
         let counts = &summary.counts;
         let remarks = [
@@ -206,10 +206,10 @@ impl Reporter {
             (counts.skipped, "members or sources left out, for they cannot be read"),
         ];
         for (count, what) in remarks.iter().filter(|(count, _)| *count > 0) {
-            eprintln!("warning: {count} {what}");
+            mention(format_args!("warning: {count} {what}"));
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
-            eprintln!("  {}", display(note.as_bytes()));
+            mention(format_args!("  {}", display(note.as_bytes())));
         }
     }
 

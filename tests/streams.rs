@@ -1,0 +1,228 @@
+//! Standard output, standard error and log files that cannot be written: no command and no server may lose its work by them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use harness::{Ground, output_of, signal, text, wait_for, wait_until};
+use nix::sys::signal::Signal;
+
+const LIMIT: Duration = Duration::from_secs(100);
+
+/// What every write to fails with "No space left on device".
+fn full() -> Stdio {
+    OpenOptions::new().write(true).open("/dev/full").unwrap().into()
+}
+
+/// A pipe whose reader is gone.
+fn unread() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+fn make_tree(ground: &Ground) -> PathBuf {
+    let tree = ground.at("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("a"), "content").unwrap();
+    tree
+}
+
+/// A small file system in memory, unmounted when dropped.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    /// `None`, and a word about it, where it cannot be mounted.
+    fn mount(at: &Path, size: &str) -> Option<Self> {
+        let option = format!("size={size}");
+        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "none"]).arg(at).output();
+        if !mounted.is_ok_and(|mounted| mounted.status.success()) {
+            eprintln!("not run: mounting a small file system needs root");
+            return None;
+        }
+        Some(Self(at.to_owned()))
+    }
+
+    /// Takes all room that is left, but for `spare` bytes.
+    fn fill(&self, spare: u64) {
+        let mut file = File::create(self.0.join("fill")).unwrap();
+        while file.write_all(&[b'x'; 512]).is_ok() {}
+        let len = file.metadata().unwrap().len();
+        file.set_len(len.saturating_sub(spare)).unwrap();
+    }
+
+    fn free(&self) {
+        fs::remove_file(self.0.join("fill")).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // Also where a process of a failed test is still in it.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_server_whose_log_cannot_be_written_goes_on() {
+    let ground = Ground::new();
+    let tree = make_tree(&ground);
+    let Some(disk) = SmallDisk::mount(ground.runtime.path(), "256k") else { return };
+    let cluster = ground.up(1);
+    // A log's last page may have room: it is filled too.
+    let log = cluster.folder().join("node-0.log");
+    disk.fill(0);
+    if let Ok(mut log) = OpenOptions::new().append(true).open(&log) {
+        while log.write_all(b".").is_ok() {}
+    }
+    for number in 0..3 {
+        cluster.stage(&[&tree], &format!("/dayfly/{number}"));
+    }
+    assert_eq!(cluster.ok(&["cat", "/dayfly/2/a"]), "content");
+    disk.free();
+    cluster.down();
+}
+
+#[test]
+fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
+    let ground = Ground::new();
+    let tree = make_tree(&ground);
+    let stage_in = format!("{}:/dayfly/t", tree.display());
+    for (name, stderr) in [("full", full as fn() -> Stdio), ("unread", unread)] {
+        for options in [&[][..], &["--stage-in", &stage_in]] {
+            let mut command = ground.dayfly();
+            command.args(["run", "--local", "1"]).args(options).args(["--", "sh", "-c", "exit 7"]);
+            let mut child = command.stdout(Stdio::null()).stderr(stderr()).spawn().unwrap();
+            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            assert_eq!(status.code(), Some(7), "standard error is {name}, with {options:?}");
+        }
+    }
+    ground.assert_clean();
+}
+
+#[test]
+fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
+    let ground = Ground::new();
+    let stage_in = format!("{}:/dayfly/t", make_tree(&ground).display());
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let flags = |flags| nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETFL(flags)).unwrap();
+    flags(nix::fcntl::OFlag::O_NONBLOCK);
+    while (&writer).write(&[b'x'; 4096]).is_ok() {}
+    flags(nix::fcntl::OFlag::empty());
+    let mut command = ground.dayfly();
+    command.args(["run", "--local", "1", "--stage-in", &stage_in, "--", "true"]);
+    let mut child = command.stdout(Stdio::null()).stderr(writer).spawn().unwrap();
+    wait_until("it is up", || ground.output(&["status"]).status.success());
+    // It may be at its first message, or before it: it ends from both.
+    std::thread::sleep(Duration::from_millis(300));
+    signal(child.id() as i32, Signal::SIGTERM);
+    let status = wait_for(&mut child, LIMIT);
+    if status.is_none() {
+        signal(child.id() as i32, Signal::SIGKILL);
+    }
+    assert_eq!(status.expect("it ends").code(), Some(143));
+    ground.assert_clean();
+}
+
+#[test]
+fn output_that_was_not_written_is_a_failure_that_names_it() {
+    let ground = Ground::new();
+    let tree = make_tree(&ground);
+    let cluster = ground.up(1);
+    cluster.stage(&[&tree], "/dayfly/t");
+    let again = ["stage-in", "--json", "--replace", tree.to_str().unwrap(), "/dayfly/t"];
+    let commands: [&[&str]; 15] = [
+        &["status"],
+        &["status", "--json"],
+        &["metrics"],
+        &["metrics", "--describe"],
+        &["env"],
+        &["df"],
+        &["verify"],
+        &["stat", "/dayfly/t/a"],
+        &["tune", "--cache", "off"],
+        &["top", "--interval", "0.1", "--count", "100000"],
+        &again,
+        &["doctor"],
+        &["ls"],
+        &["du"],
+        &["cat", "/dayfly/t/a"],
+    ];
+    for arguments in commands.into_iter().chain([&["--help"][..], &["--version"]]) {
+        for (stdout, is_told) in [(full as fn() -> Stdio, true), (unread, false)] {
+            // Nobody reads `top` to its end.
+            if !is_told && arguments[0] == "top" {
+                continue;
+            }
+            let mut child = cluster.dayfly().args(arguments).stdout(stdout()).stderr(Stdio::piped()).spawn().unwrap();
+            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            let message = text(&child.wait_with_output().unwrap().stderr);
+            assert_eq!(message.contains("standard output"), is_told, "{arguments:?}: {message}");
+            assert!(!is_told || status.code() == Some(1), "{arguments:?}: {status}, {message}");
+        }
+    }
+    cluster.down();
+}
+
+#[test]
+fn a_session_whose_id_was_never_told_is_ended() {
+    let ground = Ground::new();
+    for options in [&[][..], &["--foreground"]] {
+        for stdout in [full as fn() -> Stdio, unread] {
+            let mut command = ground.dayfly();
+            command.args(["up", "--local", "1"]).args(options);
+            let mut child = command.stdout(stdout()).stderr(Stdio::piped()).spawn().unwrap();
+            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            let message = text(&child.wait_with_output().unwrap().stderr);
+            assert_eq!(status.code(), Some(1), "{message}");
+            assert!(message.contains("standard output") && message.contains("is ended"), "{message}");
+            ground.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn what_a_user_gave_says_nothing_to_the_terminal() {
+    let ground = Ground::new();
+    let hostile = "\x1b]0;owned\x07\x1b[31m";
+    let commands: [(i32, &[&str]); 5] = [
+        (2, &["up", hostile]),
+        (2, &["up", "--local", hostile]),
+        (2, &[hostile]),
+        (2, &["status", "--no-such\x1b[31m"]),
+        (1, &["doctor", "--data-dir", "/absent\x1b[31m"]),
+    ];
+    for (status, arguments) in commands {
+        let output = output_of(ground.dayfly().args(arguments));
+        let told = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{told}");
+        assert!(told.contains("\\u{1b}") && !told.contains('\x1b') && !told.contains('\x07'), "{told:?}");
+        assert!(told.lines().count() > 1, "lines stay lines: {told:?}");
+    }
+}
+
+#[test]
+fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
+    let ground = Ground::new();
+    for spare in (0..12).map(|pages| pages * 4096) {
+        let Some(disk) = SmallDisk::mount(ground.runtime.path(), "64k") else { return };
+        disk.fill(spare);
+        let output = ground.output(&["up", "--local", "1"]);
+        if output.status.success() {
+            // So much is enough on this kernel.
+            ground.ok(&["down"]);
+        } else {
+            let message = text(&output.stderr);
+            assert!(message.contains("No space left on device") && message.contains("make room"), "{message}");
+        }
+        disk.free();
+        let left: Vec<_> = fs::read_dir(ground.runtime.path()).unwrap().flatten().map(|entry| entry.path()).collect();
+        assert!(left.is_empty(), "with {spare} bytes left: {left:?}");
+    }
+}
