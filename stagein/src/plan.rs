@@ -286,8 +286,11 @@ impl Planner<'_> {
                         let file = root.join(OsStr::from_bytes(&entry.path));
                         let unreadable = |error| StageInError::Read { path: file.clone(), error };
                         let planned = fs::metadata(&file).map_err(unreadable);
-                        let planned = planned.and_then(|metadata| self.file(file, Some(join(&prefix, stem)), &metadata));
-                        return planned.or_else(|error| self.forgive(error));
+                        match planned.and_then(|metadata| self.file(file, Some(join(&prefix, stem)), &metadata)) {
+                            // As within an archive, it stays a file.
+                            Err(StageInError::NotAnArchive { .. }) => {}
+                            planned => return planned.or_else(|error| self.forgive(error)),
+                        }
                     }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
