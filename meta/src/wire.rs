@@ -18,7 +18,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Version of all messages and frames; any change to them raises it. Both ends must be of one version: a session is one
 /// binary, started together.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Bytes that are no message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

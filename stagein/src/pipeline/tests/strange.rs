@@ -1,8 +1,43 @@
-//! Sources that are not what they look like.
+//! Sources that are not what they look like, or do not stay what they were.
 
 use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 use super::*;
+
+/// Writes `bytes` into a file in place and puts its time back.
+fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    let before = file.metadata().unwrap();
+    loop {
+        file.write_all_at(bytes, offset).unwrap();
+        file.set_modified(before.modified().unwrap()).unwrap();
+        let after = file.metadata().unwrap();
+        assert_eq!((after.mtime(), after.mtime_nsec(), after.len()), (before.mtime(), before.mtime_nsec(), before.len()));
+        // The clock of a file system goes in steps of some milliseconds.
+        if (after.ctime(), after.ctime_nsec()) != (before.ctime(), before.ctime_nsec()) {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_source_changed_in_place_with_its_time_put_back_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), vec![1; 5000]).unwrap();
+    let pack = |program: &str| {
+        let done = std::process::Command::new("bash").args(["-ec", program]).current_dir(folder.path()).status().unwrap();
+        assert!(done.success(), "{program}");
+    };
+    pack("tar -cf a.tar file; python3 -m zipfile -c a.zip file");
+    for (name, offset) in [("file", 100), ("a.tar", 1000), ("a.zip", 40)] {
+        let path = folder.path().join(name);
+        let plan = planned(&[&path], &Selection::default()).unwrap();
+        overwrite(&path, b"new", offset);
+        let error = run(plan, &Selection::default(), &[1 << 30], 1, &mut |_| 0).map(drop).unwrap_err();
+        assert!(matches!(&error, StageInError::Changed { path: named } if *named == path), "{name}: {error}");
+    }
+}
 
 #[test]
 fn what_was_zipped_from_a_pipe_is_a_file() {
