@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
-use dayfly_meta::path::{display, join, normalize};
-use dayfly_meta::wire::control::{Counts, OnConflict, Selection, Step};
+use dayfly_meta::path::{join, normalize};
+use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
 use given::given;
@@ -360,6 +360,9 @@ impl TreeBatch {
 
 #[cfg(test)]
 mod tests {
+    use dayfly_meta::path::display;
+    use dayfly_meta::wire::control::OnConflict;
+
     use super::*;
 
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {
