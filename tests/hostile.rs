@@ -7,6 +7,7 @@ mod harness;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::Command;
@@ -157,10 +158,18 @@ fn sources_that_cannot_be_read_are_named() {
         let message = cluster.fails(2, &["stage-in", source, "/dayfly/x"]);
         assert!(message.contains(words), "{message}");
     }
+    for list in ["@fifo", "@/dev/zero"] {
+        let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
+        assert!(message.contains("no regular file"), "{message}");
+    }
     for descriptor in 3..40 {
         let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);
         assert!(!output.status.success(), "the server's descriptor {descriptor} was staged in");
     }
+    assert_unharmed(&cluster, used);
+    fs::create_dir(cluster.at("strange")).unwrap();
+    fs::write(cluster.at("strange").join(std::ffi::OsStr::from_bytes(b"a\xff")), "x").unwrap();
+    assert!(cluster.fails(1, &["stage-in", "strange/b*", "/dayfly/x"]).contains("strange/b*"));
     assert_unharmed(&cluster, used);
     std::os::unix::fs::symlink("nowhere", cluster.at("dangling")).unwrap();
     assert!(cluster.fails(1, &["stage-in", "dangling", "/dayfly/x"]).contains("dangling"));

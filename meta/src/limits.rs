@@ -30,6 +30,13 @@ pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
 /// Memory that a decoder may take for its window, xz and zstd alike: `xz -9` needs 65 MiB, `zstd --long=27` 128 MiB.
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
+/// Sources of one stage-in, which the lead keeps in memory, and the paths below one folder that a glob still has to look at.
+pub const SOURCES_MAX: usize = 1 << 20;
+/// The paths of those sources, in bytes.
+pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
+/// A `@LIST`: with real names it is shorter than this when it names as many sources as may be.
+pub const LIST_LEN_MAX: u64 = 256 << 20;
+
 /// Entries (names) of one dataset: they are numbered in 32 bits, and 0 stays free in the index.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
 /// What a hard link takes of the lead's memory while hard links are resolved, beside its name and its target, each of them three times.

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::SAMPLE_SIZE_MAX;
+use dayfly_meta::limits::{SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
 
 /// Why a stage-in failed.
 #[derive(Debug, thiserror::Error)]
@@ -19,6 +19,23 @@ pub enum StageInError {
         pattern: String,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A list that cannot be one.
+    #[error("'{}' cannot be a list of sources: {reason}", path.display())]
+    List {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// More sources than are kept in memory.
+    #[error(
+        "'{pattern}' names too many sources: one stage-in takes at most {SOURCES_MAX}, with {SOURCE_PATHS_LEN_MAX} bytes of paths; \
+             stage in the folder that they lie in, or some of them after the others"
+    )]
+    TooMany {
+        /// The glob or list that names the first one too many.
+        pattern: String,
     },
     /// A source, or a file of a tree, cannot be read.
     #[error("cannot read '{}': {error}", path.display())]
@@ -141,6 +158,8 @@ impl StageInError {
             | Self::Crowded { .. } => true,
             Self::NoMatch(_)
             | Self::Pattern { .. }
+            | Self::List { .. }
+            | Self::TooMany { .. }
             | Self::Special { .. }
             | Self::NoRoom { .. }
             | Self::Scratch(_)

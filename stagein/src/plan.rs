@@ -1,21 +1,22 @@
 //! The lead's part before anything is read: sources are found, told apart and cut into units.
 
 mod cut;
+mod given;
 mod preflight;
 mod queue;
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
-use dayfly_meta::path::{display, join, normalize};
-use dayfly_meta::wire::control::{Counts, OnConflict, Selection, Step};
+use dayfly_meta::path::{join, normalize};
+use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Version, Work, ZipPart};
 
+use given::given;
 pub use preflight::check_sources;
 pub use queue::UnitQueue;
 
@@ -126,21 +127,6 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, S
     Ok(planner.plan)
 }
 
-/// All that patterns name, in order. What one pattern or list names together are rivals.
-fn given(patterns: &[Vec<u8>], selection: &Selection, watch: &Watch<'_>) -> Result<Vec<(PathBuf, Rivalry)>, StageInError> {
-    let mut all = Vec::new();
-    for (pattern, number) in patterns.iter().zip(1..) {
-        let paths = expand(std::slice::from_ref(pattern), watch)?;
-        let are_rivals = paths.len() > 1 && selection.on_conflict == OnConflict::Error;
-        for path in paths {
-            let given = all.len() as u32 + 1;
-            let rivalry = if are_rivals { Rivalry { pattern: number, given } } else { Rivalry::default() };
-            all.push((path, rivalry));
-        }
-    }
-    Ok(all)
-}
-
 /// Tells the gauge how planning goes.
 struct Watch<'a> {
     gauge: &'a Gauge,
@@ -158,59 +144,6 @@ impl<'a> Watch<'a> {
         self.gauge.step();
         if self.gauge.is_cancelled() { Err(StageInError::Cancelled) } else { Ok(()) }
     }
-}
-
-/// Literal paths stay as they are; globs become what they match, by their bytes.
-fn expand(patterns: &[Vec<u8>], watch: &Watch<'_>) -> Result<Vec<PathBuf>, StageInError> {
-    let mut paths = Vec::new();
-    for pattern in patterns {
-        watch.look_at(pattern)?;
-        let path = Path::new(OsStr::from_bytes(pattern));
-        if fs::symlink_metadata(path).is_ok() {
-            paths.push(path.to_owned());
-            continue;
-        }
-        if let Some(list) = pattern.strip_prefix(b"@") {
-            paths.append(&mut listed(Path::new(OsStr::from_bytes(list)), watch)?);
-            continue;
-        }
-        let no_match = || StageInError::NoMatch(display(pattern));
-        let text = std::str::from_utf8(pattern).map_err(|_| no_match())?;
-        if !text.contains(['*', '?', '[']) {
-            return Err(no_match());
-        }
-        // As a shell's: a star does not match a leading dot.
-        let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
-        let matches = glob::glob_with(text, options)
-            .map_err(|error| StageInError::Pattern { pattern: text.to_owned(), reason: error.msg.to_owned() })?;
-        let unreadable = |error: glob::GlobError| StageInError::Read { path: error.path().to_owned(), error: error.into() };
-        let mut found = Vec::new();
-        for path in matches {
-            found.push(path.map_err(unreadable)?);
-            watch.look_at(pattern)?;
-        }
-        if found.is_empty() {
-            return Err(no_match());
-        }
-        found.sort_by(|left, right| left.as_os_str().as_bytes().cmp(right.as_os_str().as_bytes()));
-        paths.append(&mut found);
-    }
-    Ok(paths)
-}
-
-/// The sources that a list names, one a line.
-fn listed(list: &Path, watch: &Watch<'_>) -> Result<Vec<PathBuf>, StageInError> {
-    let failed = |error| StageInError::Read { path: list.to_owned(), error };
-    let folder = list.parent().unwrap_or(Path::new("/"));
-    let mut paths = Vec::new();
-    for line in BufReader::new(File::open(list).map_err(failed)?).split(b'\n') {
-        let line = line.map_err(failed)?;
-        if !line.is_empty() {
-            // With its folder before it, a line is never a list again.
-            paths.append(&mut expand(&[folder.join(OsStr::from_bytes(&line)).into_os_string().into_vec()], watch)?);
-        }
-    }
-    Ok(paths)
 }
 
 /// The directory for an archive, after its name: without the ending that says that it is one, or without any.
@@ -353,8 +286,11 @@ impl Planner<'_> {
                         let file = root.join(OsStr::from_bytes(&entry.path));
                         let unreadable = |error| StageInError::Read { path: file.clone(), error };
                         let planned = fs::metadata(&file).map_err(unreadable);
-                        let planned = planned.and_then(|metadata| self.file(file, Some(join(&prefix, stem)), &metadata));
-                        return planned.or_else(|error| self.forgive(error));
+                        match planned.and_then(|metadata| self.file(file, Some(join(&prefix, stem)), &metadata)) {
+                            // As within an archive, it stays a file.
+                            Err(StageInError::NotAnArchive { .. }) => {}
+                            planned => return planned.or_else(|error| self.forgive(error)),
+                        }
                     }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
@@ -424,6 +360,9 @@ impl TreeBatch {
 
 #[cfg(test)]
 mod tests {
+    use dayfly_meta::path::display;
+    use dayfly_meta::wire::control::OnConflict;
+
     use super::*;
 
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {

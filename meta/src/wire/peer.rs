@@ -373,6 +373,10 @@ pub struct Version {
     pub mtime_s: i64,
     /// And nanoseconds.
     pub mtime_ns: u32,
+    /// Time of the last change of the inode, whole seconds: who changes a file can put its modification time back, but not this.
+    pub ctime_s: i64,
+    /// And nanoseconds.
+    pub ctime_ns: u32,
 }
 
 /// A range of a plain tar.
@@ -438,6 +442,10 @@ pub struct TreeEntry {
     pub mtime_s: i64,
     /// And nanoseconds.
     pub mtime_ns: u32,
+    /// Time of the last change of its inode, whole seconds.
+    pub ctime_s: i64,
+    /// And nanoseconds.
+    pub ctime_ns: u32,
     /// What it is.
     pub kind: TreeKind,
 }

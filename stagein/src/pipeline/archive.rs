@@ -179,6 +179,9 @@ impl<S: Sink> Worker<S> {
             MemberKind::Symlink(target) if target.is_empty() || target.len() > SYMLINK_LEN_MAX => {
                 return self.refuse(archive, &found.name, "a symlink whose target is empty or too long");
             }
+            MemberKind::Symlink(target) if target.contains(&0) => {
+                return self.refuse(archive, &found.name, "a symlink whose target holds a NUL byte");
+            }
             MemberKind::HardLink(target) => match self.selector.link_target(&join(&archive.inner, &target)) {
                 Ok(Some(target)) => MemberKind::HardLink(join(archive.prefix, &target)),
                 Ok(None) => return self.refuse(archive, &found.name, "a hard link to what is not selected"),

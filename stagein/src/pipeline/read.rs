@@ -62,21 +62,24 @@ impl<S: Sink> Worker<S> {
             TreeKind::Symlink(target) => (MemberKind::Symlink(target.clone()), None),
             TreeKind::HardLink(target) => (MemberKind::HardLink(join(&unit.prefix, target)), None),
         };
-        let TreeEntry { mode, mtime_s, mtime_ns, .. } = *entry;
+        let TreeEntry { mode, mtime_s, mtime_ns, ctime_s, ctime_ns, .. } = *entry;
         let member = Member { path: join(&unit.prefix, &entry.path), key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind };
         match size {
             None => self.take_member(member),
-            Some(size) => self.read_file(member, &file_path(root, &entry.path), size),
+            Some(size) => {
+                let as_planned = Version { size, mtime_s, mtime_ns, ctime_s, ctime_ns };
+                self.read_file(member, &file_path(root, &entry.path), as_planned)
+            }
         }
     }
 
-    fn read_file(&mut self, member: Member, path: &Path, planned: u64) -> Result<(), StageInError> {
+    fn read_file(&mut self, member: Member, path: &Path, as_planned: Version) -> Result<(), StageInError> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
         let changed = || StageInError::Changed { path: path.to_owned() };
         let start = Instant::now();
         self.activity.begin(Step::Reading, path.as_os_str().as_bytes());
         let file = File::open(path).map_err(unreadable)?;
-        let as_planned = Version { size: planned, mtime_s: member.mtime_s, mtime_ns: member.mtime_ns };
+        let planned = as_planned.size;
         let found = version(&file).map_err(unreadable)?;
         let mut data = Timed { input: &file, gauge: self.gauge.clone(), spent: start.elapsed(), bytes: 0 };
         if found != as_planned {

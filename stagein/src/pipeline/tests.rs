@@ -2,6 +2,7 @@
 
 mod adversary;
 mod nested;
+mod strange;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs;

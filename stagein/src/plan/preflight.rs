@@ -6,7 +6,8 @@ use std::path::Path;
 
 use dayfly_meta::wire::control::Selection;
 
-use super::{Watch, expand};
+use super::Watch;
+use super::given::expand;
 use crate::StageInError;
 use crate::gauge::Gauge;
 use crate::selection::Selector;

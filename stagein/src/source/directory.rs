@@ -98,7 +98,8 @@ pub(crate) fn single_file(metadata: &Metadata) -> TreeEntry {
 
 fn entry(number: u64, path: Vec<u8>, metadata: &Metadata, kind: TreeKind) -> TreeEntry {
     let (mtime_s, mtime_ns) = (metadata.mtime(), metadata.mtime_nsec() as u32);
-    TreeEntry { number, path, mode: metadata.mode() & 0o7777, mtime_s, mtime_ns, kind }
+    let (ctime_s, ctime_ns) = (metadata.ctime(), metadata.ctime_nsec() as u32);
+    TreeEntry { number, path, mode: metadata.mode() & 0o7777, mtime_s, mtime_ns, ctime_s, ctime_ns, kind }
 }
 
 fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> io::Result<Option<TreeKind>> {

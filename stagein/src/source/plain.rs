@@ -212,7 +212,13 @@ pub(crate) fn version(file: &File) -> io::Result<Version> {
 
 /// The version that metadata tell.
 pub(crate) fn version_of(metadata: &std::fs::Metadata) -> Version {
-    Version { size: metadata.len(), mtime_s: metadata.mtime(), mtime_ns: metadata.mtime_nsec() as u32 }
+    Version {
+        size: metadata.len(),
+        mtime_s: metadata.mtime(),
+        mtime_ns: metadata.mtime_nsec() as u32,
+        ctime_s: metadata.ctime(),
+        ctime_ns: metadata.ctime_nsec() as u32,
+    }
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ pub(crate) enum ZipKind {
     Directory,
     /// Its data is the target.
     Symlink,
-    /// A device, FIFO or socket.
+    /// A device, FIFO or socket without content.
     Special,
 }
 
@@ -104,6 +104,8 @@ impl Record {
             _ if is_directory => ZipKind::Directory,
             0 | 0o100_000 => ZipKind::File,
             0o120_000 => ZipKind::Symlink,
+            // What zip packed from its standard input has the mode of the pipe. unzip makes it a file.
+            _ if size > 0 => ZipKind::File,
             _ => ZipKind::Special,
         };
         let mode = match unix_mode & 0o777 {

@@ -1,0 +1,97 @@
+//! Sources that are not what they look like, or do not stay what they were.
+
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use super::*;
+
+/// Writes `bytes` into a file in place and puts its time back.
+fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    let before = file.metadata().unwrap();
+    loop {
+        file.write_all_at(bytes, offset).unwrap();
+        file.set_modified(before.modified().unwrap()).unwrap();
+        let after = file.metadata().unwrap();
+        assert_eq!((after.mtime(), after.mtime_nsec(), after.len()), (before.mtime(), before.mtime_nsec(), before.len()));
+        // The clock of a file system goes in steps of some milliseconds.
+        if (after.ctime(), after.ctime_nsec()) != (before.ctime(), before.ctime_nsec()) {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_source_changed_in_place_with_its_time_put_back_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("file"), vec![1; 5000]).unwrap();
+    let pack = |program: &str| {
+        let done = std::process::Command::new("bash").args(["-ec", program]).current_dir(folder.path()).status().unwrap();
+        assert!(done.success(), "{program}");
+    };
+    pack("tar -cf a.tar file; python3 -m zipfile -c a.zip file");
+    for (name, offset) in [("file", 100), ("a.tar", 1000), ("a.zip", 40)] {
+        let path = folder.path().join(name);
+        let plan = planned(&[&path], &Selection::default()).unwrap();
+        overwrite(&path, b"new", offset);
+        let error = run(plan, &Selection::default(), &[1 << 30], 1, &mut |_| 0).map(drop).unwrap_err();
+        assert!(matches!(&error, StageInError::Changed { path: named } if *named == path), "{name}: {error}");
+    }
+}
+
+#[test]
+fn what_was_zipped_from_a_pipe_is_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "import zipfile, stat
+z = zipfile.ZipFile('a.zip', 'w')
+for name, kind, data in ('-', stat.S_IFIFO, b'piped'), ('block', stat.S_IFBLK, b'b'), ('fifo', stat.S_IFIFO, b''):
+    i = zipfile.ZipInfo(name); i.create_system = 3; i.external_attr = (kind | 0o600) << 16; z.writestr(i, data)
+z.close()";
+    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    let staged = run_simply(&[&folder.path().join("a.zip")], &Selection::default()).unwrap();
+    let found: Vec<(String, Vec<u8>)> =
+        staged.members.values().map(|(member, bytes)| (display(&member.path), bytes.clone())).collect();
+    assert!(found.contains(&("-".to_owned(), b"piped".to_vec())) && found.contains(&("block".to_owned(), b"b".to_vec())));
+    assert_eq!((found.len(), staged.counts.special), (2, 1), "one without content is none");
+}
+
+#[test]
+fn a_symlink_whose_target_holds_a_nul_byte_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "import tarfile, zipfile, stat
+with tarfile.open('a.tar', 'w', format=tarfile.PAX_FORMAT) as t:
+    i = tarfile.TarInfo('link'); i.type = b'2'; i.linkname = 'q'; i.pax_headers = {'linkpath': 'q\\0r'}; t.addfile(i)
+    t.addfile(tarfile.TarInfo('file'))
+z = zipfile.ZipFile('a.zip', 'w')
+i = zipfile.ZipInfo('link'); i.create_system = 3; i.external_attr = (stat.S_IFLNK | 0o777) << 16; z.writestr(i, b'q\\0r')
+z.writestr('file', b''); z.close()";
+    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    for name in ["a.tar", "a.zip"] {
+        let staged = run_simply(&[&folder.path().join(name)], &Selection::default()).unwrap();
+        assert_eq!((staged.members.len(), staged.counts.refused), (1, 1), "{name}");
+        assert!(staged.counts.notes[0].contains("NUL"), "{name}: {:?}", staged.counts.notes);
+    }
+}
+
+#[test]
+fn what_is_named_like_an_archive_and_is_none_stays_a_file_below_nested() {
+    let folder = tempfile::tempdir().unwrap();
+    let tree = folder.path().join("t");
+    fs::create_dir(&tree).unwrap();
+    fs::File::create(tree.join("e.tar")).unwrap();
+    fs::File::create(tree.join("n.zip")).unwrap().write_all(b"no").unwrap();
+    let done = std::process::Command::new("tar").args(["-cf", "in.tar", "t"]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    let selection = Selection { nested: true, ..Selection::default() };
+    for (source, prefix) in [("t", ""), ("in.tar", "t/")] {
+        let staged = run_simply(&[&folder.path().join(source)], &selection).unwrap();
+        for (name, content) in [("e.tar", &b""[..]), ("n.zip", b"no")] {
+            let path = format!("{prefix}{name}");
+            let found = staged.members.values().find(|(member, _)| display(&member.path) == path);
+            let (member, bytes) = found.unwrap_or_else(|| panic!("{source}: no {path}"));
+            assert!(matches!(member.kind, MemberKind::File { .. }) && bytes == content, "{source}: {path}");
+        }
+    }
+}
