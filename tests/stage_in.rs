@@ -7,7 +7,7 @@ mod harness;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -335,7 +335,12 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
         command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]).env("DAYFLY_NODE", (number % 2).to_string());
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
-    let mut children: Vec<_> = (0..6).map(|number| start(number, &format!("/dayfly/d{number}"))).collect();
+    let mut first = start(0, "/dayfly/d0");
+    // It has its target before it says what it will stage in. The pipe stays open, for it goes on talking.
+    let mut told = BufReader::new(first.stderr.take().unwrap()).lines();
+    assert!(told.by_ref().any(|line| line.unwrap().contains("staging")), "it begins");
+    let others = (1..6).map(|number| start(number, &format!("/dayfly/d{number}")));
+    let mut children: Vec<_> = std::iter::once(first).chain(others).collect();
     wait_until("one of them is refused", || {
         let output = cluster.output(&["stage-in", "a.tar", "/dayfly/d0/below"]);
         let message = text(&output.stderr);
