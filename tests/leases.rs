@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, Samples, View, ViewError};
+use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
@@ -307,29 +307,26 @@ fn words(numbers: &[usize]) -> String {
 /// SEMANTICS: "an order of which nothing is read for 5 s while others wait for room gives its window back".
 #[test]
 fn idle_orders_make_way_for_who_waits() {
-    let lens: Vec<usize> =
-        (0..700).map(|number| if number % 5 > 0 { 20_000 + number * 997 % 300_000 } else { number * 7919 % 5_000_000 }).collect();
-    let cluster = session(3, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
-    cluster.ok(&["tune", "--cache", "off"]);
-    let views: Vec<View> = (0..8).map(|_| cluster.view(0)).collect();
-    let dataset = dataset(&views[0]);
-    // As if all were busy with something else than reading.
-    let orders = views.iter().zip(0..).map(|(view, seed)| {
-        let samples = Samples::of(dataset.catalog());
-        view.session().submit(&dataset, samples.epoch(seed, 0)).unwrap()
-    });
-    let orders: Vec<_> = orders.collect();
-    std::thread::sleep(Duration::from_secs(2));
+    let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    cluster.ok(&["tune", "--cache", "off", "--prefetch", "160"]);
     let view = cluster.view(0);
-    let large: Vec<usize> = numbers(&view, lens.len(), false).into_iter().filter(|&number| lens[number] > 3_000_000).collect();
-    for &number in &large {
+    let (mut small, large): (Vec<usize>, Vec<usize>) =
+        numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
+    let read = |number: usize| {
         let file = view.open(&path(number)).unwrap();
         let mut buffer = vec![0; lens[number]];
-        let start = Instant::now();
-        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number], "after {:?}", start.elapsed());
+        assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
-    }
-    drop(orders);
+    };
+    // They fill the arena side by side; the order then holds every second of them, and nowhere is room for a large one.
+    small.truncate(325);
+    small.iter().for_each(|&number| read(number));
+    let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
+    let order = view.session().submit(&dataset(&view), samples.into_iter()).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    large.iter().for_each(|&number| read(number));
+    drop(order);
 }
 
 #[test]
