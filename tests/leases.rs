@@ -323,7 +323,7 @@ fn idle_orders_make_way_for_who_waits() {
     small.truncate(325);
     small.iter().for_each(|&number| read(number));
     let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
-    let order = view.session().submit(&dataset(&view), samples.into_iter()).unwrap();
+    let order = view.session().submit(&dataset(&view), samples).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     large.iter().take(3).for_each(|&number| read(number));
     drop(order);
