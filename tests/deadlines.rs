@@ -51,7 +51,7 @@ enum Ask {
     StageIn,
     /// The same, and it is already being shipped when the far side begins.
     Shipping,
-    /// The same as `StageIn`, asked of node 1, which asks the lead: `StageIn`, `Follow`.
+    /// The same as `StageIn`, asked of node 1, which asks the coordinator: `StageIn`, `Follow`.
     StageInByAnother,
     /// `dayfly down`: `End`.
     Down,
@@ -153,12 +153,12 @@ fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
 
-/// Peers and lead find each other silent, and tell each other so.
+/// Peers and coordinator find each other silent, and tell each other so.
 fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
 }
 
-/// The first message to the node is lost, or the lead hears too little of it.
+/// The first message to the node is lost, or the coordinator hears too little of it.
 fn stage_in_over_a_dead_flow(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.node_silent + 4 * deadlines.request)
 }

@@ -301,7 +301,7 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     cluster.stage(&[&cluster.at("large")], "/dayfly/l");
     assert!(taken() > before + (90 << 20) - tolerance);
     // Stopped first, or those that are killed last would clean up after those that are killed first.
-    let all: Vec<i32> = cluster.pids().into_values().chain([cluster.location().keeper().unwrap()]).collect();
+    let all: Vec<i32> = cluster.pids().into_values().chain([cluster.location().supervisor().unwrap()]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGKILL));
     wait_until("the kernel has freed it", || taken() <= before + tolerance);

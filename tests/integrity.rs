@@ -208,16 +208,16 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
         let expected = content(number, LENS[number]);
         assert!(read(&view, number).unwrap() == expected);
         wait_until_kept(&view, number);
-        let before = found(&session, Hop::Kept);
+        let before = found(&session, Hop::Cached);
         assert_eq!(session.flip(Rest::Segments(session.data_dir(0)), &expected), 1);
         assert!(read(&view, number).unwrap() == expected, "file {number}");
-        assert_eq!(found(&session, Hop::Kept), before + 1);
+        assert_eq!(found(&session, Hop::Cached), before + 1);
         if LENS[number] as u64 <= CHUNK_LEN {
             // A larger one is kept again at once only where all of its chunks are in the arena still.
             wait_until_kept(&view, number);
         }
         assert!(read(&view, number).unwrap() == expected, "file {number}, kept again");
-        assert_eq!(found(&session, Hop::Kept), before + 1);
+        assert_eq!(found(&session, Hop::Cached), before + 1);
     }
 }
 
@@ -251,7 +251,7 @@ fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
     // Its bytes are gone from the file: for a reader that is a drive's error.
     session.cut(session.data_dir(0), &expected);
     assert!(read(&session.view(0), far).unwrap() == expected);
-    assert_eq!(found(&session, Hop::Kept), 1);
+    assert_eq!(found(&session, Hop::Cached), 1);
 }
 
 /// A process whose own memory is bad costs nobody a good copy: the server looks for itself.
@@ -279,7 +279,7 @@ fn a_good_copy_that_a_process_calls_bad_stays() {
     tell(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
     assert!(matches!(hear(&mut socket), FromServer::Refused { .. }));
     assert!(blocks.iter().all(|&block| dataset.is_here(block)));
-    assert_eq!((found(&session, Hop::Kept), found(&session, Hop::Owned)), (0, 0));
+    assert_eq!((found(&session, Hop::Cached), found(&session, Hop::Owned)), (0, 0));
 }
 
 /// Promise: "while it is being shown, for some milliseconds one node may show it before another". Whoever it is shown to can read it.

@@ -58,7 +58,7 @@ exec sh -c "$*"
 }
 
 #[test]
-fn many_servers_are_started_along_a_tree_and_end_with_their_keeper() {
+fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     let (cluster, _) = Hosts::new().up(&["--hosts", "h[01-40]"]);
     let status = cluster.status();
     assert_eq!(status["nodes"].as_array().unwrap().len(), 40);
@@ -71,8 +71,8 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_keeper() {
     fs::write(cluster.at("f"), "a sample").unwrap();
     cluster.stage(&[&cluster.at("f")], "/dayfly/d");
     cluster.ok(&["verify", "--from-every-node"]);
-    let keeper = cluster.location().keeper().unwrap();
-    signal(keeper, Signal::SIGKILL);
+    let supervisor = cluster.location().supervisor().unwrap();
+    signal(supervisor, Signal::SIGKILL);
     wait_until("all have ended, and cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
     cluster.ground.assert_clean();
 }
@@ -131,23 +131,23 @@ fn a_server_whose_start_fails_says_why() {
 }
 
 #[test]
-fn a_session_lives_as_long_as_its_keeper_is_heard_of() {
+fn a_session_lives_as_long_as_its_supervisor_is_heard_of() {
     let cluster = Ground::new().up(2);
-    let (keeper, servers) = (cluster.location().keeper().unwrap(), cluster.pids());
+    let (supervisor, servers) = (cluster.location().supervisor().unwrap(), cluster.pids());
     // A job that is suspended, longer than a lease lasts, goes on.
-    let all: Vec<i32> = servers.values().copied().chain([keeper]).collect();
+    let all: Vec<i32> = servers.values().copied().chain([supervisor]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
     std::thread::sleep(Deadlines::DEFAULT.lease + Duration::from_secs(2));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(cluster.pids(), servers);
-    // Whose keeper alone says nothing, as if its machine were gone, does not.
-    signal(keeper, Signal::SIGSTOP);
+    // Whose supervisor alone says nothing, as if its machine were gone, does not.
+    signal(supervisor, Signal::SIGSTOP);
     let start = Instant::now();
     wait_until("the servers have ended", || cluster.pids().is_empty());
     assert!(start.elapsed() < Deadlines::DEFAULT.lease + Duration::from_secs(3), "{:?}", start.elapsed());
-    signal(keeper, Signal::SIGCONT);
-    wait_until("the keeper has cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
+    signal(supervisor, Signal::SIGCONT);
+    wait_until("the supervisor has cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
     cluster.ground.assert_clean();
 }
 
@@ -162,7 +162,7 @@ fn up_in_the_foreground_is_the_session() {
         ground.assert_clean();
     }
     let mut child = ground.dayfly().args(["up", "--foreground"]).stdout(Stdio::piped()).spawn().unwrap();
-    // Servers answer a moment before their keeper has heard that they are ready; ended then, they have not started.
+    // Servers answer a moment before their supervisor has heard that they are ready; ended then, they have not started.
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut id).unwrap();
     ground.ok(&["down"]);
@@ -219,9 +219,10 @@ fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
         let up = in_job("7", &["up", "--local", "2", "--keep", if wait { "3s" } else { "60s" }]);
         let id = text(&up.stdout).trim().to_owned();
         let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
-        let keeper = dayfly_client::locate::Location { session: id.parse().unwrap(), folder: user.join(&id) }.keeper().unwrap();
+        let supervisor =
+            dayfly_client::locate::Location { session: id.parse().unwrap(), folder: user.join(&id) }.supervisor().unwrap();
         assert!(!in_job("8", &["status"]).status.success());
-        signal(keeper, Signal::SIGKILL);
+        signal(supervisor, Signal::SIGKILL);
         wait_until("the next job finds it", || in_job("8", &["status"]).status.success());
         if wait {
             wait_until("its time is over", || fs::read_dir(ground.runtime.path()).unwrap().next().is_none());
@@ -286,12 +287,12 @@ fn a_session_that_did_not_begin_is_not_kept() {
     assert!(!output.status.success());
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
-    // Nor one whose keeper is told to end it.
+    // Nor one whose supervisor is told to end it.
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
-    let keeper = dayfly_client::locate::Location { session: up.trim().parse().unwrap(), folder }.keeper().unwrap();
-    signal(keeper, Signal::SIGTERM);
+    let supervisor = dayfly_client::locate::Location { session: up.trim().parse().unwrap(), folder }.supervisor().unwrap();
+    signal(supervisor, Signal::SIGTERM);
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
 }
@@ -323,7 +324,7 @@ fn servers_may_be_started_by_hand() {
     assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
     let copy = ground.at("copy");
     fs::copy(&key, &copy).unwrap();
-    let port = serde_json::from_slice::<serde_json::Value>(&fs::read(&key).unwrap()).unwrap()["keeper"][0]
+    let port = serde_json::from_slice::<serde_json::Value>(&fs::read(&key).unwrap()).unwrap()["supervisor"][0]
         .as_str()
         .unwrap()
         .rsplit(':')
@@ -384,7 +385,7 @@ struct Pids(Vec<i32>);
 
 impl Pids {
     fn of(location: &dayfly_client::locate::Location) -> Self {
-        Self(location.live_nodes().into_iter().filter_map(|node| location.pid(node)).chain(location.keeper()).collect())
+        Self(location.live_nodes().into_iter().filter_map(|node| location.pid(node)).chain(location.supervisor()).collect())
     }
 
     fn all_ended(&self) -> bool {
@@ -412,7 +413,7 @@ const REMOVALS: [Removal; 7] = [
         fs::remove_file(folder.join(last)).unwrap();
     }),
     ("a socket", |folder| fs::remove_file(folder.join("node-0.sock")).unwrap()),
-    ("the keeper's lock", |folder| fs::remove_file(folder.join("keeper.lock")).unwrap()),
+    ("the supervisor's lock", |folder| fs::remove_file(folder.join("supervisor.lock")).unwrap()),
     ("a folder that is moved and replaced", |folder| {
         let moved = folder.with_file_name("moved");
         fs::rename(folder, &moved).unwrap();
@@ -435,7 +436,7 @@ fn a_session_whose_folder_or_lock_is_removed_ends_and_leaves_nothing() {
             let pids = Pids::of(&cluster.location());
             assert_eq!(pids.0.len(), usize::from(nodes) + 1);
             remove(&cluster.folder());
-            wait_until(&format!("all of {nodes} nodes and the keeper have ended without {what}"), || pids.all_ended());
+            wait_until(&format!("all of {nodes} nodes and the supervisor have ended without {what}"), || pids.all_ended());
             cluster.ground.assert_clean();
         }
     }
@@ -513,10 +514,10 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
         fs::write(hosts.0.at("bin/ssh"), script).unwrap();
         let (cluster, _) = hosts.up(&[&["--hosts", "h1,h2,h3"], keep].concat());
         let location = cluster.location();
-        let keeper = location.keeper().unwrap();
-        let _killed = Pids(vec![keeper]);
+        let supervisor = location.supervisor().unwrap();
+        let _killed = Pids(vec![supervisor]);
         let ours = format!("/proc/{}/root{}", std::process::id(), location.folder.display());
-        assert!(fs::read_dir(&ours).unwrap().all(|entry| entry.unwrap().file_name().to_str().unwrap().starts_with("keeper")));
+        assert!(fs::read_dir(&ours).unwrap().all(|entry| entry.unwrap().file_name().to_str().unwrap().starts_with("supervisor")));
         // Servers are found by the folders that they see.
         let mut servers = Vec::new();
         for entry in fs::read_dir("/proc").unwrap() {
@@ -533,10 +534,10 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
             }
         }
         assert_eq!(servers.len(), 3, "{servers:?}");
-        let pids = Pids(servers.iter().map(|(pid, _)| *pid).chain([keeper]).collect());
+        let pids = Pids(servers.iter().map(|(pid, _)| *pid).chain([supervisor]).collect());
         if !keep.is_empty() {
-            signal(keeper, Signal::SIGKILL);
-            wait_until("the keeper is gone", || !runs(keeper));
+            signal(supervisor, Signal::SIGKILL);
+            wait_until("the supervisor is gone", || !runs(supervisor));
         }
         fs::remove_dir_all(&servers[2].1).unwrap();
         wait_until("all have ended", || pids.all_ended());

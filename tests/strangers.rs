@@ -101,11 +101,11 @@ fn another_user_sees_and_reaches_nothing() {
         check("os.listdir(path)", folder);
     }
     check("socket.socket(socket.AF_UNIX).connect(path)", &folder.join("node-0.sock"));
-    for name in ["node-0.lock", "node-0.log", "keeper.lock", "keeper.log", "data-dirs"] {
+    for name in ["node-0.lock", "node-0.log", "supervisor.lock", "supervisor.log", "data-dirs"] {
         check("open(path).read()", &folder.join(name));
     }
     let pid = |name: &str| fs::read_to_string(folder.join(name)).unwrap().trim().to_owned();
-    for pid in [pid("node-0.lock"), pid("keeper.lock")] {
+    for pid in [pid("node-0.lock"), pid("supervisor.lock")] {
         let process = PathBuf::from(format!("/proc/{pid}"));
         for file in ["environ", "maps", "mem", "auxv"] {
             check("open(path, 'rb').read(1)", &process.join(file));

@@ -126,7 +126,7 @@ fn unsafe_code_is_where_the_design_says() {
         // Mapped memory, descriptors that come from the kernel, and what several threads own without locks.
         "client/src/arena.rs",
         "client/src/fault.rs",
-        "client/src/kept.rs",
+        "client/src/reserved_fd.rs",
         "client/src/pool.rs",
         "client/src/segment_map.rs",
         "client/src/socket.rs",

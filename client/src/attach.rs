@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
-use dayfly_meta::board::{Board, Counters};
 use dayfly_meta::id::{NodeId, SampleId, SessionId};
 use dayfly_meta::limits::ORDER_PART_SAMPLES;
+use dayfly_meta::status_page::{Counters, StatusPage};
 use dayfly_meta::wire::VERSION;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
@@ -79,7 +79,7 @@ impl Session {
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
             return Err(ClientError::Protocol("no welcome"));
         };
-        let [board, counters, arena, marks]: [File; 4] =
+        let [status_page, counters, arena, marks]: [File; 4] =
             files.try_into().map_err(|_| ClientError::Protocol("a welcome without its files"))?;
         let session = Self {
             path,
@@ -88,7 +88,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::of(Board::map(&board, false)?, socket.patience())),
+            heartbeat: Arc::new(Heartbeat::of(StatusPage::map(&status_page, false)?, socket.patience())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
@@ -128,13 +128,13 @@ impl Session {
     }
 
     /// What the server tells in shared memory.
-    pub(crate) fn board(&self) -> &Board {
-        self.heartbeat.board()
+    pub(crate) fn status_page(&self) -> &StatusPage {
+        self.heartbeat.status_page()
     }
 
     /// Whether the session has ended: one read of memory.
     pub fn is_gone(&self) -> bool {
-        self.board().is_gone()
+        self.status_page().is_gone()
     }
 
     /// The datasets, by number. Asks the server only when they have changed since the last call.
@@ -143,7 +143,7 @@ impl Session {
             return Err(ClientError::Gone);
         }
         let known = self.datasets.load();
-        if known.generation == Some(self.board().generation()) {
+        if known.generation == Some(self.status_page().generation()) {
             return Ok(Datasets(known));
         }
         let _no_fork = fork::hold();

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::limits::CHUNK_LEN;
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
 use crate::attach::Views;
@@ -85,7 +85,7 @@ enum State {
     /// Empty.
     Empty,
     /// In a segment.
-    Segment(Place, u64),
+    Segment(DrivePosition, u64),
     /// In the arena, leased.
     Leased(Leased),
     /// In memory of our own.
@@ -342,7 +342,7 @@ impl<'a> Batch<'a> {
             self.items.push(item);
             self.states.push(state);
         }
-        for source in [Source::Segment, Source::Kept] {
+        for source in [Source::Segment, Source::Cached] {
             let Reads { count, bytes } = local[source as usize];
             if count > 0 {
                 self.session.count(source, count, bytes);
@@ -359,8 +359,8 @@ impl<'a> Batch<'a> {
             _ if size == 0 => return State::Empty,
             _ if size > CHUNK_LEN => return State::Later,
             Some(Location::Owned(place)) => (place, Source::Segment),
-            Some(Location::Kept(place)) if self.views.is_some() => (place, Source::Kept),
-            Some(Location::Kept(_)) => return State::Later,
+            Some(Location::Cached(place)) if self.views.is_some() => (place, Source::Cached),
+            Some(Location::Cached(_)) => return State::Later,
             // What lies in the arena has to be leased before it is looked at.
             Some(Location::Arena { .. }) | None => {
                 let chunk = Chunk { block, index: 0 };
@@ -389,7 +389,7 @@ impl<'a> Batch<'a> {
         if !self.session.is_cold(is_cold.then_some(COLD_BATCHES)) {
             return;
         }
-        let mut places: Vec<(&Arc<Dataset>, Place, u64)> = in_segments().collect();
+        let mut places: Vec<(&Arc<Dataset>, DrivePosition, u64)> = in_segments().collect();
         places.sort_unstable_by_key(|(dataset, place, _)| (dataset.id().0, place.drive, place.offset));
         places.into_iter().for_each(|(dataset, place, len)| dataset.read_ahead(place, len));
     }

@@ -8,12 +8,12 @@ use dayfly_meta::catalog::Catalog;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
 use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::locations::Locations;
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::Source;
 
 use crate::ClientError;
 use crate::arena::Arena;
-use crate::kept::Kept;
+use crate::reserved_fd::ReservedFd;
 use crate::segment_map::{self, Copied, SegmentMap};
 
 /// A dataset of the session.
@@ -22,7 +22,7 @@ pub struct Dataset {
     target: Vec<u8>,
     catalog: Catalog,
     locations: Locations,
-    segments: Vec<(Kept, SegmentMap)>,
+    segments: Vec<(ReservedFd, SegmentMap)>,
 }
 
 impl Dataset {
@@ -36,7 +36,7 @@ impl Dataset {
         let locations = Locations::open(&locations, catalog.header().blocks)?;
         let with_map = |file: File| {
             let map = SegmentMap::new(&file);
-            (Kept::new(file), map)
+            (ReservedFd::new(file), map)
         };
         Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect() })
     }
@@ -68,7 +68,7 @@ impl Dataset {
 
     /// Whether this node has a copy of the block that it does not own.
     pub(crate) fn keeps(&self, block: BlockId) -> bool {
-        matches!(self.locations.find(block), Some(Location::Kept(_)))
+        matches!(self.locations.find(block), Some(Location::Cached(_)))
     }
 
     /// Where the bytes of a block lie that this node owns, for as long as the dataset is there: its segment, and the offset there.
@@ -106,20 +106,20 @@ impl Dataset {
 
     /// Bytes of a segment as they lie there, if they can be mapped. Those of what is only kept count for as long as the caller has
     /// said that it has views.
-    pub(crate) fn view(&self, place: Place, len: u64) -> Option<&[u8]> {
+    pub(crate) fn view(&self, place: DrivePosition, len: u64) -> Option<&[u8]> {
         let (segment, map) = self.segments.get(usize::from(place.drive))?;
         map.view(segment, place.offset, len)
     }
 
     /// Has the drive begin to read a range that is perhaps not in memory, without waiting for it.
-    pub(crate) fn read_ahead(&self, place: Place, len: u64) {
+    pub(crate) fn read_ahead(&self, place: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(place.drive)) {
             segment_map::read_ahead(segment, place.offset, len);
         }
     }
 
     /// Whether a mapped range of a segment is in memory.
-    pub(crate) fn is_resident(&self, place: Place, len: u64) -> bool {
+    pub(crate) fn is_resident(&self, place: DrivePosition, len: u64) -> bool {
         self.segments.get(usize::from(place.drive)).is_some_and(|(_, map)| map.is_resident(place.offset, len))
     }
 
@@ -134,7 +134,7 @@ impl Dataset {
         while let Some(location) = self.locations.find(block) {
             let (result, source) = match location {
                 Location::Owned(place) => return self.read_segment(place, offset, buffer).map(|()| Some(Source::Segment)),
-                Location::Kept(place) => (self.read_segment(place, offset, buffer), Source::Kept),
+                Location::Cached(place) => (self.read_segment(place, offset, buffer), Source::Cached),
                 Location::Arena { unit, .. } => {
                     let start = u64::from(unit) * ARENA_UNIT;
                     if !arena.copy_to(start.saturating_add(offset), buffer) {
@@ -152,7 +152,7 @@ impl Dataset {
         Ok(None)
     }
 
-    fn read_segment(&self, place: Place, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
+    fn read_segment(&self, place: DrivePosition, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let (segment, map) =
             self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
         let offset = place.offset + offset;

@@ -1,4 +1,4 @@
-//! Whether the node's server goes on. It advances a word of its board each second; this process has no thread to watch that, so it
+//! Whether the node's server goes on. It advances a word of its status page each second; this process has no thread to watch that, so it
 //! looks whenever it sends something and, while it waits for an answer, at each tick. Once the word has stood still for so many
 //! ticks, every request fails at once until the word moves again.
 //!
@@ -11,9 +11,9 @@ use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dayfly_meta::board::Board;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::HEARTBEAT_TICKS;
+use dayfly_meta::status_page::StatusPage;
 
 /// How long a client waits; the server says so.
 #[derive(Clone, Copy, Debug)]
@@ -42,9 +42,9 @@ impl Patience {
     }
 }
 
-/// The server's board, and what this process has seen of its heartbeat.
+/// The server's status page, and what this process has seen of its heartbeat.
 pub(crate) struct Heartbeat {
-    board: Board,
+    status_page: StatusPage,
     patience: Patience,
     /// The heartbeat that was seen last, and the ticks since.
     seen: AtomicU64,
@@ -55,13 +55,13 @@ pub(crate) struct Heartbeat {
 }
 
 impl Heartbeat {
-    pub(crate) fn of(board: Board, patience: Patience) -> Self {
-        let seen = AtomicU64::new(board.heartbeat());
-        Self { board, patience, seen, ticks: AtomicU32::new(0), ticked_us: AtomicU64::new(0), start: Instant::now() }
+    pub(crate) fn of(status_page: StatusPage, patience: Patience) -> Self {
+        let seen = AtomicU64::new(status_page.heartbeat());
+        Self { status_page, patience, seen, ticks: AtomicU32::new(0), ticked_us: AtomicU64::new(0), start: Instant::now() }
     }
 
-    pub(crate) fn board(&self) -> &Board {
-        &self.board
+    pub(crate) fn status_page(&self) -> &StatusPage {
+        &self.status_page
     }
 
     pub(crate) fn patience(&self) -> Patience {
@@ -70,7 +70,7 @@ impl Heartbeat {
 
     /// Fails while the server is known to stand still.
     pub(crate) fn check(&self) -> io::Result<()> {
-        let beat = self.board.heartbeat();
+        let beat = self.status_page.heartbeat();
         if self.seen.swap(beat, Ordering::AcqRel) != beat {
             self.ticks.store(0, Ordering::Release);
         }
@@ -99,10 +99,10 @@ impl Heartbeat {
 mod tests {
     use super::*;
 
-    fn pair() -> (Board, Heartbeat) {
+    fn pair() -> (StatusPage, Heartbeat) {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(dayfly_meta::board::FILE_LEN).unwrap();
-        (Board::map(&file, true).unwrap(), Heartbeat::of(Board::map(&file, false).unwrap(), Patience::default()))
+        file.set_len(dayfly_meta::status_page::FILE_LEN).unwrap();
+        (StatusPage::map(&file, true).unwrap(), Heartbeat::of(StatusPage::map(&file, false).unwrap(), Patience::default()))
     }
 
     #[test]

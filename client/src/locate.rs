@@ -38,7 +38,7 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(2);
 /// Tries at making a session's folder while others end.
 const CREATE_ATTEMPTS_MAX: usize = 10;
 /// Held by who keeps the session, for as long as that lives, and has its process id; and for a moment by who makes or removes the folder.
-const KEEPER_LOCK: &str = "keeper.lock";
+const KEEPER_LOCK: &str = "supervisor.lock";
 /// The longest path of a Unix socket, without its end.
 const SOCKET_PATH_LEN_MAX: usize = 107;
 /// The manager's name of the job that the session is part of.
@@ -70,7 +70,7 @@ pub fn runtime_dir() -> PathBuf {
     runtime_dir_in(&runtime_base())
 }
 
-/// Makes the folder of a new session, with the keeper's lock.
+/// Makes the folder of a new session, with the supervisor's lock.
 pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Flock<File>), ClientError> {
     let made = prepare(all, session, |folder| {
         create_private(folder)?;
@@ -91,13 +91,18 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Loca
     made
 }
 
-/// Makes the folder of a session, or comes into it, with a lock that keeps it until a node's lock does. `is_kept`: its keeper is known to
+/// Makes the folder of a session, or comes into it, with a lock that keeps it until a node's lock does. `is_reserved`: its supervisor is known to
 /// have made it.
-pub fn enter(all: &Path, session: SessionId, job: Option<&str>, is_kept: bool) -> Result<(Location, Flock<File>), ClientError> {
+pub fn enter(
+    all: &Path,
+    session: SessionId,
+    job: Option<&str>,
+    is_reserved: bool,
+) -> Result<(Location, Flock<File>), ClientError> {
     prepare(all, session, |folder| {
         make_private(folder)?;
         // Who removes a folder holds this; who keeps one does so for long.
-        let door = if is_kept { None } else { lock_patiently(&folder.join(KEEPER_LOCK))? };
+        let door = if is_reserved { None } else { lock_patiently(&folder.join(KEEPER_LOCK))? };
         let path = folder.join(format!("starting-{}.lock", std::process::id()));
         let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
         if let Some(job) = job.filter(|_| door.is_some()) {
@@ -256,7 +261,7 @@ impl Location {
     }
 
     /// The same of who keeps the session.
-    pub fn watch_keeper(&self, lock: &File) -> io::Result<Watch> {
+    pub fn watch_supervisor(&self, lock: &File) -> io::Result<Watch> {
         let mut watch = Watch::new(&self.folder)?;
         watch.add(self.folder.join(KEEPER_LOCK), &lock.metadata()?);
         Ok(watch)
@@ -283,7 +288,7 @@ impl Location {
     }
 
     /// The process that keeps the session, if it is on this machine and lives.
-    pub fn keeper(&self) -> Option<i32> {
+    pub fn supervisor(&self) -> Option<i32> {
         let path = self.folder.join(KEEPER_LOCK);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
@@ -325,7 +330,7 @@ impl Location {
         self.remove_if_last(remove)
     }
 
-    /// The same by who has the keeper's lock.
+    /// The same by who has the supervisor's lock.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(KEEPER_LOCK);

@@ -145,7 +145,7 @@ impl Session {
                 self.check_not_gone(dataset)?;
                 self.count(source, 1, len);
                 let was_bad = self.mend(dataset, block, &mut buffer)?;
-                let is_local = !was_bad && matches!(source, Source::Segment | Source::Kept);
+                let is_local = !was_bad && matches!(source, Source::Segment | Source::Cached);
                 see(BlockData { block, bytes: &buffer, is_local, was_bad })?;
             } else if len > CHUNK_LEN || found.is_err() {
                 self.read_part(dataset, block, 0, &mut buffer)?;
@@ -228,7 +228,7 @@ impl Session {
                     FromServer::Fetched { chunks, lease, token, is_last } => (chunks, lease, token, is_last),
                     other => return Err(unexpected(other)),
                 };
-                let is_held = || self.board().holds(socket.number(), token);
+                let is_held = || self.status_page().holds(socket.number(), token);
                 for (at, fetched) in &fetched {
                     if *at as usize >= chunks.len() {
                         return Err(ClientError::Protocol("blocks that were not asked for"));

@@ -21,17 +21,17 @@ use nix::sys::time::TimeVal;
 
 use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Patience};
-use crate::kept::Kept;
+use crate::reserved_fd::ReservedFd;
 
 /// Descriptors beside one message: a catalog, locations, and a segment a drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
 pub(crate) struct Socket {
-    stream: Kept,
+    stream: ReservedFd,
     /// The process's place in the counters, while this lives.
     slot: u32,
-    /// The connection's number, by which the board tells of its leases.
+    /// The connection's number, by which the status page tells of its leases.
     number: u32,
     /// Not known before the server has welcomed this process.
     heartbeat: Option<Arc<Heartbeat>>,
@@ -59,7 +59,14 @@ impl Socket {
         let address = UnixAddr::new(path)?;
         wait(patience, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
         // As a file, which a stream socket can be read and written as.
-        Ok(Self { stream: Kept::new(File::from(socket)), slot: 0, number: 0, heartbeat, patience, home: std::process::id() })
+        Ok(Self {
+            stream: ReservedFd::new(File::from(socket)),
+            slot: 0,
+            number: 0,
+            heartbeat,
+            patience,
+            home: std::process::id(),
+        })
     }
 
     pub(crate) fn slot(&self) -> u32 {

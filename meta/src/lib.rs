@@ -2,7 +2,6 @@
 //! messages. No sockets, no threads, no clock and no store live here; a value of this crate means the same in a server,
 //! in a client and on the wire.
 
-pub mod board;
 pub mod catalog;
 pub mod checksum;
 pub mod chunk;
@@ -15,4 +14,5 @@ pub mod path;
 pub mod placement;
 pub mod segment;
 pub mod shared;
+pub mod status_page;
 pub mod wire;

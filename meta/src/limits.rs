@@ -30,7 +30,7 @@ pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
 /// Memory that a decoder may take for its window, xz and zstd alike: `xz -9` needs 65 MiB, `zstd --long=27` 128 MiB.
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
-/// Sources of one stage-in, which the lead keeps in memory, and the paths below one folder that a glob still has to look at.
+/// Sources of one stage-in, which the coordinator keeps in memory, and the paths below one folder that a glob still has to look at.
 pub const SOURCES_MAX: usize = 1 << 20;
 /// The paths of those sources, in bytes.
 pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
@@ -39,13 +39,13 @@ pub const LIST_LEN_MAX: u64 = 256 << 20;
 
 /// Entries (names) of one dataset: they are numbered in 32 bits, and 0 stays free in the index.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
-/// What a hard link takes of the lead's memory while hard links are resolved, beside its name and its target, each of them three times.
+/// What a hard link takes of the coordinator's memory while hard links are resolved, beside its name and its target, each of them three times.
 pub const HARD_LINK_MEMORY: usize = 600;
 /// Directories of one dataset, when `--max-directories` does not say: so many,
 pub const DIRECTORIES_MAX_DEFAULT: u64 = 1_000_000;
 /// and so many more for each file, for a small archive can make millions of them.
 pub const DIRECTORIES_PER_FILE_MAX: u64 = 4;
-/// Members below a path that is a directory in one place and something else in another: replayed in the lead's memory.
+/// Members below a path that is a directory in one place and something else in another: replayed in the coordinator's memory.
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
 /// Names of skipped, refused or renamed members that a summary shows; all are counted.
 pub const NOTES_SHOWN_MAX: usize = 20;
@@ -85,7 +85,7 @@ pub const RECHECKED_CHUNKS_MAX: usize = 16;
 pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session; more wait.
 pub const STAGE_INS_MAX: usize = 4;
-/// Stage-ins that other nodes than the lead have asked for, those that wait among them.
+/// Stage-ins that other nodes than the coordinator have asked for, those that wait among them.
 pub const FOLLOWED_MAX: usize = 64;
 /// Memory of a server for all its stage-ins, when `--stage-in-memory` is not given.
 pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
@@ -262,7 +262,7 @@ pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 pub const TREE_WIDTH: usize = 16;
 /// Pairs that do not reach each other as they should, named at the start; all show in `status`.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
-/// Servers and keepers look this often whether their files still have their names.
+/// Servers and supervisors look this often whether their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
 pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
@@ -270,11 +270,11 @@ pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A server's way from `down` to its end.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
-/// Paths that two sources may have in common, of which the lead asks all workers in one stage-in: one that is confirmed ends it.
+/// Paths that two sources may have in common, of which the coordinator asks all workers in one stage-in: one that is confirmed ends it.
 pub const QUESTIONS_MAX: usize = 64;
 /// Of these, told by an owner at a time.
 pub const SUSPECTS_TOLD_MAX: usize = 16;
-/// Answers to them that a node has to tell, and that the lead keeps for one of them.
+/// Answers to them that a node has to tell, and that the coordinator keeps for one of them.
 pub const SIGHTINGS_MAX: usize = 16;
 /// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
 pub const PATHS_SHARE: usize = 16;

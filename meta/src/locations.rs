@@ -116,7 +116,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let server = Locations::create(&file, 3).unwrap();
         let client = Locations::open(&file, 3).unwrap();
-        let place = Location::Kept(crate::segment::Place { drive: 0, offset: 4096 });
+        let place = Location::Cached(crate::segment::DrivePosition { drive: 0, offset: 4096 });
         let other = Location::Arena { unit: 9, generation: 1 };
         server.publish(BlockId(2), place);
         assert_eq!((client.find(BlockId(1)), client.find(BlockId(2)), client.find(BlockId(3))), (None, Some(place), None));

@@ -37,7 +37,7 @@ pub fn pack(end: u64, len: u64) -> (u64, u64) {
 
 /// A block's place on its node's drives: a data dir, and an offset in the segment there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct DrivePosition {
     /// Which of the node's data dirs.
     pub drive: u8,
     /// Offset in bytes in the segment on that drive; at least [`DATA_START`], below 2^56.
@@ -54,9 +54,9 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
     /// In the segment, as long as the dataset is there.
-    Owned(Place),
+    Owned(DrivePosition),
     /// In the segment, until its room is needed.
-    Kept(Place),
+    Cached(DrivePosition),
     /// In the arena, until its room is needed: from this unit of [`crate::limits::ARENA_UNIT`] bytes on.
     Arena {
         /// Which unit.
@@ -66,7 +66,7 @@ pub enum Location {
     },
 }
 
-const KEPT_BIT: u8 = 1 << 6;
+const CACHED_BIT: u8 = 1 << 6;
 const ARENA_BYTE: u8 = u8::MAX;
 const OFFSET_BITS: u32 = 56;
 const GENERATION_MASK: u32 = (1 << 24) - 1;
@@ -77,7 +77,7 @@ impl Location {
         let word = |byte: u8, rest: u64| u64::from(byte) << OFFSET_BITS | rest & ((1 << OFFSET_BITS) - 1);
         match self {
             Self::Owned(place) => word(place.drive, place.offset),
-            Self::Kept(place) => word(place.drive | KEPT_BIT, place.offset),
+            Self::Cached(place) => word(place.drive | CACHED_BIT, place.offset),
             Self::Arena { unit, generation } => word(ARENA_BYTE, u64::from(generation & GENERATION_MASK) << 32 | u64::from(unit)),
         }
     }
@@ -88,17 +88,17 @@ impl Location {
         if byte == ARENA_BYTE {
             return Some(Self::Arena { unit: word as u32, generation: (word >> 32) as u32 & GENERATION_MASK });
         }
-        let place = Place { drive: byte & !KEPT_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
+        let place = DrivePosition { drive: byte & !CACHED_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
         if place.offset < DATA_START || usize::from(place.drive) >= DRIVES_MAX {
             return None;
         }
-        Some(if byte & KEPT_BIT == 0 { Self::Owned(place) } else { Self::Kept(place) })
+        Some(if byte & CACHED_BIT == 0 { Self::Owned(place) } else { Self::Cached(place) })
     }
 
     /// Where in a segment it is, if it is in one.
-    pub fn place(self) -> Option<Place> {
+    pub fn place(self) -> Option<DrivePosition> {
         match self {
-            Self::Owned(place) | Self::Kept(place) => Some(place),
+            Self::Owned(place) | Self::Cached(place) => Some(place),
             Self::Arena { .. } => None,
         }
     }
@@ -119,10 +119,10 @@ mod tests {
 
     #[test]
     fn locations_read_back_and_absent_is_zero() {
-        let place = Place { drive: 63, offset: 1 << 40 };
+        let place = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
             Location::Owned(place),
-            Location::Kept(place),
+            Location::Cached(place),
             Location::Arena { unit: 0, generation: 0 },
             Location::Arena { unit: u32::MAX, generation: GENERATION_MASK },
         ] {
@@ -131,7 +131,7 @@ mod tests {
         for absent in [0, DATA_START - 1, 1 << 63 | 1 << 40] {
             assert_eq!(Location::unpack(absent), None, "{absent:x}");
         }
-        assert_eq!(Location::Kept(Place { drive: 1, offset: 4096 }).pack(), 0x4100_0000_0000_1000, "golden");
+        assert_eq!(Location::Cached(DrivePosition { drive: 1, offset: 4096 }).pack(), 0x4100_0000_0000_1000, "golden");
         assert_eq!(Location::Arena { unit: 7, generation: 2 }.pack(), 0xff00_0002_0000_0007, "golden");
     }
 

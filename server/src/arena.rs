@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dayfly_meta::board::Board;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
@@ -21,6 +20,7 @@ use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::Location;
 use dayfly_meta::shared::SharedMarks;
+use dayfly_meta::status_page::StatusPage;
 use dayfly_transport::{Region, Slot};
 use futures_util::FutureExt;
 use futures_util::future::Shared;
@@ -129,14 +129,14 @@ pub(crate) struct Lease {
 }
 
 impl Arena {
-    /// `region` is mapped by clients through a descriptor that cannot write. `board` tells them which leases hold.
-    pub(crate) fn new(region: Region, board: Arc<Board>, deadlines: &Deadlines) -> io::Result<Self> {
+    /// `region` is mapped by clients through a descriptor that cannot write. `status page` tells them which leases hold.
+    pub(crate) fn new(region: Region, status_page: Arc<StatusPage>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
         let marks_len = region.len() / ARENA_UNIT;
         let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
-        let ledger = Arc::new(Ledger::new(board, region.len(), deadlines));
+        let ledger = Arc::new(Ledger::new(status_page, region.len(), deadlines));
         let inner = Inner {
             region,
             reader,

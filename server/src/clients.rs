@@ -24,8 +24,8 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use crate::arena::{Holder, Lease};
+use crate::coordinator;
 use crate::fetch::{Fetched, Fetching, Part};
-use crate::lead;
 use crate::prefetch::Ordered;
 use crate::server::Server;
 use crate::store::{Dataset, nameless_file};
@@ -291,9 +291,9 @@ impl Client {
             server_timeout_ms: config.deadlines.server.as_millis() as u32,
             heartbeat_timeout_ms: config.deadlines.heartbeat.as_millis() as u32,
         };
-        let (board, counters) = self.server.store().shared_files();
+        let (status_page, counters) = self.server.store().shared_files();
         let (arena, marks) = self.server.arena().files();
-        self.sender.send(&welcome, &[board, counters, arena, marks]).await
+        self.sender.send(&welcome, &[status_page, counters, arena, marks]).await
     }
 
     async fn list_datasets(&self) -> io::Result<()> {
@@ -347,7 +347,7 @@ impl Client {
             Command::StageIn(request) => {
                 let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
                 // On a task of its own: if the client goes away, the stage-in must still undo what it did.
-                tokio::spawn(lead::stage_in(self.server.clone(), request, sender));
+                tokio::spawn(coordinator::stage_in(self.server.clone(), request, sender));
                 loop {
                     tokio::select! {
                         event = events.recv() => match event {

@@ -20,7 +20,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
 use crate::blocking::Blocking;
-use crate::keep::Keeper;
+use crate::cache_writer::CacheWriter;
 use crate::peers::{Peers, unread};
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
@@ -43,7 +43,7 @@ pub(crate) type Part = Vec<(u32, Fetched)>;
 pub(crate) struct Fetcher {
     arena: Arena,
     peers: Arc<Peers>,
-    keeper: Keeper,
+    cache_writer: CacheWriter,
     remote: ReadCounter,
     served: ReadCounter,
     joined: AtomicU64,
@@ -101,10 +101,16 @@ impl Fetching {
 }
 
 impl Fetcher {
-    pub(crate) fn new(arena: Arena, peers: Arc<Peers>, keeper: Keeper, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> Self {
+    pub(crate) fn new(
+        arena: Arena,
+        peers: Arc<Peers>,
+        cache_writer: CacheWriter,
+        damage: Arc<Damage>,
+        blocking: Arc<dyn Blocking>,
+    ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        Self { arena, peers, keeper, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
+        Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
     }
 
     /// What came over the network.
@@ -163,7 +169,7 @@ impl Fetcher {
 
     /// Has what was read ahead kept, if it is meant to be.
     pub(crate) fn keep(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
-        self.keeper.keep(dataset, chunk, || Some(lease));
+        self.cache_writer.keep(dataset, chunk, || Some(lease));
     }
 
     fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed, keeps: bool) -> Fetching {
@@ -234,7 +240,7 @@ impl Fetcher {
             let fetched = match lease {
                 Some(lease) => {
                     if keeps {
-                        self.keeper.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                        self.cache_writer.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
                     }
                     Fetched::Leased(lease)
                 }

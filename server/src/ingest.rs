@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
-use dayfly_meta::segment::Place;
+use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
 use dayfly_stagein::pipeline::Gauge;
@@ -42,7 +42,7 @@ struct State {
     next_arrival: u32,
     taken_bytes: u64,
     /// Blocks that come in pieces: where, and how long.
-    in_pieces: HashMap<u32, (Place, u64)>,
+    in_pieces: HashMap<u32, (DrivePosition, u64)>,
 }
 
 /// What became of a batch.
@@ -92,7 +92,7 @@ impl Ingest {
     }
 
     /// Where a block lies, by its number; known once [`Self::finish`] was called.
-    pub(crate) fn find(&self, arrival: u32) -> Option<Place> {
+    pub(crate) fn find(&self, arrival: u32) -> Option<DrivePosition> {
         self.arrivals.find(arrival)
     }
 
@@ -134,7 +134,7 @@ impl Ingest {
         let start = Instant::now();
         let activity = self.gauge.activity();
         activity.begin(Step::Writing, self.segments.drive_path(place.drive));
-        self.segments.write(Place { offset: place.offset + offset, ..place }, bytes)?;
+        self.segments.write(DrivePosition { offset: place.offset + offset, ..place }, bytes)?;
         self.gauge.busy(Step::Writing, start.elapsed());
         Ok(())
     }

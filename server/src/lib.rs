@@ -2,15 +2,15 @@
 //!
 //! [`Server`] ties the parts together; each part is a module that knows only those below it:
 //! `store` (drives, segments, datasets) ← `arena` ← `keep` ← `fetch` ← `prefetch`; `ingest` and `stage` (this node's part of a stage-in);
-//! `lead` (the lead's part); `peers` (the other nodes); `clients` (the processes of this node).
+//! `coordinator` (the coordinator's part); `peers` (the other nodes); `clients` (the processes of this node).
 
 mod arena;
 pub mod blocking;
+mod cache_writer;
 mod clients;
+mod coordinator;
 mod fetch;
 mod ingest;
-mod keep;
-mod lead;
 mod peers;
 mod prefetch;
 mod server;

@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use dayfly_meta::board::Board;
 use dayfly_meta::checksum::{Mismatch, check, checksum};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{BATCH_LEN_MAX, FETCH_ATTEMPTS_MAX};
+use dayfly_meta::status_page::StatusPage;
 use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
@@ -28,10 +28,10 @@ use tokio::time::MissedTickBehavior;
 use crate::Config;
 use crate::arena::Arena;
 use crate::blocking::{Blocking, Threads};
+use crate::cache_writer::CacheWriter;
 use crate::clients::{Clients, Processes};
+use crate::coordinator::{Coordinator, Reported};
 use crate::fetch::Fetcher;
-use crate::keep::Keeper;
-use crate::lead::{Lead, Reported};
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
@@ -70,12 +70,12 @@ pub enum StartError {
 }
 
 /// Tells this node's processes again and again that the runtime which serves them goes on.
-async fn beat(board: Arc<Board>, interval: Duration) {
+async fn beat(status_page: Arc<StatusPage>, interval: Duration) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        board.beat();
+        status_page.beat();
     }
 }
 
@@ -92,7 +92,7 @@ pub struct Server {
     fetcher: Arc<Fetcher>,
     prefetcher: Arc<Prefetcher>,
     stages: Stages,
-    lead: Lead,
+    coordinator: Coordinator,
     processes: Arc<Processes>,
     reading: Reading,
     damage: Arc<Damage>,
@@ -140,12 +140,12 @@ impl Server {
         let deadlines = config.deadlines;
         let store = Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?;
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
-        let arena = Arena::new(region, store.board().clone(), &deadlines).map_err(StartError::Arena)?;
+        let arena = Arena::new(region, store.status_page().clone(), &deadlines).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let peers = Arc::new(Peers::new(config.node, transport.clone(), deadlines));
         let damage = Arc::new(Damage::default());
-        let (keeper, keeping) = Keeper::new(arena.len(), damage.clone(), blocking.clone());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), keeper, damage.clone(), blocking.clone()));
+        let (cache_writer, keeping) = CacheWriter::new(arena.len(), damage.clone(), blocking.clone());
+        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), cache_writer, damage.clone(), blocking.clone()));
         let server = Arc::new(Self {
             prefetcher: Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines),
             fetcher,
@@ -158,7 +158,7 @@ impl Server {
             exchange,
             peers,
             stages: Stages::default(),
-            lead: Lead::new(deadlines),
+            coordinator: Coordinator::new(deadlines),
             processes: Arc::default(),
             reading: Reading::default(),
             damage,
@@ -171,7 +171,7 @@ impl Server {
             .map_err(|error| StartError::Socket { folder: server.config.runtime_dir.display().to_string(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(keeping);
-        tasks.spawn(beat(server.store.board().clone(), deadlines.heartbeat_interval));
+        tasks.spawn(beat(server.store.status_page().clone(), deadlines.heartbeat_interval));
         let running = Running { _peers: serving, _clients: clients, _tasks: tasks };
         *server.running.lock().unwrap_or_else(PoisonError::into_inner) = Some(running);
         Ok(server)
@@ -248,8 +248,8 @@ impl Server {
         &self.stages
     }
 
-    pub(crate) fn lead(&self) -> &Lead {
-        &self.lead
+    pub(crate) fn coordinator(&self) -> &Coordinator {
+        &self.coordinator
     }
 
     /// The processes that are attached.
@@ -318,7 +318,7 @@ impl Server {
                 Ok((Reply::Shipped { arrival }, Vec::new()))
             }
             Request::Begin { stage, selection, seed, max_rate, capacities } => {
-                let beginning = Beginning { number: stage, lead: from, selection, seed, max_rate, capacities };
+                let beginning = Beginning { number: stage, coordinator: from, selection, seed, max_rate, capacities };
                 let server = self.clone();
                 // It makes files and a ring of thousands: not on a thread that moves messages.
                 let begun = self.blocking.run(move || Stage::begin(&server, beginning)).await;
@@ -329,19 +329,19 @@ impl Server {
             }
             Request::Headroom => self.make_headroom(0).await.map(|()| done),
             Request::StageIn(request) => {
-                let number = self.lead.following().begin(self, request)?;
+                let number = self.coordinator.following().begin(self, request)?;
                 Ok((Reply::Followed { number }, Vec::new()))
             }
             Request::Follow { number, heard } => {
-                let event = self.lead.following().next(number, heard).await?;
+                let event = self.coordinator.following().next(number, heard).await?;
                 Ok((Reply::Told(event.map(Box::new)), Vec::new()))
             }
             Request::Leave { number } => {
-                self.lead.following().leave(number);
+                self.coordinator.following().leave(number);
                 Ok(done)
             }
             Request::NextUnit { stage, finished } => {
-                let reply = match self.lead.stage(stage) {
+                let reply = match self.coordinator.stage(stage) {
                     Some(stage) => stage.next_unit(finished).await,
                     None => Reply::Stop,
                 };
@@ -349,10 +349,10 @@ impl Server {
             }
             Request::Report { stage, progress, waits, suspects, sightings } => {
                 let reported = Reported { progress, waits, suspects, sightings };
-                Ok((self.lead.report(stage, from, reported), Vec::new()))
+                Ok((self.coordinator.report(stage, from, reported), Vec::new()))
             }
             Request::Fail { stage, reason } => {
-                if let Some(stage) = self.lead.stage(stage) {
+                if let Some(stage) = self.coordinator.stage(stage) {
                     stage.fail(self.naming(from, reason));
                 }
                 Ok(done)

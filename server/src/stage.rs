@@ -80,10 +80,10 @@ impl Stages {
     }
 }
 
-/// What the lead says of a stage-in when it begins.
+/// What the coordinator says of a stage-in when it begins.
 pub(crate) struct Beginning {
     pub(crate) number: u64,
-    pub(crate) lead: NodeId,
+    pub(crate) coordinator: NodeId,
     pub(crate) selection: Selection,
     pub(crate) seed: u64,
     pub(crate) max_rate: Option<u64>,
@@ -93,7 +93,7 @@ pub(crate) struct Beginning {
 /// A stage-in on this node.
 pub(crate) struct Stage {
     number: u64,
-    lead: NodeId,
+    coordinator: NodeId,
     seed: u64,
     selection: Selection,
     memory: Memory,
@@ -102,7 +102,7 @@ pub(crate) struct Stage {
     ingest: Arc<Ingest>,
     landing: Region,
     gauge: Arc<Gauge>,
-    /// What the lead asks the workers.
+    /// What the coordinator asks the workers.
     questions: Arc<Questions>,
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
@@ -130,9 +130,9 @@ struct Outcome {
 impl Stage {
     /// Makes room for what will come, and starts the workers.
     pub(crate) fn begin(server: &Arc<Server>, beginning: Beginning) -> Result<(), String> {
-        let Beginning { number, lead, selection, seed, max_rate, capacities } = beginning;
+        let Beginning { number, coordinator, selection, seed, max_rate, capacities } = beginning;
         if capacities.len() != server.peers().count() {
-            return Err("the lead knows another roster".to_owned());
+            return Err("the coordinator knows another roster".to_owned());
         }
         let cannot = |error: std::io::Error| format!("cannot begin a stage-in: {error}");
         let segments = Segments::create(server.store().drives(), DatasetId(number as u32)).map_err(cannot)?;
@@ -143,7 +143,7 @@ impl Stage {
         let gauge = Arc::new(Gauge::new(max_rate));
         let stage = Arc::new(Self {
             number,
-            lead,
+            coordinator,
             seed,
             selection,
             memory,
@@ -383,7 +383,7 @@ impl Stage {
         self.ingest.segments().give_up();
     }
 
-    /// Whether the lead said to show the dataset. From then on only the lead may take it back: others show it too.
+    /// Whether the coordinator said to show the dataset. From then on only the coordinator may take it back: others show it too.
     fn is_shown(&self) -> bool {
         self.outcome().shown.is_some()
     }
@@ -409,8 +409,8 @@ fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Runs the workers, then keeps their runs. The first failure is told to the lead at once, while other workers still run: without
-/// that the lead would wait for the failed worker's unit, and the other workers for the lead.
+/// Runs the workers, then keeps their runs. The first failure is told to the coordinator at once, while other workers still run: without
+/// that the coordinator would wait for the failed worker's unit, and the other workers for the coordinator.
 async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..server.config().workers {
@@ -436,18 +436,18 @@ async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>)
     stage.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), Err)));
 }
 
-/// Tells the lead that the stage-in failed here. A lead that is pressed gets as much patience as for a report; one that does not hear
-/// it at all gives this node up by its silence, as this node does the lead.
+/// Tells the coordinator that the stage-in failed here. A coordinator that is pressed gets as much patience as for a report; one that does not hear
+/// it at all gives this node up by its silence, as this node does the coordinator.
 async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
     let start = Instant::now();
     loop {
         let fail = Request::Fail { stage: stage.number, reason: reason.to_owned() };
-        match server.ask(stage.lead, fail, server.deadlines().request).await {
+        match server.ask(stage.coordinator, fail, server.deadlines().request).await {
             Err(PeerError::Transport(_)) if start.elapsed() < server.deadlines().peer_lost => {
                 tokio::time::sleep(server.deadlines().progress_interval).await
             }
             Err(error) => {
-                tracing::warn!(%error, reason, "a stage-in failed here and the lead cannot be told");
+                tracing::warn!(%error, reason, "a stage-in failed here and the coordinator cannot be told");
                 return;
             }
             Ok(_) => return,
@@ -455,7 +455,7 @@ async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
     }
 }
 
-/// One worker: takes units from the lead until there are none.
+/// One worker: takes units from the coordinator until there are none.
 fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
     let drive = server.store().roomiest_drive();
     work_through(server, stage, placement, drive.clone()).map_err(|error| match error {
@@ -481,14 +481,14 @@ fn work_through(
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
-        // Twice the deadline: the lead waits for its slowest node to begin.
+        // Twice the deadline: the coordinator waits for its slowest node to begin.
         let reply = server.blocking().wait_for(stage.unless_cancelled(server.ask(
-            stage.lead,
+            stage.coordinator,
             request,
             2 * server.deadlines().request,
         )))?;
         worker.answer()?;
-        let lost = |reason: String| StageInError::Ship { node: stage.lead, reason };
+        let lost = |reason: String| StageInError::Ship { node: stage.coordinator, reason };
         match reply.map_err(|error| lost(error.to_string()))? {
             Reply::Units(units) => finished = worker.run(&units)?,
             // A stage-in that was cancelled meanwhile ends at the next request.
@@ -508,7 +508,7 @@ async fn keep_headroom(server: Arc<Server>, stage: Arc<Stage>) {
     }
 }
 
-/// Tells the lead how far we are, and hears whether to go on; a lead that is lost ends the stage-in here.
+/// Tells the coordinator how far we are, and hears whether to go on; a coordinator that is lost ends the stage-in here.
 async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let (mut is_undone, mut unheard) = (false, None);
     loop {
@@ -520,7 +520,7 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
         let (asked_at, mut asked) = (Instant::now(), 0);
         let reply = loop {
             asked += 1;
-            match server.ask(stage.lead, request.clone(), server.deadlines().request).await {
+            match server.ask(stage.coordinator, request.clone(), server.deadlines().request).await {
                 // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
                 Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < server.deadlines().peer_lost => {
                     tokio::time::sleep(server.deadlines().progress_interval).await;
@@ -542,11 +542,11 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
                 break;
             }
             Ok(_) => break,
-            // Only the lead knows whether the others show it too, or none does. It is asked on for longer than it may take to publish;
+            // Only the coordinator knows whether the others show it too, or none does. It is asked on for longer than it may take to publish;
             // a node that is cut off for as long has been ended by its lease.
             Err(_) if stage.is_shown() && unheard.get_or_insert(asked_at).elapsed() < server.deadlines().offer => continue,
             Err(error) => {
-                tracing::warn!(%error, "a stage-in ends here, for its lead does not answer");
+                tracing::warn!(%error, "a stage-in ends here, for its coordinator does not answer");
                 break;
             }
         }

@@ -1,8 +1,8 @@
 //! What this node holds: datasets, each with its catalog, its locations and its segments, all in nameless files.
 
+mod cached_blocks;
 mod dataset;
 mod drive;
-mod kept;
 mod pages;
 mod segment;
 pub(crate) mod write_back;
@@ -13,15 +13,15 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use dayfly_meta::board::{self, Board, Counters};
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::path::{display, is_below, join};
+use dayfly_meta::status_page::{self, Counters, StatusPage};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
+pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
 pub(crate) use dataset::{ChunkInfo, Dataset};
 pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
-pub(crate) use kept::{lowered_threshold, threshold_for};
 pub(crate) use segment::{Segments, room_for};
 
 /// Memory to be shared with processes, which cannot make it shorter under our feet.
@@ -55,7 +55,7 @@ impl Conflict {
 pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
-    board: Arc<Board>,
+    status_page: Arc<StatusPage>,
     counters: Arc<Counters>,
     board_file: File,
     counters_file: File,
@@ -64,12 +64,12 @@ pub(crate) struct Store {
 impl Store {
     /// `capacity` is for all data dirs together; it is parted among them by their free room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
-        let board_file = shared_file("dayfly-board", board::FILE_LEN)?;
-        let counters_file = shared_file("dayfly-counters", board::COUNTERS_LEN)?;
+        let board_file = shared_file("dayfly-status_page", status_page::FILE_LEN)?;
+        let counters_file = shared_file("dayfly-counters", status_page::COUNTERS_LEN)?;
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
-            board: Arc::new(Board::map(&board_file, true)?),
+            status_page: Arc::new(StatusPage::map(&board_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
             board_file: read_only(&board_file)?,
             counters_file,
@@ -141,17 +141,17 @@ impl Store {
         &self.counters
     }
 
-    pub(crate) fn board(&self) -> &Arc<Board> {
-        &self.board
+    pub(crate) fn status_page(&self) -> &Arc<StatusPage> {
+        &self.status_page
     }
 
-    /// The board to read, and the counters to write.
+    /// The status page to read, and the counters to write.
     pub(crate) fn shared_files(&self) -> (&File, &File) {
         (&self.board_file, &self.counters_file)
     }
 
     pub(crate) fn generation(&self) -> u64 {
-        self.board.generation()
+        self.status_page.generation()
     }
 
     pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
@@ -185,7 +185,7 @@ impl Store {
         }
         dataset.set_gone(false);
         datasets.insert(dataset.id(), dataset);
-        self.board.bump_generation();
+        self.status_page.bump_generation();
         replaced
     }
 
@@ -194,14 +194,14 @@ impl Store {
         let hidden = self.datasets.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
         if let Some(dataset) = hidden {
             dataset.set_gone(true);
-            self.board.bump_generation();
+            self.status_page.bump_generation();
         }
     }
 
     /// Gives everything up, whoever still has it open; returns the bytes freed.
     pub(crate) fn give_up(&self) -> u64 {
         let freed = self.used();
-        self.board.set_gone();
+        self.status_page.set_gone();
         let datasets = std::mem::take(&mut *self.datasets.write().unwrap_or_else(PoisonError::into_inner));
         datasets.values().for_each(|dataset| dataset.set_gone(true));
         datasets.values().for_each(|dataset| dataset.give_up());

@@ -1,6 +1,6 @@
 //! Samples of different sources that have one path, noticed while sources are still read.
 //!
-//! Owners compare hashes of paths as blocks arrive, for the blocks of one path come to one owner. What they suspect the lead
+//! Owners compare hashes of paths as blocks arrive, for the blocks of one path come to one owner. What they suspect the coordinator
 //! makes a [`Question`] to all workers, who know paths; what workers find is a [`Sighting`]. Only two sightings of one path
 //! are a collision, so hashes that are equal by chance end nothing. Whatever is missed here, the merge notices.
 

@@ -1,13 +1,12 @@
 //! Stage-in: sources become samples, samples become blocks, blocks go to their owners.
 //!
-//! The lead makes a [`plan`] and [hands out](handing) its units; every server runs [`pipeline::Worker`]s over them; what the workers
-//! found is kept in sorted [`runs`] that the lead merges into a catalog. This crate knows no network: blocks are shipped into a
+//! The coordinator makes a [`plan`] and [hands out](unit_ledger) its units; every server runs [`pipeline::Worker`]s over them; what the workers
+//! found is kept in sorted [`runs`] that the coordinator merges into a catalog. This crate knows no network: blocks are shipped into a
 //! [`pipeline::Sink`].
 
 pub mod collisions;
 pub mod error;
 mod gauge;
-pub mod handing;
 pub mod pipeline;
 pub mod plan;
 pub mod runs;
@@ -15,6 +14,7 @@ mod selection;
 mod source;
 #[cfg(test)]
 mod tests;
+pub mod unit_ledger;
 
 pub use error::StageInError;
 pub use source::is_named_archive;

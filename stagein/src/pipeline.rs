@@ -82,7 +82,7 @@ pub struct Orders<'a> {
     pub seed: u64,
     /// For compressed sources.
     pub decoders: Decoders,
-    /// What the lead wants to know of what is found.
+    /// What the coordinator wants to know of what is found.
     pub questions: Arc<Questions>,
 }
 

@@ -1,4 +1,4 @@
-//! The lead's part before anything is read: sources are found, told apart and cut into units.
+//! The coordinator's part before anything is read: sources are found, told apart and cut into units.
 
 mod cut;
 mod given;
@@ -29,7 +29,7 @@ use crate::source::zip::{Part, ZipError, parts};
 use crate::source::{classify, without_archive_ending};
 
 /// What is to be read.
-pub struct Plan {
+pub struct StageInPlan {
     /// All sources, in order; units name them by number.
     pub sources: Vec<Source>,
     /// Which of them must not have a path in common, by source.
@@ -82,14 +82,14 @@ pub struct Wanted<'a> {
 }
 
 /// Finds, tells apart and cuts. `scratch` is a nameless file; `gauge` is told of each step, and asked whether to go on.
-pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<Plan, StageInError> {
+pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<StageInPlan, StageInError> {
     let &Wanted { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
     let watch = Watch::new(gauge);
     let paths = given(patterns, selection, &watch)?;
     let is_alone = paths.len() == 1;
     let mut planner = Planner {
-        plan: Plan {
+        plan: StageInPlan {
             sources: Vec::new(),
             rivalries: Vec::new(),
             units: UnitQueue::new(scratch),
@@ -159,7 +159,7 @@ fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {
 }
 
 struct Planner<'a> {
-    plan: Plan,
+    plan: StageInPlan,
     selector: Selector,
     selection: &'a Selection,
     workers: u64,
@@ -365,7 +365,7 @@ mod tests {
 
     use super::*;
 
-    fn units(patterns: &[&Path], selection: &Selection) -> Result<(Plan, Vec<Unit>), StageInError> {
+    fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<Unit>), StageInError> {
         let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
         let wanted = Wanted { patterns: &patterns, selection, seed: 1, workers: 1 };
         let mut plan = plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())?;

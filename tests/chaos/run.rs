@@ -207,7 +207,7 @@ impl Run {
             }
             Fault::KillSupervisor => {
                 self.is_over = true;
-                if let Some(pid) = self.location.keeper() {
+                if let Some(pid) = self.location.supervisor() {
                     signal(pid, Signal::SIGKILL);
                 }
                 let gone = |run: &Self| run.location.live_nodes().is_empty();

@@ -12,7 +12,7 @@ use dayfly_client::{Session, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
-use dayfly_meta::wire::control::{Command, Event, Selection, StageIn, Summary};
+use dayfly_meta::wire::control::{Command, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::status::NodeStatus;
 use dayfly_server::{Agreement, Config, Key, Options, Preference, Server};
 use dayfly_transport::Transport;
@@ -133,7 +133,7 @@ impl Inside {
 
     /// The same, perhaps in the place of what is there.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
-        let request = StageIn {
+        let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
             target: b"d".to_vec(),
             selection: Selection::default(),

@@ -3,12 +3,12 @@
 mod data_dir;
 mod hosts;
 mod invitation;
-mod keeper;
 mod key_file;
 mod launchers;
 mod memory;
 mod names;
 mod processes;
+mod supervisor;
 mod watch;
 
 use std::env;
@@ -37,8 +37,8 @@ use zeroize::Zeroizing;
 use crate::args::{Network, SessionOptions};
 use crate::failure::{Failure, complain};
 use crate::size;
-use keeper::{Keeper, Plan};
 use launchers::Chosen;
+use supervisor::{Plan, Supervisor};
 
 /// A server that has ended is gone within this.
 const GOING_TIMEOUT: Duration = Duration::from_secs(2);
@@ -48,7 +48,7 @@ const REMOVE_ATTEMPTS_MAX: u32 = 10;
 const KEY_FILE: &str = "key-file";
 
 pub(crate) use data_dir::{chosen as chosen_data_dirs, kind as data_dir_kind};
-pub(crate) use invitation::{FromKeeper, FromServer, Invitation, Settings};
+pub(crate) use invitation::{FromServer, FromSupervisor, Invitation, Settings};
 pub(crate) use launchers::{job, names as launcher_names};
 pub(crate) use names::own_addresses;
 pub(crate) use processes::Processes;
@@ -57,31 +57,31 @@ pub(crate) use watch::{gone_message, until_gone};
 /// A session that has just been started, kept as long as this lives.
 pub(crate) struct Started {
     pub(crate) location: Location,
-    keeper: Keeper,
+    supervisor: Supervisor,
     lock: Option<Flock<File>>,
 }
 
 impl Started {
     /// What ends the session when it is sent or dropped.
     pub(crate) fn end_handle(&mut self) -> Option<oneshot::Sender<()>> {
-        self.keeper.end_handle()
+        self.supervisor.end_handle()
     }
 
     /// What tells why the session has ended that nobody ended; dropped without a word where somebody did.
     pub(crate) fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
-        self.keeper.loss()
+        self.supervisor.loss()
     }
 
     /// Waits until all servers have ended.
     pub(crate) fn wait(&mut self) {
-        self.keeper.wait();
+        self.supervisor.wait();
     }
 }
 
 impl Drop for Started {
     fn drop(&mut self) {
-        drop(self.keeper.end_handle());
-        self.keeper.wait();
+        drop(self.supervisor.end_handle());
+        self.supervisor.wait();
         // Under the lock, so that nobody else does; where servers are still on their way out, without it, so that the last of them may.
         let removed = self.location.remove_if_last(|| remove_all(&self.location));
         drop(self.lock.take());
@@ -115,7 +115,7 @@ impl Planned {
     }
 }
 
-/// Finds out where a session is to be, and checks what is asked of it. It is to go on for `keep` when its keeper is lost.
+/// Finds out where a session is to be, and checks what is asked of it. It is to go on for `keep` when its supervisor is lost.
 pub(crate) fn plan(options: &SessionOptions, keep: Duration) -> Result<Planned, Failure> {
     let prefix = check_prefix(options.prefix.as_bytes())?;
     let path = Path::new(OsStr::from_bytes(&prefix));
@@ -173,7 +173,7 @@ pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Resul
     let invitation = Invitation {
         session: session.to_string(),
         key: key.clone(),
-        keeper: Vec::new(),
+        supervisor: Vec::new(),
         host: None,
         node_name: chosen.launcher.node_name.map(str::to_owned),
         is_step: chosen.launcher.is_step,
@@ -213,9 +213,9 @@ pub(crate) fn start(planned: Planned, cancelled: oneshot::Receiver<()>) -> Resul
         start_timeout: Duration::from_secs(launch.start_timeout),
         chosen,
     };
-    let watch = noted.and_then(|()| location.watch_keeper(&lock));
-    match watch.map_err(Failure::from).and_then(|watch| Keeper::start(plan, watch, cancelled)) {
-        Ok(keeper) => Ok(Started { location, keeper, lock: Some(lock) }),
+    let watch = noted.and_then(|()| location.watch_supervisor(&lock));
+    match watch.map_err(Failure::from).and_then(|watch| Supervisor::start(plan, watch, cancelled)) {
+        Ok(supervisor) => Ok(Started { location, supervisor, lock: Some(lock) }),
         Err(failure) => {
             drop(lock);
             remove(&location)?;

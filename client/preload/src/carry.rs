@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use dayfly_client::kept::Kept;
+use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX};
@@ -99,10 +99,10 @@ fn read_only(file: File) -> File {
 }
 
 /// The file that stands for a description from now on, for this process and those that it shares the description with.
-fn carrier<'a>(view: &View, description: &'a Reference) -> Result<&'a Kept, Fault> {
+fn carrier<'a>(view: &View, description: &'a Reference) -> Result<&'a ReservedFd, Fault> {
     let file = description.file()?;
     if description.offset.carrier().is_none() {
-        description.offset.set_carrier(Kept::new(empty(view, file)?));
+        description.offset.set_carrier(ReservedFd::new(empty(view, file)?));
     }
     let carrier = description.offset.carrier().ok_or(libc::EIO)?;
     let filled = description.offset.filled();
@@ -149,7 +149,7 @@ pub(crate) fn before_fork() {
             && file.stat().size <= MEMORY_COPY_LEN_MAX
             && let Ok(empty) = empty(view, file)
         {
-            description.offset.set_carrier(Kept::new(empty));
+            description.offset.set_carrier(ReservedFd::new(empty));
         }
     }
 }

@@ -7,7 +7,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use dayfly_client::kept::Kept;
+use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_meta::deadlines::Deadlines;
 
 use crate::next;
@@ -30,7 +30,7 @@ pub(crate) struct Offset {
     shared: AtomicPtr<Shared>,
     page: AtomicPtr<Page>,
     /// A file of the kernel's in the place of this description, for programs without this library.
-    carrier: AtomicPtr<Kept>,
+    carrier: AtomicPtr<ReservedFd>,
     /// Whether the carrier is filled, as long as this process alone has it.
     filled: AtomicU32,
     /// Whether forked processes have the same carrier; then its state is with the shared offset.
@@ -89,14 +89,14 @@ impl Offset {
         }
     }
 
-    pub(crate) fn carrier(&self) -> Option<&Kept> {
+    pub(crate) fn carrier(&self) -> Option<&ReservedFd> {
         let carrier = self.carrier.load(Ordering::Acquire);
         // SAFETY: made by `Box::into_raw` in `set_carrier`, and ended only when this ends.
         (!carrier.is_null()).then(|| unsafe { &*carrier })
     }
 
     /// Sets the carrier, unless there is one; whether it did.
-    pub(crate) fn set_carrier(&self, carrier: Kept) -> bool {
+    pub(crate) fn set_carrier(&self, carrier: ReservedFd) -> bool {
         let carrier = Box::into_raw(Box::new(carrier));
         let is_set = self.carrier.compare_exchange(null_mut(), carrier, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if !is_set {
@@ -107,7 +107,7 @@ impl Offset {
     }
 
     /// Takes over a carrier that a `vfork` child has filled.
-    pub(crate) fn adopt(&self, carrier: Kept) {
+    pub(crate) fn adopt(&self, carrier: ReservedFd) {
         if self.set_carrier(carrier) {
             if self.is_cell_ours() {
                 self.cell().store(HANDED_OVER, Ordering::Release);

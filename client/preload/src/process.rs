@@ -9,8 +9,8 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
-use dayfly_client::kept::Kept;
 use dayfly_client::locate::{CWD_VARIABLE, Location, PREFIX_VARIABLE, SESSION_VARIABLE};
+use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_client::{ClientError, Session, View, ViewError, fault, fork};
 use dayfly_meta::id::NodeId;
 
@@ -180,7 +180,7 @@ fn hold_placeholder(socket: &std::path::Path) -> Result<(), Fault> {
     let path = CString::new(socket.as_os_str().as_bytes()).map_err(|_| libc::EINVAL)?;
     let descriptor = next::open(path.as_ptr(), libc::O_PATH | libc::O_CLOEXEC, 0);
     let file = carry::owned(descriptor)?;
-    let kept = Kept::new(file);
+    let kept = ReservedFd::new(file);
     let stat = kernel_stat(kept.as_raw_fd()).ok_or(libc::EIO)?;
     PLACEHOLDER_DEVICE.store(stat.st_dev, Ordering::Release);
     PLACEHOLDER_INODE.store(stat.st_ino, Ordering::Release);

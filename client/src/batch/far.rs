@@ -78,7 +78,7 @@ impl Batch<'_> {
             FromServer::Fetched { chunks, lease, token, is_last } => (chunks, lease, token, is_last),
             other => return Err(unexpected(other)),
         };
-        let is_held = self.session.board().holds(socket.number(), token);
+        let is_held = self.session.status_page().holds(socket.number(), token);
         self.far.is_under_way = !is_last;
         let is_nothing = chunks.is_empty();
         if lease != 0 && is_held {
@@ -133,7 +133,7 @@ impl Batch<'_> {
             let Leased { offset, len, token, is_delivered } = leased;
             let bytes =
                 self.session.arena.leased(offset, len).ok_or(ClientError::Protocol("a lease outside of the arena"))?.to_vec();
-            if self.far.socket.as_ref().is_some_and(|socket| self.session.board().holds(socket.number(), token)) {
+            if self.far.socket.as_ref().is_some_and(|socket| self.session.status_page().holds(socket.number(), token)) {
                 *state = State::Owned(bytes);
             } else if !is_delivered {
                 *state = State::Later;
@@ -144,7 +144,7 @@ impl Batch<'_> {
 
     /// Lets go if the server asks for it, because others wait for room.
     pub(super) fn let_go_if_asked(&mut self) -> Result<(), ClientError> {
-        let is_asked = |socket: &Socket| self.session.board().is_recalled(socket.number());
+        let is_asked = |socket: &Socket| self.session.status_page().is_recalled(socket.number());
         // On the way of every sample, so the system call comes last.
         let is_asked = !self.leases.is_empty() && self.far.socket.as_deref().is_some_and(is_asked);
         if is_asked && self.home == std::process::id() { self.let_go() } else { Ok(()) }
@@ -152,7 +152,7 @@ impl Batch<'_> {
 
     /// Whether a lease still held when what it is of was looked at, which was before this is asked.
     pub(super) fn holds(&self, leased: &Leased) -> bool {
-        let is_held = |socket: &Socket| self.session.board().holds(socket.number(), leased.token);
+        let is_held = |socket: &Socket| self.session.status_page().holds(socket.number(), leased.token);
         !self.is_broken && self.far.socket.as_deref().is_some_and(is_held)
     }
 

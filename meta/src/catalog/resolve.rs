@@ -35,7 +35,7 @@ pub enum ResolveError {
         /// The path.
         path: String,
     },
-    /// More hard links than the lead has memory to resolve.
+    /// More hard links than the coordinator has memory to resolve.
     #[error(
         "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} of them were found by then; give more with --stage-in-memory, or stage the sources into several datasets"
     )]

@@ -9,7 +9,7 @@ use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Command {
     /// Stage sources in. Events: `Planned`, `Progress`, at the end `StagedIn`. Closing the connection cancels it.
-    StageIn(StageIn),
+    StageIn(StageInRequest),
     /// Tell what all nodes hold and do. Event: `Status`.
     Status,
     /// Change how nodes read ahead and what they keep, on all of them. Event: `Tuned`.
@@ -23,7 +23,7 @@ pub enum Command {
 
 /// What to stage in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct StageIn {
+pub struct StageInRequest {
     /// Absolute paths or globs, in order.
     pub sources: Vec<Vec<u8>>,
     /// The dataset's root, below the prefix.
@@ -87,7 +87,7 @@ pub enum Grouping {
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Event {
     /// A stage-in is about to begin.
-    Planned(Plan),
+    Planned(StageInEstimate),
     /// How far it is.
     Progress(Progress),
     /// It is done: the dataset is visible on all nodes.
@@ -114,7 +114,7 @@ pub enum Event {
 
 /// What a stage-in will take, against what is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct StageInEstimate {
     /// Sources after globs were expanded.
     pub sources: u64,
     /// Bytes of the sources as they lie on the PFS.

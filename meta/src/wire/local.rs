@@ -55,7 +55,7 @@ pub enum FromClient {
 /// What a server answers.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
-    /// The session. Descriptors: the board, the counters, the arena, its marks.
+    /// The session. Descriptors: the status page, the counters, the arena, its marks.
     Welcome {
         /// [`super::VERSION`] of the server.
         version: u32,
@@ -73,7 +73,7 @@ pub enum FromServer {
         arena_len: u64,
         /// The process's place in the counters.
         slot: u32,
-        /// The connection's word in the board.
+        /// The connection's word in the status page.
         connection: u32,
         /// How long the client waits for the server, in milliseconds.
         server_timeout_ms: u32,
@@ -89,7 +89,7 @@ pub enum FromServer {
     },
     /// All datasets have been named.
     DatasetsEnd {
-        /// The board's generation that this answer is as new as.
+        /// The status page's generation that this answer is as new as.
         generation: u64,
     },
     /// Some of the chunks that were asked for.
@@ -98,7 +98,7 @@ pub enum FromServer {
         chunks: Vec<(u32, FetchedChunk)>,
         /// Holds all of these that are leased, until it is released or revoked, or the process ends; 0 if none is.
         lease: u64,
-        /// The connection's token when they were leased: once the board has another, none of these leases holds.
+        /// The connection's token when they were leased: once the status page has another, none of these leases holds.
         token: u64,
         /// Whether this was all.
         is_last: bool,

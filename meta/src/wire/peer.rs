@@ -2,13 +2,13 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::control::{Counted, Counts, Event, Selection, StageIn};
+use super::control::{Counted, Counts, Event, Selection, StageInRequest};
 use super::status::{NodeStatus, Policy};
 use crate::catalog::Compression;
 use crate::chunk::Chunk;
 use crate::id::DatasetId;
 
-/// What a server asks another. A *stage* is one stage-in, numbered by the lead.
+/// What a server asks another. A *stage* is one stage-in, numbered by the coordinator.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Request {
     /// Pull: chunks of blocks that the other holds, one piece each. Reply: `Read`.
@@ -45,21 +45,21 @@ pub enum Request {
         /// CRC32C of its bytes as they were read from the source.
         checksum: u32,
     },
-    /// To the lead: begin a stage-in, asked for on this node. Reply: `Followed`.
-    StageIn(StageIn),
-    /// To the lead: how does it go? Reply: `Told`.
+    /// To the coordinator: begin a stage-in, asked for on this node. Reply: `Followed`.
+    StageIn(StageInRequest),
+    /// To the coordinator: how does it go? Reply: `Told`.
     Follow {
         /// Its number among those.
         number: u64,
         /// How many events were heard so far; what comes after them is told, again if need be.
         heard: u64,
     },
-    /// To the lead: nobody asks for it any more; if it runs, cancel it. Reply: `Done`.
+    /// To the coordinator: nobody asks for it any more; if it runs, cancel it. Reply: `Done`.
     Leave {
         /// Its number among those.
         number: u64,
     },
-    /// From the lead: a stage-in begins; take units. Reply: `Done`.
+    /// From the coordinator: a stage-in begins; take units. Reply: `Done`.
     Begin {
         /// Its number.
         stage: u64,
@@ -72,16 +72,16 @@ pub enum Request {
         /// Room on each node, in order: its weight in the placement.
         capacities: Vec<u64>,
     },
-    /// From the lead, before a stage-in: have copies make way where others have taken the drive's room. Reply: `Done`.
+    /// From the coordinator, before a stage-in: have copies make way where others have taken the drive's room. Reply: `Done`.
     Headroom,
-    /// To the lead: what came of units, and are there more? Reply: `Units`, `Wait`, `NoUnit` or `Stop`.
+    /// To the coordinator: what came of units, and are there more? Reply: `Units`, `Wait`, `NoUnit` or `Stop`.
     NextUnit {
         /// The stage-in.
         stage: u64,
         /// The units just finished.
         finished: Vec<UnitReport>,
     },
-    /// To the lead, now and then: how far we are. Reply: `Go`, `Stop` or `Undone`.
+    /// To the coordinator, now and then: how far we are. Reply: `Go`, `Stop` or `Undone`.
     Report {
         /// The stage-in.
         stage: u64,
@@ -94,14 +94,14 @@ pub enum Request {
         /// What its workers have found of what is asked.
         sightings: Vec<Sighting>,
     },
-    /// To the lead: the stage-in failed here. Reply: `Done`.
+    /// To the coordinator: the stage-in failed here. Reply: `Done`.
     Fail {
         /// The stage-in.
         stage: u64,
         /// For the user.
         reason: String,
     },
-    /// From the lead: no unit is left; tell your runs. Reply: `Runs`.
+    /// From the coordinator: no unit is left; tell your runs. Reply: `Runs`.
     Finish {
         /// The stage-in.
         stage: u64,
@@ -115,7 +115,7 @@ pub enum Request {
         /// From where.
         offset: u64,
     },
-    /// From the lead: fetch the catalog from the given node, check it, fill your locations. Reply: `Done`.
+    /// From the coordinator: fetch the catalog from the given node, check it, fill your locations. Reply: `Done`.
     Prepare {
         /// The stage-in.
         stage: u64,
@@ -137,19 +137,19 @@ pub enum Request {
         /// From where.
         offset: u64,
     },
-    /// From the lead: show the prepared dataset in place of the one it replaces. Reply: `Done`.
+    /// From the coordinator: show the prepared dataset in place of the one it replaces. Reply: `Done`.
     Commit {
         /// The stage-in.
         stage: u64,
         /// What it replaces.
         replaces: Option<DatasetId>,
     },
-    /// From the lead: all nodes show it; give up what it replaced, and all else of the stage-in. Reply: `Done`.
+    /// From the coordinator: all nodes show it; give up what it replaced, and all else of the stage-in. Reply: `Done`.
     Settle {
         /// The stage-in.
         stage: u64,
     },
-    /// From the lead: forget the stage-in and all that came of it; show again what it replaced. Reply: `Done`.
+    /// From the coordinator: forget the stage-in and all that came of it; show again what it replaced. Reply: `Done`.
     Abort {
         /// The stage-in.
         stage: u64,
@@ -384,7 +384,7 @@ pub struct Version {
 pub struct TarRange {
     /// The archive.
     pub path: Vec<u8>,
-    /// As the lead saw it.
+    /// As the coordinator saw it.
     pub version: Version,
     /// Where the range begins; the one before ends there.
     pub from: u64,
@@ -419,7 +419,7 @@ pub struct RangeReport {
 pub struct ZipPart {
     /// The archive.
     pub path: Vec<u8>,
-    /// As the lead saw it.
+    /// As the coordinator saw it.
     pub version: Version,
     /// Records of the central directory, as they stand there.
     pub records: Vec<u8>,
@@ -429,7 +429,7 @@ pub struct ZipPart {
     pub shift: u64,
 }
 
-/// An entry of a directory tree, as the lead's walk saw it.
+/// An entry of a directory tree, as the coordinator's walk saw it.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct TreeEntry {
     /// Its number in the walk.

@@ -11,7 +11,7 @@ pub enum Source {
     /// The node's own segment.
     Segment,
     /// The node's segment, in which it keeps what others own.
-    Kept,
+    Cached,
     /// The arena, where it had been fetched by another or ahead: no message was needed.
     Arena,
     /// The server was asked.
@@ -49,7 +49,7 @@ pub enum Hop {
     /// In its arena, after they had come.
     Arena,
     /// Among what it keeps of other nodes' blocks.
-    Kept,
+    Cached,
     /// In a segment, among the blocks that it owns.
     Owned,
 }

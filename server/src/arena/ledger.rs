@@ -2,15 +2,15 @@
 //! more connections. Leases end when they are released, when their connection ends, or when they are revoked: because their holder
 //! takes no bytes, or because others have waited for room too long.
 //!
-//! Before any lease of a connection ends by anything but a release, the connection's token in the board is changed. Whoever still
+//! Before any lease of a connection ends by anything but a release, the connection's token in the status page is changed. Whoever still
 //! believes in such a lease looks there after it has copied, and so never takes other bytes for those that were leased.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dayfly_meta::board::Board;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::{CHUNK_LEN, LEASE_SHARE};
+use dayfly_meta::status_page::StatusPage;
 use tokio::time::{Duration, Instant};
 
 /// What the ledger counts and keeps until it ends.
@@ -21,7 +21,7 @@ pub(crate) trait Leased: Send {
 
 /// The leases of all connections of a node.
 pub(crate) struct Ledger<L> {
-    board: Arc<Board>,
+    status_page: Arc<StatusPage>,
     /// Bytes that one process, and all together, may have.
     share: u64,
     ceiling: u64,
@@ -66,11 +66,11 @@ pub(crate) struct Budget {
 
 impl<L: Leased> Ledger<L> {
     /// Of an arena of `len` bytes.
-    pub(crate) fn new(board: Arc<Board>, len: u64, deadlines: &Deadlines) -> Self {
+    pub(crate) fn new(status_page: Arc<StatusPage>, len: u64, deadlines: &Deadlines) -> Self {
         let books = Books { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
         let share = len / LEASE_SHARE;
         let Deadlines { recall_after, recall, .. } = *deadlines;
-        Self { board, share, ceiling: len - share, recall_after, recall, books: Mutex::new(books) }
+        Self { status_page, share, ceiling: len - share, recall_after, recall, books: Mutex::new(books) }
     }
 
     /// Opens an account for a connection of a process; of an unknown one, in another container perhaps, by the number 0.
@@ -96,7 +96,7 @@ impl<L: Leased> Ledger<L> {
         for (&connection, account) in books.connections.iter_mut().filter(|(_, account)| account.leased > 0) {
             if account.recalled_at.is_none() {
                 account.recalled_at = Some(now);
-                self.board.set_recalled(connection, true);
+                self.status_page.set_recalled(connection, true);
             }
         }
         let is_late = |account: &Account<L>| account.recalled_at.is_some_and(|asked| now - asked >= self.recall);
@@ -104,7 +104,7 @@ impl<L: Leased> Ledger<L> {
         let largest = late.max_by_key(|(_, account)| (books.processes.get(&account.process), account.leased));
         let Some((&connection, account)) = largest else { return false };
         tracing::info!(process = account.process, bytes = account.leased, "leases are revoked, for others wait for their room");
-        let revoked = books.revoke(&self.board, connection);
+        let revoked = books.revoke(&self.status_page, connection);
         drop(books);
         drop(revoked);
         true
@@ -114,7 +114,7 @@ impl<L: Leased> Ledger<L> {
     pub(super) fn end_recall(&self) {
         for (&connection, account) in &mut self.books().connections {
             if account.recalled_at.take().is_some() {
-                self.board.set_recalled(connection, false);
+                self.status_page.set_recalled(connection, false);
             }
         }
     }
@@ -125,11 +125,11 @@ impl<L: Leased> Ledger<L> {
 }
 
 impl<L: Leased> Books<L> {
-    /// Takes a connection's leases out, of which the board has told first. They end when the result is dropped.
+    /// Takes a connection's leases out, of which the status page has told first. They end when the result is dropped.
     #[must_use = "the leases end when it is dropped, which takes other locks"]
-    fn revoke(&mut self, board: &Board, connection: u32) -> Vec<Vec<L>> {
+    fn revoke(&mut self, status_page: &StatusPage, connection: u32) -> Vec<Vec<L>> {
         let Some(account) = self.connections.get_mut(&connection) else { return Vec::new() };
-        board.revoke(connection);
+        status_page.revoke(connection);
         account.recalled_at = None;
         let (process, leased) = (account.process, std::mem::take(&mut account.leased));
         let revoked = std::mem::take(&mut account.leases).into_values().collect();
@@ -149,7 +149,7 @@ impl<L: Leased> Books<L> {
 }
 
 impl<L: Leased> Holder<L> {
-    /// The connection's number, by which the board tells of it.
+    /// The connection's number, by which the status page tells of it.
     pub(crate) fn connection(&self) -> u32 {
         self.connection
     }
@@ -179,7 +179,7 @@ impl<L: Leased> Holder<L> {
     /// Enters leases into the books. Their number, by which they are released, and the token under which they hold.
     pub(crate) fn grant(&self, leases: Vec<L>) -> (u64, u64) {
         let mut books = self.ledger.books();
-        let token = self.ledger.board.token(self.connection);
+        let token = self.ledger.status_page.token(self.connection);
         let Some(account) = books.connections.get_mut(&self.connection).filter(|_| !leases.is_empty()) else { return (0, token) };
         let bytes: u64 = leases.iter().map(Leased::weight).sum();
         account.last_lease += 1;
@@ -202,7 +202,7 @@ impl<L: Leased> Holder<L> {
         account.leased -= bytes;
         let process = account.process;
         if account.leases.is_empty() && account.recalled_at.take().is_some() {
-            self.ledger.board.set_recalled(self.connection, false);
+            self.ledger.status_page.set_recalled(self.connection, false);
         }
         books.count(process, 0, bytes);
         drop(books);
@@ -211,7 +211,7 @@ impl<L: Leased> Holder<L> {
 
     /// Takes all its leases back.
     pub(crate) fn revoke(&self) {
-        let revoked = self.ledger.books().revoke(&self.ledger.board, self.connection);
+        let revoked = self.ledger.books().revoke(&self.ledger.status_page, self.connection);
         drop(revoked);
     }
 }
@@ -220,7 +220,7 @@ impl<L: Leased> Drop for Holder<L> {
     fn drop(&mut self) {
         self.reserve(0);
         let mut books = self.ledger.books();
-        let revoked = books.revoke(&self.ledger.board, self.connection);
+        let revoked = books.revoke(&self.ledger.status_page, self.connection);
         books.connections.remove(&self.connection);
         books.free.push(self.connection);
         drop(books);
@@ -231,12 +231,12 @@ impl<L: Leased> Drop for Holder<L> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use dayfly_meta::board::FILE_LEN;
+    use dayfly_meta::status_page::FILE_LEN;
 
-    /// Looks into the board when it ends: by then its token must not hold any more.
+    /// Looks into the status page when it ends: by then its token must not hold any more.
     struct Spy {
         bytes: u64,
-        board: Arc<Board>,
+        status_page: Arc<StatusPage>,
         granted: Option<(u32, u64)>,
     }
 
@@ -249,43 +249,43 @@ mod tests {
     impl Drop for Spy {
         fn drop(&mut self) {
             if let Some((connection, token)) = self.granted {
-                assert!(!self.board.holds(connection, token), "a lease ended before the board told of it");
+                assert!(!self.status_page.holds(connection, token), "a lease ended before the status_page told of it");
             }
         }
     }
 
     const MIB: u64 = 1 << 20;
 
-    fn ledger() -> (Arc<Ledger<Spy>>, Arc<Board>) {
+    fn ledger() -> (Arc<Ledger<Spy>>, Arc<StatusPage>) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(FILE_LEN).unwrap();
-        let board = Arc::new(Board::map(&file, true).unwrap());
-        (Arc::new(Ledger::new(board.clone(), 32 * MIB, &Deadlines::DEFAULT)), board)
+        let status_page = Arc::new(StatusPage::map(&file, true).unwrap());
+        (Arc::new(Ledger::new(status_page.clone(), 32 * MIB, &Deadlines::DEFAULT)), status_page)
     }
 
-    fn grant(holder: &Holder<Spy>, board: &Arc<Board>, bytes: u64) -> (u64, u64) {
-        let granted = Some((holder.connection(), board.token(holder.connection())));
-        holder.grant(vec![Spy { bytes, board: board.clone(), granted }])
+    fn grant(holder: &Holder<Spy>, status_page: &Arc<StatusPage>, bytes: u64) -> (u64, u64) {
+        let granted = Some((holder.connection(), status_page.token(holder.connection())));
+        holder.grant(vec![Spy { bytes, status_page: status_page.clone(), granted }])
     }
 
     #[test]
     fn the_connections_of_a_process_share_one_budget() {
-        let (ledger, board) = ledger();
+        let (ledger, status_page) = ledger();
         let free = |bytes| Some(Budget { bytes, may_wait: true });
         let (one, two, other) = (ledger.open(7), ledger.open(7), ledger.open(8));
         assert_eq!(one.budget(), free(8 * MIB));
         one.reserve(6 * MIB);
         assert_eq!((two.budget(), other.budget()), (free(CHUNK_LEN), free(8 * MIB)));
-        let (_, token) = grant(&one, &board, 6 * MIB);
+        let (_, token) = grant(&one, &status_page, 6 * MIB);
         one.reserve(0);
         assert_eq!(one.budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }));
-        grant(&two, &board, 4 * MIB);
+        grant(&two, &status_page, 4 * MIB);
         assert_eq!((one.budget(), two.budget()), (None, None), "10 MiB of 8");
-        assert!(board.holds(one.connection(), token));
+        assert!(status_page.holds(one.connection(), token));
         // Unknown processes do not share, and all together leave room.
         let unknown: Vec<Holder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
         for holder in &unknown {
-            grant(holder, &board, 4 * MIB);
+            grant(holder, &status_page, 4 * MIB);
         }
         assert_eq!(unknown[0].budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }), "22 MiB of 24");
         drop(two);
@@ -294,30 +294,30 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn holders_are_asked_first_and_the_largest_loses_its_leases() {
-        let (ledger, board) = ledger();
+        let (ledger, status_page) = ledger();
         let (large, small) = (ledger.open(1), ledger.open(2));
-        let (_, large_token) = grant(&large, &board, 6 * MIB);
-        let (number, small_token) = grant(&small, &board, MIB);
-        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after / 2) && !board.is_recalled(large.connection()));
+        let (_, large_token) = grant(&large, &status_page, 6 * MIB);
+        let (number, small_token) = grant(&small, &status_page, MIB);
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after / 2) && !status_page.is_recalled(large.connection()));
         assert!(!ledger.recall(Deadlines::DEFAULT.recall_after), "asked first");
-        assert!(board.is_recalled(large.connection()) && board.is_recalled(small.connection()));
+        assert!(status_page.is_recalled(large.connection()) && status_page.is_recalled(small.connection()));
         tokio::time::advance(Deadlines::DEFAULT.recall).await;
         assert!(ledger.recall(Deadlines::DEFAULT.recall));
-        assert!(!board.holds(large.connection(), large_token) && board.holds(small.connection(), small_token));
+        assert!(!status_page.holds(large.connection(), large_token) && status_page.holds(small.connection(), small_token));
         // Who was revoked is told once, and may lease again.
-        assert!(!board.is_recalled(large.connection()) && large.budget().is_some_and(|budget| budget.may_wait));
+        assert!(!status_page.is_recalled(large.connection()) && large.budget().is_some_and(|budget| budget.may_wait));
         // The spy must not find that its own release was not told of: only revoking is.
         ledger.books().connections.get_mut(&small.connection()).unwrap().leases.get_mut(&number).unwrap()[0].granted = None;
         small.release(&[number, 99]);
-        assert!(!board.is_recalled(small.connection()) && !ledger.recall(Deadlines::DEFAULT.recall));
-        grant(&small, &board, MIB);
-        assert!(!ledger.recall(Deadlines::DEFAULT.recall) && board.is_recalled(small.connection()));
+        assert!(!status_page.is_recalled(small.connection()) && !ledger.recall(Deadlines::DEFAULT.recall));
+        grant(&small, &status_page, MIB);
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall) && status_page.is_recalled(small.connection()));
         ledger.end_recall();
-        assert!(!board.is_recalled(small.connection()));
+        assert!(!status_page.is_recalled(small.connection()));
         tokio::time::advance(Deadlines::DEFAULT.recall).await;
         assert!(!ledger.recall(Deadlines::DEFAULT.recall), "asked anew");
         drop(small);
         let next = ledger.open(3);
-        assert!(next.connection() < 2 && !board.holds(next.connection(), small_token));
+        assert!(next.connection() < 2 && !status_page.holds(next.connection(), small_token));
     }
 }

@@ -4,8 +4,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dayfly_meta::board::Counters;
 use dayfly_meta::limits::CLIENTS_SHOWN_MAX;
+use dayfly_meta::status_page::Counters;
 use dayfly_meta::wire::status::{ClientStatus, Reads, SOURCES};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tokio::io::unix::AsyncFd;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::Hop;
 
 use super::{Fetcher, name};
@@ -39,13 +39,13 @@ impl Fetcher {
             return None;
         };
         let copy = read(dataset, chunk, place)?;
-        let is_kept = matches!(location, Some(Location::Kept(_)));
+        let is_kept = matches!(location, Some(Location::Cached(_)));
         if matches!(copy, Copy::Good) || (is_kept && !dataset.withdraw_copy(chunk.block, place)) || dataset.is_gone() {
             // What was given up while it was read may have read as anything.
             return None;
         }
         let (owner, name) = (dataset.catalog().owner(chunk.block)?, name(dataset, chunk));
-        let hop = if is_kept { Hop::Kept } else { Hop::Owned };
+        let hop = if is_kept { Hop::Cached } else { Hop::Owned };
         let why = match copy {
             Copy::Good => return None,
             Copy::Damaged(mismatch) => {
@@ -68,7 +68,7 @@ impl Fetcher {
     fn keep_again(&self, dataset: &Arc<Dataset>, chunk: Chunk) {
         let len = dataset.catalog().block(chunk.block).map_or(0, |(_, len)| len);
         for chunk in Chunk::all(chunk.block, len) {
-            self.keeper.keep(dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+            self.cache_writer.keep(dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
         }
     }
 
@@ -84,7 +84,7 @@ impl Fetcher {
 }
 
 /// Reads a chunk as it lies on this node's drive; `None` where the catalog has no such chunk.
-fn read(dataset: &Dataset, chunk: Chunk, place: Place) -> Option<Copy> {
+fn read(dataset: &Dataset, chunk: Chunk, place: DrivePosition) -> Option<Copy> {
     let info = dataset.chunk(chunk)?;
     let expected = dataset.catalog().chunk_checksum(chunk)?;
     let file = dataset.segments().file(place.drive)?;

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::shared::SharedWords;
 
 /// The table.
@@ -24,7 +24,7 @@ impl Arrivals {
     }
 
     /// Notes where blocks lie whose numbers follow each other.
-    pub(super) fn write(&self, first: u32, places: &[Place]) -> io::Result<()> {
+    pub(super) fn write(&self, first: u32, places: &[DrivePosition]) -> io::Result<()> {
         let words: Vec<u8> = places.iter().flat_map(|place| Location::Owned(*place).pack().to_le_bytes()).collect();
         self.file.write_all_at(&words, u64::from(first) * 8)
     }
@@ -40,7 +40,7 @@ impl Arrivals {
         Ok(())
     }
 
-    pub(super) fn find(&self, arrival: u32) -> Option<Place> {
+    pub(super) fn find(&self, arrival: u32) -> Option<DrivePosition> {
         self.map.get().and_then(|words| Location::unpack(words.load(arrival as usize))?.place())
     }
 }

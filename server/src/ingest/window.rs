@@ -2,7 +2,7 @@
 
 use std::io;
 
-use dayfly_meta::segment::Place;
+use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::peer::ShippedBlock;
 use dayfly_transport::Slot;
 
@@ -66,10 +66,10 @@ impl Window {
             &self.slots[block.slot as usize][start..start + block.len as usize]
         });
         segments.write_placed(&places, bytes)?;
-        let mut numbered: Vec<(u32, Place)> = self.blocks.iter().map(|block| block.arrival).zip(places).collect();
+        let mut numbered: Vec<(u32, DrivePosition)> = self.blocks.iter().map(|block| block.arrival).zip(places).collect();
         numbered.sort_unstable_by_key(|(arrival, _)| *arrival);
         for run in numbered.chunk_by(|left, right| left.0 + 1 == right.0) {
-            let places: Vec<Place> = run.iter().map(|(_, place)| *place).collect();
+            let places: Vec<DrivePosition> = run.iter().map(|(_, place)| *place).collect();
             arrivals.write(run[0].0, &places)?;
         }
         Ok(())

@@ -11,7 +11,7 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_MEMORY_MIN};
-use dayfly_meta::wire::control::{Event, StageIn};
+use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_transport::{Agreement, Key, Options, Transport};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -158,7 +158,7 @@ impl Session<'_> {
         let alive: Vec<Arc<Server>> = servers.iter().filter(|server| !killed.contains(&server.config().node)).cloned().collect();
         self.look(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files, &killed).await;
-        // Without its lead a session is over; what is half shown then, nobody can take back.
+        // Without its coordinator a session is over; what is half shown then, nobody can take back.
         if !killed.contains(&NodeId(0)) {
             let shown = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
             if shown != 0 && shown != alive.len() {
@@ -222,14 +222,14 @@ impl Session<'_> {
         cancelled: impl Future<Output = ()>,
     ) -> Result<(), String> {
         let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        let request = StageIn {
+        let request = StageInRequest {
             sources: sources.iter().map(|source| source.path.as_os_str().as_encoded_bytes().to_vec()).collect(),
             target: target.to_vec(),
             seed: self.seed,
-            ..StageIn::default()
+            ..StageInRequest::default()
         };
         let start = Instant::now();
-        let stage_in = tokio::spawn(crate::lead::stage_in(server.clone(), request, sender));
+        let stage_in = tokio::spawn(crate::coordinator::stage_in(server.clone(), request, sender));
         let end = async {
             loop {
                 match events.recv().await {
@@ -318,7 +318,7 @@ impl Session<'_> {
             if server.stages().is_any() {
                 self.broken(format!("node {node} still has a stage-in"));
             }
-            if (1..4).any(|number| server.lead().stage(number).is_some()) {
+            if (1..4).any(|number| server.coordinator().stage(number).is_some()) {
                 self.broken(format!("node {node} still leads a stage-in"));
             }
             let (_, leases) = server.arena().usage();

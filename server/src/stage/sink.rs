@@ -158,7 +158,7 @@ impl Sink for ServerSink {
     }
 
     fn settle(&mut self) -> Outcome {
-        // Each offer has its own deadline; a drive of this node that stands still is met by the lead's, which cancels.
+        // Each offer has its own deadline; a drive of this node that stands still is met by the coordinator's, which cancels.
         match self.server.blocking().wait_for(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),

@@ -10,11 +10,11 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
 use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::locations::Locations;
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_transport::Piece;
 
+use super::cached_blocks::CachedBlocks;
 use super::drive::{Drive, Reservation, read_only};
-use super::kept::Kept;
 use super::segment::Segments;
 use super::shared_file;
 
@@ -61,7 +61,7 @@ pub(crate) struct Dataset {
     locations_file: File,
     segments: Arc<Segments>,
     held: Held,
-    kept: Kept,
+    kept: CachedBlocks,
     gone: Arc<AtomicBool>,
     _room: Reservation,
 }
@@ -80,7 +80,7 @@ impl Dataset {
         drive: &Drive,
         segments: Arc<Segments>,
         taken_bytes: u64,
-        find: &dyn Fn(u32) -> Option<Place>,
+        find: &dyn Fn(u32) -> Option<DrivePosition>,
     ) -> Result<Self, PrepareError> {
         let catalog_file = Arc::new(read_only(file)?);
         // Before it is checked: a page that the drive has lost since is read again now, and differs.
@@ -100,7 +100,7 @@ impl Dataset {
         }
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
-        let (locations, kept) = (Arc::new(locations), Kept::default());
+        let (locations, kept) = (Arc::new(locations), CachedBlocks::default());
         Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, kept, gone, _room: room })
     }
 
@@ -148,7 +148,7 @@ impl Dataset {
     }
 
     /// What is kept here of other nodes' blocks.
-    pub(crate) fn kept(&self) -> &Kept {
+    pub(crate) fn kept(&self) -> &CachedBlocks {
         &self.kept
     }
 
@@ -210,7 +210,7 @@ impl Dataset {
 }
 
 /// Every block that is here, and its length.
-fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Place, u64)) {
+fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(DrivePosition, u64)) {
     for sample in (0..catalog.header().samples).map(SampleId) {
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
@@ -221,7 +221,12 @@ fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Place
     }
 }
 
-fn fill(catalog: &Catalog, locations: &Locations, me: NodeId, find: &dyn Fn(u32) -> Option<Place>) -> Result<Held, PrepareError> {
+fn fill(
+    catalog: &Catalog,
+    locations: &Locations,
+    me: NodeId,
+    find: &dyn Fn(u32) -> Option<DrivePosition>,
+) -> Result<Held, PrepareError> {
     let mut held = Held::default();
     for sample in (0..catalog.header().samples).map(SampleId) {
         let damaged = CatalogError::Damaged("a sample");

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
-use dayfly_meta::segment::{DATA_START, OFFSET_MAX, Place, header, pack};
+use dayfly_meta::segment::{DATA_START, DrivePosition, OFFSET_MAX, header, pack};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::uio::pwritev;
@@ -91,14 +91,14 @@ impl Segments {
     }
 
     /// Places blocks one after another into room that was promised; the rest of the promise is given back.
-    pub(crate) fn place(&self, drive: u8, lens: impl Iterator<Item = u64>, promised: u64) -> io::Result<Vec<Place>> {
+    pub(crate) fn place(&self, drive: u8, lens: impl Iterator<Item = u64>, promised: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
         let mut room = segment.room();
         let start = room.end;
         let mut places = Vec::new();
         for len in lens {
             let (offset, next) = pack(room.end, len);
-            places.push(Place { drive, offset });
+            places.push(DrivePosition { drive, offset });
             room.end = next;
         }
         room.promised = room.promised.saturating_sub(promised);
@@ -114,7 +114,7 @@ impl Segments {
     }
 
     /// Writes bytes at a place, and has the drive begin to take them.
-    pub(crate) fn write(&self, place: Place, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write(&self, place: DrivePosition, bytes: &[u8]) -> io::Result<()> {
         let segment = self.segment(place.drive)?;
         let written = segment.file.write_all_at(bytes, place.offset);
         written.map_err(|error| segment.drive.cannot_write(error))?;
@@ -122,7 +122,7 @@ impl Segments {
     }
 
     /// Writes blocks that were placed together, with zeros between them, and has the drive begin to take them.
-    pub(crate) fn write_placed<'a>(&self, places: &[Place], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
+    pub(crate) fn write_placed<'a>(&self, places: &[DrivePosition], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
         let Some(first) = places.first() else { return Ok(()) };
         let segment = self.segment(first.drive)?;
         let end = write_all_placed(&segment.file, first.offset, places, blocks);
@@ -197,7 +197,7 @@ impl Segments {
 
     /// Gives back the pages of what was placed since [`Self::begin_kept`] in which nothing lies that `live` names. Returns the bytes
     /// given back.
-    pub(crate) fn free_kept(&self, live: impl Fn(&mut dyn FnMut(Place, u64))) -> io::Result<u64> {
+    pub(crate) fn free_kept(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
         self.begin_kept_group();
         let pages = |segment: &Segment| {
             let room = segment.room();
@@ -245,7 +245,7 @@ impl Segments {
 
     /// Gives back the pages that no block lies in: blocks of ranges that were begun at a wrong place, and of files that others
     /// replaced. `live` names all that count. Returns the bytes given back.
-    pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(Place, u64))) -> io::Result<u64> {
+    pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
         // The header is no block; the last page may be one's in part.
         let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
         let mut pages: Vec<Pages> = self.segments.iter().map(pages).collect();
@@ -388,7 +388,12 @@ fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
 }
 
 /// Writes blocks with zeros between them; where the last one ends.
-fn write_all_placed<'a>(file: &File, first: u64, places: &[Place], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<u64> {
+fn write_all_placed<'a>(
+    file: &File,
+    first: u64,
+    places: &[DrivePosition],
+    blocks: impl Iterator<Item = &'a [u8]>,
+) -> io::Result<u64> {
     let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES_MAX);
     let (mut start, mut end) = (first, first);
     for (place, bytes) in places.iter().zip(blocks) {
@@ -470,7 +475,7 @@ mod tests {
         segments.write_placed(&places, lens.iter().map(|_| block.as_slice())).unwrap();
         segments.trim().unwrap();
         let before = drives[0].used();
-        let kept: Vec<Place> = places.iter().copied().step_by(3).collect();
+        let kept: Vec<DrivePosition> = places.iter().copied().step_by(3).collect();
         let freed = segments.free_unused(|keep| kept.iter().for_each(|&place| keep(place, 100_000))).unwrap();
         assert_eq!((freed, drives[0].used()), (13 * 102_400, before - freed));
         for place in kept {

@@ -17,8 +17,8 @@ use dayfly_meta::limits::BATCHES_PER_WORKER_MAX;
 use dayfly_meta::placement;
 
 use super::*;
-use crate::handing::{Handed, Handing};
-use crate::plan::{Plan, Wanted, plan};
+use crate::plan::{StageInPlan, Wanted, plan};
+use crate::unit_ledger::{Handed, UnitLedger};
 
 /// Nodes that store blocks in memory until they have no room.
 struct MemorySink {
@@ -125,7 +125,7 @@ fn placement(nodes: usize) -> Arc<Placement> {
     Arc::new(Placement::new(1, &members))
 }
 
-fn planned(paths: &[&Path], selection: &Selection) -> Result<Plan, StageInError> {
+fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
     plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())
@@ -157,7 +157,7 @@ impl Staged {
 
 /// Runs a plan by several workers, each with a unit at a time; they come back in an order that `turns` decides.
 fn run(
-    plan: Plan,
+    plan: StageInPlan,
     selection: &Selection,
     room: &[u64],
     workers: usize,
@@ -168,7 +168,7 @@ fn run(
 
 /// The same, with so much memory for members.
 fn run_within(
-    plan: Plan,
+    plan: StageInPlan,
     selection: &Selection,
     mut sink: MemorySink,
     run_len: usize,
@@ -181,16 +181,16 @@ fn run_within(
     let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders, questions: Arc::default() };
     let gauge: Arc<Gauge> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, orders, gauge.clone())?;
-    let mut handing = Handing::new(plan.units, plan.ranges);
+    let mut unit_ledger = UnitLedger::new(plan.units, plan.ranges);
     let mut staged = Staged::default();
     let mut back = Vec::new();
     loop {
-        let handed = if back.len() < workers { handing.hand_out()? } else { Handed::Nothing };
+        let handed = if back.len() < workers { unit_ledger.hand_out()? } else { Handed::Nothing };
         match handed {
             Handed::Units(units) => back.extend(worker.run(&units)?),
             Handed::Nothing => {
                 let report = back.swap_remove(turns(back.len()));
-                let judged = handing.take_back(report);
+                let judged = unit_ledger.take_back(report);
                 judged.counts.into_iter().for_each(|counts| staged.counts.add(counts));
                 if let Some(reason) = judged.failure {
                     let (path, offset) = (Path::new("failed").to_owned(), 0);
@@ -200,7 +200,7 @@ fn run_within(
             Handed::Done => break,
         }
     }
-    let rejected = handing.rejected().clone();
+    let rejected = unit_ledger.rejected().clone();
     for (mut run, _) in worker.finish()?.finish().unwrap() {
         run.rewind().unwrap();
         while let Some(member) = read_member(&mut run).unwrap() {

@@ -18,7 +18,7 @@ use crate::{launch, size};
 
 /// A killed process that still lives after this hangs in the kernel.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
-/// The keeper hears of the last server's end within this.
+/// The supervisor hears of the last server's end within this.
 const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Who keeps the session, once it is told to end, ends within this.
@@ -41,7 +41,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Err(error) => return Err(error.into()),
     };
     let ended = end_servers(&location)?;
-    end_keeper(&location, ended.is_partial);
+    end_supervisor(&location, ended.is_partial);
     launch::remove_soon(&location)?;
     say!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
@@ -49,14 +49,14 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
 
 /// Waits for who keeps the session, if it is on this machine: once all servers have ended, it removes the session's folder. It is told
 /// to only where servers could not be: of a `run`, that ends its command too.
-fn end_keeper(location: &Location, is_partial: bool) {
-    let Some(pid) = location.keeper().map(Pid::from_raw) else { return };
+fn end_supervisor(location: &Location, is_partial: bool) {
+    let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
     let mut was_told = false;
     let timeout = if is_partial { KEEPER_TIMEOUT } else { LAST_SERVER_TIMEOUT };
     // Signal 0 asks whether it is there.
     while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < timeout {
-        if is_partial && location.keeper() == Some(pid.as_raw()) && !std::mem::replace(&mut was_told, true) {
+        if is_partial && location.supervisor() == Some(pid.as_raw()) && !std::mem::replace(&mut was_told, true) {
             // It may have ended just now.
             let _ = kill(pid, Signal::SIGTERM);
         }

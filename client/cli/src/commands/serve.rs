@@ -1,5 +1,5 @@
 //! `dayfly serve`: a node's server. It is invited by who keeps the session, tells that one whether it can, is told its place and who
-//! the others are, and serves until the session ends or its keeper is lost.
+//! the others are, and serves until the session ends or its supervisor is lost.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -28,13 +28,13 @@ use zeroize::Zeroizing;
 use super::harden;
 use crate::args::Serve;
 use crate::failure::Failure;
-use crate::launch::{self, FromKeeper, FromServer, Invitation, Place, Processes};
+use crate::launch::{self, FromServer, FromSupervisor, Invitation, Place, Processes};
 
 /// Threads that move messages; the rest is done on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
 /// Longest invitation: most of it is the list of those to start.
 const INVITATION_LEN_MAX: usize = 1 << 20;
-/// A keeper that is pressed is asked again after this,
+/// A supervisor that is pressed is asked again after this,
 const RETRY_INTERVAL: Duration = Duration::from_millis(300);
 /// for so long.
 const FIND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &Serve) -> Result<ExitCode, Failure> {
     let mut invitation = read_invitation(&arguments.key_file)?;
     if let Some(address) = &arguments.rendezvous {
         let found = address.to_socket_addrs();
-        invitation.keeper = found.map_err(|error| Failure::usage(format!("--rendezvous '{address}': {error}")))?.collect();
+        invitation.supervisor = found.map_err(|error| Failure::usage(format!("--rendezvous '{address}': {error}")))?.collect();
     }
     let filter = invitation.log.as_ref().and_then(|log| log.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false);
@@ -100,7 +100,7 @@ async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure>
     let mut below = launch::start_below(&invitation)?;
     let names = names(&invitation);
     let Channel { mut sender, receiver, local, .. } = tokio::select! {
-        channel = find_keeper(session, &key, &invitation, &names) => channel?,
+        channel = find_supervisor(session, &key, &invitation, &names) => channel?,
         _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
     };
     let place = match Place::find(session, &invitation) {
@@ -127,18 +127,23 @@ async fn come(session: SessionId, invitation: Invitation) -> Result<(), Failure>
     served
 }
 
-/// Those that this one has started come to the keeper by themselves, even if this one cannot serve; but they end with it before.
+/// Those that this one has started come to the supervisor by themselves, even if this one cannot serve; but they end with it before.
 async fn wait_for_below(below: Option<&mut Processes>, invitation: &Invitation) {
     if let Some(below) = below {
         let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_ended()).await;
     }
 }
 
-/// Comes to the keeper; again and again if it is pressed, as long as nodes may take to come.
-async fn find_keeper(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, Failure> {
+/// Comes to the supervisor; again and again if it is pressed, as long as nodes may take to come.
+async fn find_supervisor(
+    session: SessionId,
+    key: &Arc<Key>,
+    invitation: &Invitation,
+    names: &[String],
+) -> Result<Channel, Failure> {
     let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(FIND_TIMEOUT);
     loop {
-        let error = match channel::dial(session, key, invitation.settings.deadlines, &invitation.keeper).await {
+        let error = match channel::dial(session, key, invitation.settings.deadlines, &invitation.supervisor).await {
             Ok(channel) => return Ok(channel),
             Err(error) => error,
         };
@@ -150,7 +155,7 @@ async fn find_keeper(session: SessionId, key: &Arc<Key>, invitation: &Invitation
     }
 }
 
-/// The way to the keeper.
+/// The way to the supervisor.
 struct Far {
     sender: Sender,
     receiver: Receiver,
@@ -168,13 +173,13 @@ async fn serve(
 ) -> Result<(), Failure> {
     let addresses = launch::own_addresses(None).unwrap_or_default();
     say(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings: place.warnings.clone() }).await?;
-    // Its deadline is the keeper's, who waits for others; this is for one that is gone without a word.
+    // Its deadline is the supervisor's, who waits for others; this is for one that is gone without a word.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let orders = tokio::select! {
         orders = timeout(patience, hear(&mut receiver)) => orders.map_err(|_| Failure::new("the launcher let this server come and then said nothing; did it end?"))??,
         _ = terminate.recv() => return Err(Failure::new("ended by SIGTERM")),
     };
-    let FromKeeper::Orders { node, listen } = orders else {
+    let FromSupervisor::Orders { node, listen } = orders else {
         // There is one here already.
         return Ok(());
     };
@@ -289,17 +294,17 @@ impl Serving {
         };
         if let Some(reason) = &loss {
             tracing::error!(reason);
-            // Said before anything fails for it. The keeper tells the other nodes, and who waits for it.
+            // Said before anything fails for it. The supervisor tells the other nodes, and who waits for it.
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
             let _ = timeout(patience, say(&mut sender, &failed)).await;
         }
         // Its bytes first: whoever ended us may not give us long.
         server.give_up();
         if loss.is_some() {
-            // No keeper may be left to tell the other nodes.
+            // No supervisor may be left to tell the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
-        // A keeper that is gone needs no word.
+        // A supervisor that is gone needs no word.
         let _ = say(&mut sender, &FromServer::Ended).await;
         server.close();
         tracing::info!("the session has ended here, {why}");
@@ -308,7 +313,7 @@ impl Serving {
     }
 }
 
-/// Goes on without a keeper, for who comes next.
+/// Goes on without a supervisor, for who comes next.
 async fn stay(location: &Location, keep: Duration, why: &'static str) -> &'static str {
     if keep.is_zero() {
         return why;
@@ -327,12 +332,12 @@ async fn stay(location: &Location, keep: Duration, why: &'static str) -> &'stati
 async fn terminated(terminate: &mut Signal, is_step: bool) {
     terminate.recv().await;
     if is_step {
-        tracing::info!("SIGTERM, once; the session goes on until it comes again, or its keeper ends it");
+        tracing::info!("SIGTERM, once; the session goes on until it comes again, or its supervisor ends it");
         terminate.recv().await;
     }
 }
 
-/// How a keeper leaves, and why that ends what it kept.
+/// How a supervisor leaves, and why that ends what it kept.
 enum Parting {
     /// It said so, or the session never began.
     Meant(&'static str),
@@ -340,7 +345,7 @@ enum Parting {
     Lost(&'static str),
 }
 
-/// Does what the keeper says, and tells it that we live; ends with it.
+/// Does what the supervisor says, and tells it that we live; ends with it.
 async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver, invitation: &Invitation) -> Parting {
     let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
     let (said, mut orders) = mpsc::channel(4);
@@ -363,17 +368,17 @@ async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver,
     loop {
         let answer = tokio::select! {
             order = orders.recv() => match order {
-                None => return parting(has_begun, "for its keeper is gone"),
-                Some(FromKeeper::End) => return Parting::Meant("as its keeper was told to"),
-                Some(FromKeeper::Renew) => {
+                None => return parting(has_begun, "for its supervisor is gone"),
+                Some(FromSupervisor::End) => return Parting::Meant("as its supervisor was told to"),
+                Some(FromSupervisor::Renew) => {
                     (left, has_begun) = (lease, true);
                     continue;
                 }
-                Some(FromKeeper::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
+                Some(FromSupervisor::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
                     Ok(fallen_back) => FromServer::Met { fallen_back },
                     Err(reason) => FromServer::Failed { names: Vec::new(), reason },
                 },
-                Some(FromKeeper::Agree(agreement)) => match server.agree(agreement).await {
+                Some(FromSupervisor::Agree(agreement)) => match server.agree(agreement).await {
                     Ok(()) => FromServer::Ready,
                     Err(reason) => FromServer::Failed { names: Vec::new(), reason },
                 },
@@ -381,14 +386,14 @@ async fn obey(server: &Arc<Server>, sender: &mut Sender, mut receiver: Receiver,
             },
             _ = ticks.tick() => {
                 if left == 0 {
-                    return parting(has_begun, "for nothing was heard of its keeper");
+                    return parting(has_begun, "for nothing was heard of its supervisor");
                 }
                 left -= 1;
                 FromServer::Alive
             }
         };
         if say(sender, &answer).await.is_err() {
-            return parting(has_begun, "for its keeper takes no word");
+            return parting(has_begun, "for its supervisor takes no word");
         }
     }
 }
@@ -403,7 +408,7 @@ fn other_version() -> String {
     format!("this server's build of dayfly (version {version}) differs from its launcher's; use the same one on all nodes")
 }
 
-async fn hear(receiver: &mut Receiver) -> Result<FromKeeper, Failure> {
+async fn hear(receiver: &mut Receiver) -> Result<FromSupervisor, Failure> {
     let message = receiver.receive().await;
     let message = message.map_err(|error| Failure::new(format!("the launcher of this server is gone ({error})")))?;
     serde_json::from_slice(&message).map_err(|_| Failure::new(other_version()))

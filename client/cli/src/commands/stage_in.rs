@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use dayfly_client::Session;
 use dayfly_client::locate::Location;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflicts, Selection, StageIn as Request};
+use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflicts, Selection, StageInRequest as Request};
 
 use super::signals::Interruptions;
 use crate::args::{Group, OnConflict, StageIn, StageInOptions};
@@ -142,7 +142,7 @@ pub(super) fn stage(
         (Some(_), _) => END_TIME,
         // What its own server says of itself.
         (None, NodeId(0)) => Duration::ZERO,
-        // The lead may have ended first.
+        // The coordinator may have ended first.
         (None, _) => SIGN_TIME,
     };
     let failure = lost.or(failure);
@@ -180,7 +180,7 @@ pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     let folder = env::current_dir()?;
     let path = folder.join(source);
     if let Some(list) = source.as_bytes().strip_prefix(b"@").filter(|_| path.symlink_metadata().is_err()) {
-        // The lead reads it: there may be more names in it than fit a message.
+        // The coordinator reads it: there may be more names in it than fit a message.
         return Ok([b"@", folder.join(OsStr::from_bytes(list)).as_os_str().as_bytes()].concat());
     }
     if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {

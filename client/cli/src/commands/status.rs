@@ -136,7 +136,7 @@ fn counted(reads: Reads) -> String {
 
 /// Share of the bytes read that came from the node's own drives.
 fn local_percent(node: &NodeStatus) -> f64 {
-    let local = node.reads[Source::Segment as usize].bytes + node.reads[Source::Kept as usize].bytes;
+    let local = node.reads[Source::Segment as usize].bytes + node.reads[Source::Cached as usize].bytes;
     let all = total(&node.reads).bytes;
     if all == 0 { 0.0 } else { local as f64 * 100.0 / all as f64 }
 }

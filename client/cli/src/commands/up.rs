@@ -19,21 +19,21 @@ use crate::failure::{FAILED, Failure, complain, output};
 use crate::launch::{self, Started};
 
 pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
-    if arguments.foreground || arguments.background { keep(arguments) } else { start_keeper() }
+    if arguments.foreground || arguments.background { keep(arguments) } else { start_supervisor() }
 }
 
-/// Starts the keeper, with our own arguments, and tells what it says until the session is there.
-fn start_keeper() -> Result<ExitCode, Failure> {
-    let mut keeper = Command::new(env::current_exe()?);
-    keeper.args(env::args_os().skip(1)).arg("--background");
-    let mut keeper = keeper.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
-    let errors = keeper.stderr.take().map(|errors| {
+/// Starts the supervisor, with our own arguments, and tells what it says until the session is there.
+fn start_supervisor() -> Result<ExitCode, Failure> {
+    let mut supervisor = Command::new(env::current_exe()?);
+    supervisor.args(env::args_os().skip(1)).arg("--background");
+    let mut supervisor = supervisor.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let errors = supervisor.stderr.take().map(|errors| {
         thread::spawn(move || {
             BufReader::new(errors).lines().map_while(Result::ok).for_each(|line| drop(writeln!(io::stderr(), "{line}")))
         })
     });
     let mut id = String::new();
-    if let Some(output) = keeper.stdout.take() {
+    if let Some(output) = supervisor.stdout.take() {
         BufReader::new(output).read_line(&mut id)?;
     }
     if !id.is_empty() {
@@ -41,11 +41,11 @@ fn start_keeper() -> Result<ExitCode, Failure> {
         let _ = errors.map(thread::JoinHandle::join);
         let Err(error) = output().write_all(id.as_bytes()) else { return Ok(ExitCode::SUCCESS) };
         // It ends its session with itself.
-        kill(Pid::from_raw(keeper.id() as i32), Signal::SIGTERM).map_err(io::Error::from)?;
-        keeper.wait()?;
+        kill(Pid::from_raw(supervisor.id() as i32), Signal::SIGTERM).map_err(io::Error::from)?;
+        supervisor.wait()?;
         return Err(never_told(&error));
     }
-    let status = keeper.wait()?;
+    let status = supervisor.wait()?;
     // It has said why.
     let _ = errors.map(thread::JoinHandle::join);
     Ok(ExitCode::from(status.code().map_or(FAILED, |code| code as u8)))
@@ -109,7 +109,7 @@ fn never_told(error: &io::Error) -> Failure {
 
 /// From here on nobody reads what is said but in the session's folder.
 fn to_log(started: &Started) -> io::Result<()> {
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(started.location.folder.join("keeper.log"))?;
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(started.location.folder.join("supervisor.log"))?;
     dup2_stdout(&log)?;
     dup2_stderr(&log)?;
     Ok(())

@@ -1,4 +1,4 @@
-//! What is said between who starts servers, the *keeper*, and each server: the invitation, by standard input or a file, which has the
+//! What is said between who starts servers, the *supervisor*, and each server: the invitation, by standard input or a file, which has the
 //! key; all else on a channel that the key seals, in which the server is the guest.
 
 use std::net::{IpAddr, SocketAddr};
@@ -19,8 +19,8 @@ const LINE_LEN: usize = 64 << 10;
 pub(crate) struct Invitation {
     pub(crate) session: String,
     pub(crate) key: Zeroizing<[u8; 32]>,
-    /// Where the keeper listens.
-    pub(crate) keeper: Vec<SocketAddr>,
+    /// Where the supervisor listens.
+    pub(crate) supervisor: Vec<SocketAddr>,
     /// The name of the guest's node in the list, if it is meant for one.
     pub(crate) host: Option<String>,
     /// The variable that has the name, if it is meant for all.
@@ -31,7 +31,7 @@ pub(crate) struct Invitation {
     pub(crate) job: Option<String>,
     pub(crate) runtime_dir: PathBuf,
     pub(crate) settings: Settings,
-    /// How long the session goes on without its keeper.
+    /// How long the session goes on without its supervisor.
     pub(crate) keep_ms: u64,
     /// How long nodes may take to come together.
     pub(crate) start_timeout_ms: u64,
@@ -105,7 +105,7 @@ pub(crate) enum FromServer {
 
 /// To a server.
 #[derive(Serialize, Deserialize)]
-pub(crate) enum FromKeeper {
+pub(crate) enum FromSupervisor {
     /// Its place. An address, if it is not to listen where its channel is.
     Orders { node: u16, listen: Option<IpAddr> },
     /// There is one on its node already.

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
-use dayfly_client::kept::is_kept;
+use dayfly_client::reserved_fd::is_reserved;
 
 use super::hook;
 use crate::memory::{self, fail, get, put};
@@ -22,7 +22,7 @@ const GET_BLOCK_SIZE: c_ulong = 2;
 
 hook! {
     fn close | __close (descriptor: c_int) -> c_int {
-        if is_kept(descriptor) {
+        if is_reserved(descriptor) {
             return fail(libc::EBADF);
         }
         if table::is_ours(descriptor) && vfork::child().is_none() {
@@ -47,7 +47,7 @@ hook! {
         }
         // Around those that the library keeps.
         let mut start = first;
-        for kept in (first..=last.min(KEPT_MAX)).filter(|&number| is_kept(clamp(number))) {
+        for kept in (first..=last.min(KEPT_MAX)).filter(|&number| is_reserved(clamp(number))) {
             if start < kept && close_kernel_range(start, kept - 1, flags) != 0 {
                 return -1;
             }
@@ -75,7 +75,7 @@ hook! {
         if from == to {
             return next::dup2(from, to);
         }
-        if is_kept(to) || is_kept(from) {
+        if is_reserved(to) || is_reserved(from) {
             return fail(libc::EBADF);
         }
         let copy = next::dup2(from, to);
@@ -83,7 +83,7 @@ hook! {
     }
 
     fn dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
-        if is_kept(to) || is_kept(from) {
+        if is_reserved(to) || is_reserved(from) {
             return fail(libc::EBADF);
         }
         let copy = next::dup3(from, to, flags);

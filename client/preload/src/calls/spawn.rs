@@ -6,8 +6,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Mutex, PoisonError};
 
 use dayfly_client::fork;
-use dayfly_client::kept::Kept;
 use dayfly_client::locate::CWD_VARIABLE;
+use dayfly_client::reserved_fd::ReservedFd;
 use libc::{FILE, mode_t, pid_t};
 
 use super::exec::{Environment, Script, executable_copy, found_in_path, is_active};
@@ -26,7 +26,7 @@ enum Need {
     /// This number will be duplicated.
     Carry(RawFd),
     /// This copy will be.
-    Copy(#[allow(dead_code, reason = "kept until the list ends")] Kept),
+    Copy(#[allow(dead_code, reason = "kept until the list ends")] ReservedFd),
     /// The child's working directory, if it is one of ours.
     Directory(Option<Vec<u8>>),
 }
@@ -72,7 +72,7 @@ hook! {
                 return Err(Fault::Errno(libc::EROFS));
             }
             let view = view()?;
-            Ok(Kept::new(carry::copy_of(&view, &view.open(&ours)?)?))
+            Ok(ReservedFd::new(carry::copy_of(&view, &view.open(&ours)?)?))
         })();
         match opened {
             Ok(copy) => {

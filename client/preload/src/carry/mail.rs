@@ -8,14 +8,14 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use dayfly_client::kept::Kept;
+use dayfly_client::reserved_fd::ReservedFd;
 use libc::{c_int, cmsghdr, msghdr};
 
 use crate::next;
 use crate::table::{self, Reference};
 
 /// Both ends, once there are any.
-static ENDS: AtomicPtr<(Kept, Kept)> = AtomicPtr::new(null_mut());
+static ENDS: AtomicPtr<(ReservedFd, ReservedFd)> = AtomicPtr::new(null_mut());
 
 /// Room for one descriptor, aligned as control data must be.
 #[repr(C)]
@@ -24,7 +24,7 @@ union Control {
     bytes: [u8; 64],
 }
 
-fn ends() -> Option<&'static (Kept, Kept)> {
+fn ends() -> Option<&'static (ReservedFd, ReservedFd)> {
     let ends = ENDS.load(Ordering::Acquire);
     // SAFETY: published once by `open`, from a box that is never ended.
     (!ends.is_null()).then(|| unsafe { &*ends })
@@ -42,7 +42,7 @@ pub(crate) fn open() {
         return;
     }
     // SAFETY: the kernel has just made both for us.
-    let [receiver, sender] = pair.map(|end| Kept::new(File::from(unsafe { OwnedFd::from_raw_fd(end) })));
+    let [receiver, sender] = pair.map(|end| ReservedFd::new(File::from(unsafe { OwnedFd::from_raw_fd(end) })));
     let made = Box::into_raw(Box::new((receiver, sender)));
     if ENDS.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
         // SAFETY: made just above, and not published.
@@ -87,7 +87,7 @@ pub(crate) fn take() {
     }
 }
 
-fn receive() -> Option<(u64, Kept)> {
+fn receive() -> Option<(u64, ReservedFd)> {
     let (receiver, _) = ends()?;
     let mut word = [0; 8];
     let mut part = [IoSliceMut::new(&mut word)];
@@ -106,7 +106,7 @@ fn receive() -> Option<(u64, Kept)> {
         }
         File::from(OwnedFd::from_raw_fd(libc::CMSG_DATA(header).cast::<RawFd>().read_unaligned()))
     };
-    Some((u64::from_ne_bytes(word), Kept::new(file)))
+    Some((u64::from_ne_bytes(word), ReservedFd::new(file)))
 }
 
 fn message(part: *mut libc::iovec, control: &mut Control) -> msghdr {

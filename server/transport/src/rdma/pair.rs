@@ -46,10 +46,10 @@ pub(super) async fn connect(
     address: SocketAddr,
 ) -> Result<Arc<dyn Connection>, TransportError> {
     let link = Arc::new(Link { core: core.clone(), inner, asker: Mutex::default() });
-    let mut keeper = None;
+    let mut holder = None;
     if core.is_wanted() {
         let (first, tried) = oneshot::channel();
-        keeper = Some(Keeper(tokio::spawn(keep_up(link.clone(), first))));
+        holder = Some(QueuePairHolder(tokio::spawn(keep_up(link.clone(), first))));
         // How it went stands in `fallen_back`. Who dials again has requests that need not wait for a card.
         if lock(&core.known).insert(link.inner.peer()) {
             // The request that needs the connection has a deadline of its own, most of which is for dialling.
@@ -57,7 +57,7 @@ pub(super) async fn connect(
         }
     }
     let budget = Budget::new(core.deadlines.look_interval);
-    Ok(Arc::new(PairedConnection { link, address, budget, _keeper: keeper }))
+    Ok(Arc::new(PairedConnection { link, address, budget, _holder: holder }))
 }
 
 struct Link {
@@ -67,9 +67,9 @@ struct Link {
 }
 
 /// Ends the task that makes queue pairs.
-struct Keeper(JoinHandle<()>);
+struct QueuePairHolder(JoinHandle<()>);
 
-impl Drop for Keeper {
+impl Drop for QueuePairHolder {
     fn drop(&mut self) {
         self.0.abort();
     }
@@ -191,7 +191,7 @@ struct PairedConnection {
     /// Of what goes by the queue pair; the inner transport has its own.
     budget: Arc<Budget>,
     /// Dropping the connection ends its queue pair.
-    _keeper: Option<Keeper>,
+    _holder: Option<QueuePairHolder>,
 }
 
 impl PairedConnection {

@@ -92,7 +92,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     bytes
 }
 
-fn plan_of(path: &Path, cuts: &[u64]) -> Plan {
+fn plan_of(path: &Path, cuts: &[u64]) -> StageInPlan {
     let file = fs::File::open(path).unwrap();
     let (version, path) = (version(&file).unwrap(), path.as_os_str().as_bytes().to_vec());
     let mut units = UnitQueue::new(tempfile::tempfile().unwrap());
@@ -105,7 +105,7 @@ fn plan_of(path: &Path, cuts: &[u64]) -> Plan {
     }
     units.close(cuts.len() as u64).unwrap();
     let cut = Cut { path, version, prefix: Vec::new(), rivalry: Rivalry::default(), ranges };
-    Plan { units, ranges: vec![(0, cut)], ..planned(&[], &Selection::default()).unwrap() }
+    StageInPlan { units, ranges: vec![(0, cut)], ..planned(&[], &Selection::default()).unwrap() }
 }
 
 fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {

@@ -4,7 +4,7 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Counted, Event, Phase, Plan, Progress, Step, Summary};
+use dayfly_meta::wire::control::{Counted, Event, Phase, Progress, StageInEstimate, Step, Summary};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
@@ -120,7 +120,7 @@ impl Reporter {
         }
     }
 
-    fn show_plan(&mut self, plan: &Plan) {
+    fn show_plan(&mut self, plan: &StageInEstimate) {
         let files = match plan.files_are_all_known {
             true => format!("{} files, a catalog of about {}", plan.known_files, size::show(plan.catalog_bytes)),
             false => "as many files as the archives hold".to_owned(),

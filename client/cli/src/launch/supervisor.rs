@@ -1,4 +1,4 @@
-//! The keeper of a session: has its servers started, makes them one session, and tells them, as long as it lives, that it goes on. When
+//! The supervisor of a session: has its servers started, makes them one session, and tells them, as long as it lives, that it goes on. When
 //! it ends, however it does, they end: at once where the kernel closes its connections, else when its word has not come for a while.
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, timeout_at};
 
-use super::invitation::{FromKeeper, FromServer, Invitation};
+use super::invitation::{FromServer, FromSupervisor, Invitation};
 use super::key_file::Written;
 use super::launchers::{Chosen, Input, Start};
 use super::names::{few, own_addresses, place, same_name};
@@ -38,28 +38,28 @@ pub(super) struct Plan {
     pub(super) chosen: Chosen,
     pub(super) session: SessionId,
     pub(super) key: Arc<Key>,
-    /// Where the keeper is, is filled in.
+    /// Where the supervisor is, is filled in.
     pub(super) invitation: Invitation,
     pub(super) key_file: Option<PathBuf>,
     pub(super) min_nodes: usize,
     pub(super) start_timeout: Duration,
 }
 
-/// A keeper at work, on a thread of its own. Dropped, it ends the session.
-pub(crate) struct Keeper {
+/// A supervisor at work, on a thread of its own. Dropped, it ends the session.
+pub(crate) struct Supervisor {
     end: Option<oneshot::Sender<()>>,
     loss: Option<oneshot::Receiver<String>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl Supervisor {
     /// Starts all servers and waits until they are ready, or until `cancelled`. Ends the session when what is watched is gone.
     pub(super) fn start(plan: Plan, watch: Watch, cancelled: oneshot::Receiver<()>) -> Result<Self, Failure> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (end, ending) = oneshot::channel();
         let (losing, loss) = oneshot::channel();
         let (told, tells) = std::sync::mpsc::channel();
-        let thread = thread::Builder::new().name("keeper".to_owned()).spawn(move || {
+        let thread = thread::Builder::new().name("supervisor".to_owned()).spawn(move || {
             runtime.block_on(async {
                 let cancelled = async { drop(cancelled.await) };
                 let deadlines = plan.invitation.settings.deadlines;
@@ -91,9 +91,9 @@ impl Keeper {
             // A look at a folder may still wait for its file system.
             runtime.shutdown_background();
         })?;
-        let keeper = Self { end: Some(end), loss: Some(loss), thread: Some(thread) };
-        tells.recv().map_err(|_| Failure::new("the keeper ended"))??;
-        Ok(keeper)
+        let supervisor = Self { end: Some(end), loss: Some(loss), thread: Some(thread) };
+        tells.recv().map_err(|_| Failure::new("the supervisor ended"))??;
+        Ok(supervisor)
     }
 
     /// Waits until all servers have ended.
@@ -115,7 +115,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Supervisor {
     fn drop(&mut self) {
         drop(self.end.take());
         self.wait();
@@ -150,7 +150,7 @@ struct Member {
     receiver: Receiver,
 }
 
-async fn say(sender: &mut Sender, message: &FromKeeper) -> Result<(), String> {
+async fn say(sender: &mut Sender, message: &FromSupervisor) -> Result<(), String> {
     let message = serde_json::to_vec(message).map_err(|error| error.to_string())?;
     sender.send(&message).await.map_err(|error| error.to_string())
 }
@@ -226,7 +226,7 @@ impl Starting {
         };
         let addresses =
             if is_local { vec![loopback] } else { own_addresses(self.plan.invitation.settings.interface.as_deref())? };
-        self.plan.invitation.keeper = addresses.into_iter().map(|address| (address, port).into()).collect();
+        self.plan.invitation.supervisor = addresses.into_iter().map(|address| (address, port).into()).collect();
         let written = self.start_processes()?;
         self.gather(&mut listener).await?;
         drop(written);
@@ -359,7 +359,7 @@ impl Starting {
         };
         if self.guests[place].is_some() {
             // One for each slot of a node, most likely.
-            let _ = say(&mut guest.sender, &FromKeeper::Surplus).await;
+            let _ = say(&mut guest.sender, &FromSupervisor::Surplus).await;
             return Ok(());
         }
         self.failed[place] = None;
@@ -428,7 +428,7 @@ impl Starting {
             let listen =
                 if is_local { Some(IpAddr::from([127, 0, 0, (node + 1) as u8])) } else { by_others.filter(|_| guest.is_here) };
             let starting = async {
-                say(&mut member.sender, &FromKeeper::Orders { node: node as u16, listen }).await?;
+                say(&mut member.sender, &FromSupervisor::Orders { node: node as u16, listen }).await?;
                 match hear_answer(&mut member.receiver).await? {
                     FromServer::Started { address, ability } => Ok(Placed { address, ability }),
                     FromServer::Failed { reason, .. } => Err(reason),
@@ -449,18 +449,18 @@ impl Starting {
             agree(preference, &abilities, failed)
                 .map_err(|why| Failure::new(format!("no session by RDMA, as --transport rdma demands: {why}")))
         };
-        let roster = FromKeeper::Roster { addresses, agreement: agreed(&[])? };
-        let lead = members.first_mut().ok_or_else(|| Failure::new("no node came"))?;
+        let roster = FromSupervisor::Roster { addresses, agreement: agreed(&[])? };
+        let coordinator = members.first_mut().ok_or_else(|| Failure::new("no node came"))?;
         let meeting = async {
-            let failed = |reason: String| did_not_start(&lead.name, &reason);
-            say(&mut lead.sender, &roster).await.map_err(failed)?;
-            let fallen_back = match hear_answer(&mut lead.receiver).await.map_err(failed)? {
+            let failed = |reason: String| did_not_start(&coordinator.name, &reason);
+            say(&mut coordinator.sender, &roster).await.map_err(failed)?;
+            let fallen_back = match hear_answer(&mut coordinator.receiver).await.map_err(failed)? {
                 FromServer::Met { fallen_back } => fallen_back,
                 FromServer::Failed { reason, .. } => return Err(Failure::new(format!("no session: {reason}"))),
                 _ => return Err(failed(unexpected())),
             };
-            say(&mut lead.sender, &FromKeeper::Agree(agreed(&fallen_back)?)).await.map_err(failed)?;
-            match hear_answer(&mut lead.receiver).await.map_err(failed)? {
+            say(&mut coordinator.sender, &FromSupervisor::Agree(agreed(&fallen_back)?)).await.map_err(failed)?;
+            match hear_answer(&mut coordinator.receiver).await.map_err(failed)? {
                 FromServer::Ready => Ok(()),
                 FromServer::Failed { reason, .. } => Err(Failure::new(format!("no session: {reason}"))),
                 _ => Err(failed(unexpected())),
@@ -538,7 +538,7 @@ async fn keep(
                     }
                 }
                 // One that takes no bytes is found by its silence.
-                let renewing = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::Renew)));
+                let renewing = kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromSupervisor::Renew)));
                 drop(join_all(renewing).await);
             }
             line = processes.line() => complain(line),
@@ -560,7 +560,7 @@ enum Departure {
 /// Tells all that are there to end.
 async fn end_all(kept: &mut [Option<Kept>], deadlines: &Deadlines) {
     let telling =
-        kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromKeeper::End)));
+        kept.iter_mut().flatten().map(|kept| timeout(deadlines.lease_interval, say(&mut kept.sender, &FromSupervisor::End)));
     drop(join_all(telling).await);
 }
 

@@ -1,4 +1,4 @@
-//! The lead's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
+//! The coordinator's part of a stage-in: plan, hand out units, merge what was found, publish on all nodes or on none.
 
 mod conflicts;
 mod following;
@@ -18,12 +18,12 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DATASETS_MAX, DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX, STAGE_INS_MAX};
 use dayfly_meta::path::{display, is_below, is_normal, join};
-use dayfly_meta::wire::control::{Event, Phase, Plan, Progress, StageIn, Summary};
+use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::handing::Handing;
 use dayfly_stagein::pipeline::Gauge;
 use dayfly_stagein::plan::{self, Wanted};
+use dayfly_stagein::unit_ledger::UnitLedger;
 use futures_util::future::{FutureExt, join_all};
 use tokio::sync::{Semaphore, mpsc};
 
@@ -33,10 +33,10 @@ use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
 use spread::Spread;
-pub(crate) use stage::{LeadStage, Reported};
+pub(crate) use stage::{CoordinatedStageIn, Reported};
 
 /// The node that leads stage-ins.
-const LEAD: NodeId = NodeId(0);
+const COORDINATOR: NodeId = NodeId(0);
 /// Bytes of catalog that an entry takes beside its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 /// Bytes that a merge writes for one of a run, at most about.
@@ -44,10 +44,10 @@ const MERGED_PER_RUN: u64 = 4;
 /// Nodes to which one gives the catalog at a time.
 const CATALOG_FAN_OUT: usize = 4;
 
-/// The lead's stage-ins.
-pub(crate) struct Lead {
+/// The coordinator's stage-ins.
+pub(crate) struct Coordinator {
     permits: Semaphore,
-    running: Mutex<HashMap<u64, Arc<LeadStage>>>,
+    running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,
     /// Where the datasets of those that run will be.
     targets: Mutex<Vec<Vec<u8>>>,
     /// Those that have become datasets: a node that did not hear of it asks.
@@ -56,7 +56,7 @@ pub(crate) struct Lead {
     following: Following,
 }
 
-impl Lead {
+impl Coordinator {
     pub(crate) fn new(deadlines: Deadlines) -> Self {
         let permits = Semaphore::new(STAGE_INS_MAX);
         Self {
@@ -70,7 +70,7 @@ impl Lead {
     }
 
     /// The stage-in of this number, if it runs.
-    pub(crate) fn stage(&self, number: u64) -> Option<Arc<LeadStage>> {
+    pub(crate) fn stage(&self, number: u64) -> Option<Arc<CoordinatedStageIn>> {
         self.running().get(&number).cloned()
     }
 
@@ -92,7 +92,7 @@ impl Lead {
         self.published.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<u64, Arc<LeadStage>>> {
+    fn running(&self) -> MutexGuard<'_, HashMap<u64, Arc<CoordinatedStageIn>>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -103,26 +103,26 @@ impl Lead {
 
 /// A target, kept from other stage-ins until this is dropped.
 struct Claim<'a> {
-    lead: &'a Lead,
+    coordinator: &'a Coordinator,
     target: Vec<u8>,
 }
 
 impl<'a> Claim<'a> {
     /// The other target, if it is taken.
-    fn take(lead: &'a Lead, target: &[u8]) -> Result<Self, Vec<u8>> {
-        let mut targets = lead.targets();
+    fn take(coordinator: &'a Coordinator, target: &[u8]) -> Result<Self, Vec<u8>> {
+        let mut targets = coordinator.targets();
         let overlaps = |other: &&Vec<u8>| other == &target || is_below(other, target) || is_below(target, other);
         if let Some(other) = targets.iter().find(overlaps) {
             return Err(other.clone());
         }
         targets.push(target.to_vec());
-        Ok(Self { lead, target: target.to_vec() })
+        Ok(Self { coordinator, target: target.to_vec() })
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let mut targets = self.lead.targets();
+        let mut targets = self.coordinator.targets();
         if let Some(at) = targets.iter().position(|target| *target == self.target) {
             targets.swap_remove(at);
         }
@@ -167,15 +167,15 @@ impl StandStill {
 }
 
 /// Sees a stage-in from its request to its end; the requester going away cancels it. Tells `events` how it goes.
-pub(crate) async fn stage_in(server: Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    if server.config().node == LEAD {
-        return lead_one(&server, request, events).await;
+pub(crate) async fn stage_in(server: Arc<Server>, request: StageInRequest, events: mpsc::Sender<Event>) {
+    if server.config().node == COORDINATOR {
+        return coordinate_one(&server, request, events).await;
     }
     following::follow(&server, request, events).await;
 }
 
-/// The same on the lead.
-async fn lead_one(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
+/// The same on the coordinator.
+async fn coordinate_one(server: &Arc<Server>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let result = Box::pin(caught(run(server, request, &events))).await;
     let event = match result {
         Ok(summary) => Event::StagedIn(Box::new(summary)),
@@ -187,22 +187,22 @@ async fn lead_one(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<E
 
 /// A panic of what leads a stage-in is an error of it: what it took is given back, and its user is told.
 async fn caught<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
-    let panicked = |_| Err(format!("node {LEAD} failed at something that it did not expect; its log says more"));
+    let panicked = |_| Err(format!("node {COORDINATOR} failed at something that it did not expect; its log says more"));
     AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(panicked)
 }
 
-async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event>) -> Result<Summary, String> {
+async fn run(server: &Arc<Server>, request: StageInRequest, events: &mpsc::Sender<Event>) -> Result<Summary, String> {
     let start = Instant::now();
     if !is_normal(&request.target) {
         return Err("the target is no path of the namespace".to_owned());
     }
-    let claim = Claim::take(server.lead(), &request.target);
+    let claim = Claim::take(server.coordinator(), &request.target);
     let _claim = claim.map_err(|other| {
         format!("another stage-in to '{}' is running; wait for its end", display(&join(&server.config().prefix, &other)))
     })?;
     let _permit = tokio::select! {
         biased;
-        permit = server.lead().permits.acquire() => permit.map_err(|error| error.to_string())?,
+        permit = server.coordinator().permits.acquire() => permit.map_err(|error| error.to_string())?,
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Waiting) => never,
     };
@@ -232,13 +232,13 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
             "the sources take at least {least} bytes and {all_free} are free on all nodes; give more with --capacity or --data-dir"
         ));
     }
-    let number = server.lead().last.fetch_add(1, Ordering::Relaxed) + 1;
-    let handing = Handing::new(plan.units, plan.ranges);
+    let number = server.coordinator().last.fetch_add(1, Ordering::Relaxed) + 1;
+    let unit_ledger = UnitLedger::new(plan.units, plan.ranges);
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
-    let stage = LeadStage::new(number, (handing, plan.counts), judging, server.peers().count(), *server.deadlines());
+    let stage = CoordinatedStageIn::new(number, (unit_ledger, plan.counts), judging, server.peers().count(), *server.deadlines());
     let stage = Arc::new(stage);
-    server.lead().running().insert(number, stage.clone());
+    server.coordinator().running().insert(number, stage.clone());
     let job = Job { server, stage: &stage, request: &request, sources: plan.sources, rivals, free };
     let preparing = async {
         tokio::select! {
@@ -257,7 +257,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
     };
     let result = match published {
         Ok(merged) => {
-            server.lead().published().insert(number);
+            server.coordinator().published().insert(number);
             // All show it. A node that does not hear this now settles when its next report is answered with `Stop`.
             let settled = job.ask_all(&Request::Settle { stage: number }, server.deadlines().request).await;
             job.summary(merged, settled.err(), start).await
@@ -269,7 +269,7 @@ async fn run(server: &Arc<Server>, request: StageIn, events: &mpsc::Sender<Event
             Err(reason)
         }
     };
-    server.lead().running().remove(&number);
+    server.coordinator().running().remove(&number);
     result
 }
 
@@ -289,12 +289,12 @@ async fn planning_stands_still(server: &Server, gauge: &Gauge) -> String {
         tokio::time::sleep(server.deadlines().progress_interval).await;
         steps += gauge.take().steps;
         if stand_still.is_over(steps) {
-            return stand_still.told(&format!("node {LEAD}: {}", gauge.activities().join(", ")));
+            return stand_still.told(&format!("node {COORDINATOR}: {}", gauge.activities().join(", ")));
         }
     }
 }
 
-async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -> Result<plan::Plan, String> {
+async fn make_plan(server: &Arc<Server>, request: &StageInRequest, gauge: Arc<Gauge>) -> Result<plan::StageInPlan, String> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
@@ -306,7 +306,7 @@ async fn make_plan(server: &Arc<Server>, request: &StageIn, gauge: Arc<Gauge>) -
             error => error.to_string(),
         })
     });
-    planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(LEAD, reason))
+    planned.await.map_err(|error| error.to_string())?.map_err(|reason| server.naming(COORDINATOR, reason))
 }
 
 /// Has copies make way on all nodes for what a stage-in writes beside blocks.
@@ -330,8 +330,8 @@ async fn free_room(server: &Arc<Server>) -> Result<Vec<u64>, String> {
     join_all(asking).await.into_iter().map(free).collect()
 }
 
-fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
-    Plan {
+fn announce(plan: &plan::StageInPlan, free_bytes: u64) -> StageInEstimate {
+    StageInEstimate {
         sources: plan.sources.len() as u64,
         source_bytes: plan.source_bytes,
         known_files: plan.known_files,
@@ -343,7 +343,7 @@ fn announce(plan: &plan::Plan, free_bytes: u64) -> Plan {
 }
 
 /// Tells how far it is until dropped; ends with an error when a node is lost.
-async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sender<Event>) -> Result<T, String> {
+async fn tell_progress<T>(server: &Server, stage: &CoordinatedStageIn, events: &mpsc::Sender<Event>) -> Result<T, String> {
     let mut stand_still = StandStill::new(server.deadlines());
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
@@ -372,8 +372,8 @@ async fn tell_progress<T>(server: &Server, stage: &LeadStage, events: &mpsc::Sen
 /// What all steps need.
 struct Job<'a> {
     server: &'a Arc<Server>,
-    stage: &'a Arc<LeadStage>,
-    request: &'a StageIn,
+    stage: &'a Arc<CoordinatedStageIn>,
+    request: &'a StageInRequest,
     sources: Vec<Source>,
     rivals: Arc<Rivals>,
     free: Vec<u64>,
@@ -435,9 +435,9 @@ impl Job<'_> {
     /// The catalog goes from node to node along a tree: who has it gives it to a few more in each round.
     async fn spread(&self, merged: &Merged) -> Result<(), String> {
         self.server.stages().get(self.stage.number)?.set_catalog(merged.file.clone());
-        let lead = self.server.config().node;
-        let mut have = vec![lead];
-        let mut lack: Vec<NodeId> = self.server.peers().nodes().filter(|&node| node != lead).collect();
+        let coordinator = self.server.config().node;
+        let mut have = vec![coordinator];
+        let mut lack: Vec<NodeId> = self.server.peers().nodes().filter(|&node| node != coordinator).collect();
         let others = async {
             while !lack.is_empty() {
                 let next = lack.split_off(lack.len().saturating_sub(have.len() * CATALOG_FAN_OUT));
@@ -448,7 +448,7 @@ impl Job<'_> {
             }
             Ok(())
         };
-        tokio::try_join!(self.prepare_on(lead, lead, merged), others).map(|_| ())
+        tokio::try_join!(self.prepare_on(coordinator, coordinator, merged), others).map(|_| ())
     }
 
     async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), String> {
@@ -516,15 +516,15 @@ mod tests {
 
     #[test]
     fn who_asks_after_the_end_hears_how_it_ended() {
-        let lead = Lead::new(Deadlines::DEFAULT);
-        let ask = || lead.report(5, NodeId(1), Reported::default());
+        let coordinator = Coordinator::new(Deadlines::DEFAULT);
+        let ask = || coordinator.report(5, NodeId(1), Reported::default());
         assert_eq!(ask(), Reply::Undone, "a node that shows it already must take it back");
-        lead.published().insert(5);
+        coordinator.published().insert(5);
         assert_eq!(ask(), Reply::Stop);
     }
 
     #[tokio::test]
-    async fn a_panic_of_the_lead_is_an_error_of_its_stage_in() {
+    async fn a_panic_of_the_coordinator_is_an_error_of_its_stage_in() {
         let server_fails = || -> Result<(), String> { std::panic::resume_unwind(Box::new("a fault of ours")) };
         assert!(caught(async { server_fails() }).await.unwrap_err().contains("node 0 failed"));
         assert_eq!(caught(async { Err::<(), _>("a reason".to_owned()) }).await.unwrap_err(), "a reason");
@@ -543,13 +543,13 @@ mod tests {
 
     #[test]
     fn a_target_is_claimed_once_and_given_back() {
-        let lead = Lead::new(Deadlines::DEFAULT);
-        let claim = Claim::take(&lead, b"a/b").ok().unwrap();
+        let coordinator = Coordinator::new(Deadlines::DEFAULT);
+        let claim = Claim::take(&coordinator, b"a/b").ok().unwrap();
         for other in [&b"a/b"[..], b"a", b"a/b/c"] {
-            assert_eq!(Claim::take(&lead, other).err().unwrap(), b"a/b");
+            assert_eq!(Claim::take(&coordinator, other).err().unwrap(), b"a/b");
         }
-        assert!(Claim::take(&lead, b"a/bc").is_ok());
+        assert!(Claim::take(&coordinator, b"a/bc").is_ok());
         drop(claim);
-        assert!(Claim::take(&lead, b"a").is_ok());
+        assert!(Claim::take(&coordinator, b"a").is_ok());
     }
 }

@@ -1,6 +1,6 @@
-//! Two small shared memories of a server: the board, which only it writes, and the counters, which its clients write.
+//! Two small shared memories of a server: the status page, which only it writes, and the counters, which its clients write.
 //!
-//! The board also tells which leases still hold. Each connection has a word there, its *token*. Leases are granted under the token
+//! The status page also tells which leases still hold. Each connection has a word there, its *token*. Leases are granted under the token
 //! of the moment; to take them back the server first changes the token and then gives their room away. A client looks at the token
 //! after each copy, so it never takes bytes for its own that were written after its leases had ended.
 
@@ -21,14 +21,14 @@ const BOARD_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
 /// The lowest bit of a connection's word: the server asks for its leases. The other bits are the token.
 const RECALL_BIT: u64 = 1;
 
-/// Bytes of a board's file.
+/// Bytes of a status page's file.
 pub const FILE_LEN: u64 = (BOARD_WORDS * 8) as u64;
 
 /// What a client looks at before it trusts what it knows: one memory read.
-pub struct Board(SharedWords);
+pub struct StatusPage(SharedWords);
 
-impl Board {
-    /// Maps a board; only its server writes.
+impl StatusPage {
+    /// Maps a status page; only its server writes.
     pub fn map(file: &File, writable: bool) -> io::Result<Self> {
         SharedWords::map(file, BOARD_WORDS, writable).map(Self)
     }
@@ -95,7 +95,7 @@ impl Board {
     }
 }
 
-/// A number that no connection can have leads out of the board, where all words are 0.
+/// A number that no connection can have leads out of the status page, where all words are 0.
 fn token_word(connection: u32) -> usize {
     FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
@@ -175,7 +175,7 @@ mod tests {
     fn a_revoked_token_never_holds_again() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(FILE_LEN).unwrap();
-        let (server, client) = (Board::map(&file, true).unwrap(), Board::map(&file, false).unwrap());
+        let (server, client) = (StatusPage::map(&file, true).unwrap(), StatusPage::map(&file, false).unwrap());
         let last = CLIENTS_MAX as u32 - 1;
         let token = client.token(last);
         assert!(client.holds(last, token) && !client.is_recalled(last));

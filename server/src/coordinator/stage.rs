@@ -1,4 +1,4 @@
-//! A stage-in as the lead sees it: units to hand out, how far each node is, and the first failure.
+//! A stage-in as the coordinator sees it: units to hand out, how far each node is, and the first failure.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,11 +8,11 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
-use dayfly_stagein::handing::{Handed, Handing};
+use dayfly_stagein::unit_ledger::{Handed, UnitLedger};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
-use super::LEAD;
+use super::COORDINATOR;
 use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
 
@@ -28,10 +28,10 @@ pub(crate) struct Reported {
     pub(crate) sightings: Vec<Sighting>,
 }
 
-/// A stage-in as the lead sees it.
-pub(crate) struct LeadStage {
+/// A stage-in as the coordinator sees it.
+pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
-    handing: Mutex<Handing>,
+    unit_ledger: Mutex<UnitLedger>,
     progress: Mutex<Progress>,
     rates: Mutex<Rates>,
     counts: Mutex<Counts>,
@@ -54,10 +54,10 @@ pub(crate) struct LeadStage {
     deadlines: Deadlines,
 }
 
-impl LeadStage {
+impl CoordinatedStageIn {
     pub(super) fn new(
         number: u64,
-        (handing, counts): (Handing, Counts),
+        (unit_ledger, counts): (UnitLedger, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
         nodes: usize,
         deadlines: Deadlines,
@@ -66,7 +66,7 @@ impl LeadStage {
         Self {
             number,
             reported: Mutex::new(vec![Instant::now(); nodes]),
-            handing: Mutex::new(handing),
+            unit_ledger: Mutex::new(unit_ledger),
             rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
             progress: Mutex::new(progress),
             counts: Mutex::new(counts),
@@ -140,8 +140,8 @@ impl LeadStage {
         }
     }
 
-    fn handing(&self) -> MutexGuard<'_, Handing> {
-        self.handing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn handing(&self) -> MutexGuard<'_, UnitLedger> {
+        self.unit_ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What was found by these does not count.
@@ -172,8 +172,8 @@ impl LeadStage {
         let (questions, conflict) = {
             let mut suspicions = self.suspicions.lock().unwrap_or_else(PoisonError::into_inner);
             suspicions.take(suspects, sightings);
-            let handing = self.handing();
-            let is_certain = |ticket| handing.is_certain(ticket, self.keeps_going);
+            let unit_ledger = self.handing();
+            let is_certain = |ticket| unit_ledger.is_certain(ticket, self.keeps_going);
             (suspicions.questions(), suspicions.conflict(&self.rivals, is_certain))
         };
         if let Some(reason) = conflict {
@@ -215,7 +215,7 @@ impl LeadStage {
         let told: Vec<String> =
             told.take(WAITING_NODES_TOLD_MAX).map(|(node, waits)| format!("node {node}: {}", waits.join(", "))).collect();
         match (self.progress().phase, told.is_empty()) {
-            (Phase::Merging, _) => format!("node {LEAD}: merging what was found into the catalog"),
+            (Phase::Merging, _) => format!("node {COORDINATOR}: merging what was found into the catalog"),
             (_, true) => "no node says what for".to_owned(),
             (_, false) => told.join("; "),
         }

@@ -22,9 +22,9 @@ const WATCHED: usize = 2048;
 static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];
 
 /// A file whose descriptor is kept.
-pub struct Kept(File);
+pub struct ReservedFd(File);
 
-impl Kept {
+impl ReservedFd {
     /// Moves a file's descriptor out of the program's way. Where no number is left, it stays where it is.
     pub fn new(file: File) -> Self {
         let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
@@ -38,13 +38,13 @@ impl Kept {
         Self(file)
     }
 
-    /// As [`Kept::new`], of a copy.
+    /// As [`ReservedFd::new`], of a copy.
     pub fn of(file: &File) -> io::Result<Self> {
         Ok(Self::new(file.try_clone()?))
     }
 }
 
-impl Deref for Kept {
+impl Deref for ReservedFd {
     type Target = File;
 
     fn deref(&self) -> &File {
@@ -52,7 +52,7 @@ impl Deref for Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for ReservedFd {
     fn drop(&mut self) {
         watch(self.0.as_raw_fd(), false);
     }
@@ -69,7 +69,7 @@ fn watch(descriptor: RawFd, on: bool) {
 }
 
 /// Whether a descriptor is the library's own.
-pub fn is_kept(descriptor: RawFd) -> bool {
+pub fn is_reserved(descriptor: RawFd) -> bool {
     let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
     word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)
 }
@@ -80,11 +80,11 @@ mod tests {
 
     #[test]
     fn a_kept_descriptor_is_high_known_and_free_again() {
-        let kept = Kept::new(File::open("/dev/null").unwrap());
+        let kept = ReservedFd::new(File::open("/dev/null").unwrap());
         let number = kept.as_raw_fd();
         assert!(number >= 256, "{number}");
-        assert!(is_kept(number) && !is_kept(0) && !is_kept(-1) && !is_kept(i32::MAX));
+        assert!(is_reserved(number) && !is_reserved(0) && !is_reserved(-1) && !is_reserved(i32::MAX));
         drop(kept);
-        assert!(!is_kept(number));
+        assert!(!is_reserved(number));
     }
 }

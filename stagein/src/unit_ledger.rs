@@ -1,4 +1,4 @@
-//! Handing out units, and judging what came back.
+//! UnitLedger out units, and judging what came back.
 //!
 //! A range of a tar is begun wherever something looks like a header. Whether that was right shows once the range before it
 //! has been read: it ends where this one must have begun, or this one is handed out again. So a range counts only after all
@@ -14,7 +14,7 @@ use crate::StageInError;
 use crate::plan::{Cut, Ranges, UnitQueue};
 
 /// The units of a stage-in, on their way out and back.
-pub struct Handing {
+pub struct UnitLedger {
     queue: UnitQueue,
     again: VecDeque<Unit>,
     chains: HashMap<u32, Chain>,
@@ -54,7 +54,7 @@ pub struct Judged {
     pub failure: Option<String>,
 }
 
-impl Handing {
+impl UnitLedger {
     /// `ranges` are those of the archives that are cut.
     pub fn new(queue: UnitQueue, ranges: Ranges) -> Self {
         let chains = ranges.into_iter().map(|(source, ranges)| (source, Chain::new(ranges))).collect();

@@ -12,7 +12,7 @@ use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, 
 use dayfly_meta::wire::peer::Request;
 use dayfly_stagein::runs::Merge;
 
-use super::LeadStage;
+use super::CoordinatedStageIn;
 use super::conflicts::{Replaced, Rivals};
 use crate::server::Server;
 use crate::store::nameless_file;
@@ -20,7 +20,7 @@ use crate::store::nameless_file;
 /// What is to be merged.
 pub(super) struct Merging {
     pub(super) server: Arc<Server>,
-    pub(super) stage: Arc<LeadStage>,
+    pub(super) stage: Arc<CoordinatedStageIn>,
     pub(super) runs: Vec<(NodeId, u32, u64)>,
     pub(super) about: About,
     pub(super) sources: Vec<Source>,

@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
-use dayfly_meta::segment::{Location, Place};
+use dayfly_meta::segment::{DrivePosition, Location};
 
 use super::Dataset;
 use super::segment::room_for;
@@ -27,7 +27,7 @@ const ROOM_PERMILLE: u64 = 985;
 
 /// What a dataset keeps here.
 #[derive(Default)]
-pub(crate) struct Kept {
+pub(crate) struct CachedBlocks {
     /// Blocks whose hash is below this are kept.
     threshold: AtomicU64,
     /// While a stage-in runs nothing more is kept.
@@ -52,14 +52,14 @@ pub(super) struct Writing {
 }
 
 struct Partial {
-    place: Place,
+    place: DrivePosition,
     len: u64,
     /// One bit a chunk.
     chunks: u16,
 }
 
 struct Unsynced {
-    place: Place,
+    place: DrivePosition,
     len: u64,
     group: u64,
 }
@@ -68,7 +68,7 @@ fn hash(block: BlockId, seed: u64) -> u64 {
     xxhash_rust::xxh3::xxh3_64_with_seed(&block.0.to_le_bytes(), seed) >> 32
 }
 
-impl Kept {
+impl CachedBlocks {
     /// Blocks, and their bytes.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.blocks.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
@@ -189,7 +189,7 @@ impl Dataset {
         }
         let Some(known) = writing.partial.get_mut(&chunk.block) else { return Ok(0) };
         let place = known.place;
-        self.segments().write(Place { offset: place.offset + chunk.start(), ..place }, bytes)?;
+        self.segments().write(DrivePosition { offset: place.offset + chunk.start(), ..place }, bytes)?;
         known.chunks |= 1 << chunk.index;
         if Chunk::all(chunk.block, block_len).count() == known.chunks.count_ones() as usize {
             writing.partial.remove(&chunk.block);
@@ -217,14 +217,14 @@ impl Dataset {
             return Ok(());
         }
         // Also by a write in the meantime, which may have heard of an error instead of the sync.
-        let is_lost = |place: Place| self.segments().has_failed(place.drive);
+        let is_lost = |place: DrivePosition| self.segments().has_failed(place.drive);
         let (unsynced, partial) = (writing.unsynced.len(), writing.partial.len());
         writing.unsynced.retain(|_, block| !is_lost(block.place));
         writing.partial.retain(|_, block| !is_lost(block.place));
         writing.has_withdrawn |= unsynced + partial > writing.unsynced.len() + writing.partial.len();
         let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced;
         for (block, Unsynced { place, len, .. }) in writing.unsynced.extract_if(is_covered) {
-            self.locations().publish(block, Location::Kept(place));
+            self.locations().publish(block, Location::Cached(place));
             self.kept().blocks.fetch_add(1, Ordering::Relaxed);
             self.kept().bytes.fetch_add(len, Ordering::Relaxed);
         }
@@ -274,16 +274,16 @@ impl Dataset {
     /// Blocks that processes find here, where, and how long they are.
     fn all_kept(&self) -> impl Iterator<Item = (BlockId, Location, u64)> {
         (0..self.catalog().header().blocks).map(BlockId).filter_map(|block| match self.locations().find(block) {
-            Some(kept @ Location::Kept(_)) => Some((block, kept, self.catalog().block(block)?.1)),
+            Some(kept @ Location::Cached(_)) => Some((block, kept, self.catalog().block(block)?.1)),
             _ => None,
         })
     }
 
     /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
     /// that any is. Whoever looks at the bytes in place goes on to see the same.
-    pub(crate) fn withdraw_copy(&self, block: BlockId, place: Place) -> bool {
+    pub(crate) fn withdraw_copy(&self, block: BlockId, place: DrivePosition) -> bool {
         let mut writing = self.kept().lock();
-        let is_withdrawn = self.locations().withdraw(block, Location::Kept(place));
+        let is_withdrawn = self.locations().withdraw(block, Location::Cached(place));
         if is_withdrawn {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
             self.kept().blocks.fetch_sub(1, Ordering::Relaxed);

@@ -68,7 +68,7 @@ impl Ground {
         self.dataset.keep(&chunks)
     }
 
-    fn place(&self, block: u32) -> Option<Place> {
+    fn place(&self, block: u32) -> Option<DrivePosition> {
         self.dataset.locations().find(BlockId(block)).and_then(Location::place)
     }
 

@@ -1,22 +1,22 @@
-//! Stage-ins that were asked for on other nodes than the lead: such a node has the lead begin one, and asks how it goes until it ends.
+//! Stage-ins that were asked for on other nodes than the coordinator: such a node has the coordinator begin one, and asks how it goes until it ends.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::FOLLOWED_MAX;
-use dayfly_meta::wire::control::{Event, StageIn};
+use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_transport::TransportError;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{LEAD, lead_one};
+use super::{COORDINATOR, coordinate_one};
 use crate::clients::EVENTS_QUEUE_LEN;
 use crate::peers::PeerError;
 use crate::server::Server;
 
-/// What the lead has to tell other nodes, by the number that each was given.
+/// What the coordinator has to tell other nodes, by the number that each was given.
 #[derive(Default)]
 pub(crate) struct Following {
     state: Mutex<State>,
@@ -53,18 +53,18 @@ impl Following {
         Self { state: Mutex::default(), deadlines }
     }
 
-    /// Begins a stage-in on this node, the lead; its number here.
-    pub(crate) fn begin(&self, server: &Arc<Server>, request: StageIn) -> Result<u64, String> {
-        if server.config().node != LEAD {
-            return Err(format!("stage-ins are led by node {LEAD}"));
+    /// Begins a stage-in on this node, the coordinator; its number here.
+    pub(crate) fn begin(&self, server: &Arc<Server>, request: StageInRequest) -> Result<u64, String> {
+        if server.config().node != COORDINATOR {
+            return Err(format!("stage-ins are led by node {COORDINATOR}"));
         }
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
         let number = self.enter(events)?;
         let server = server.clone();
         // On a task of its own: if nobody asks any more, the stage-in must still undo what it did.
         tokio::spawn(async move {
-            let watching = server.lead().following().watch(number);
-            tokio::join!(lead_one(&server, request, sender), watching);
+            let watching = server.coordinator().following().watch(number);
+            tokio::join!(coordinate_one(&server, request, sender), watching);
         });
         Ok(number)
     }
@@ -130,9 +130,9 @@ impl Following {
     }
 }
 
-/// Has the lead stage in, from another node. Tells `events` how it goes; their receiver's going away cancels it.
-pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc::Sender<Event>) {
-    let number = match server.ask(LEAD, Request::StageIn(request), server.deadlines().request).await {
+/// Has the coordinator stage in, from another node. Tells `events` how it goes; their receiver's going away cancels it.
+pub(super) async fn follow(server: &Arc<Server>, request: StageInRequest, events: mpsc::Sender<Event>) {
+    let number = match server.ask(COORDINATOR, Request::StageIn(request), server.deadlines().request).await {
         Ok(Reply::Followed { number }) => number,
         other => {
             // Whoever asked may be gone; so also below.
@@ -149,7 +149,7 @@ pub(super) async fn follow(server: &Arc<Server>, request: StageIn, events: mpsc:
         let _ = events.send(end).await;
     }
     // If it does not hear this, it notices that nobody asks.
-    let _ = server.ask(LEAD, Request::Leave { number }, server.deadlines().request).await;
+    let _ = server.ask(COORDINATOR, Request::Leave { number }, server.deadlines().request).await;
 }
 
 /// How it ends.
@@ -157,9 +157,9 @@ async fn tell(server: &Arc<Server>, number: u64, events: &mpsc::Sender<Event>) -
     let mut heard = 0;
     loop {
         let request = Request::Follow { number, heard };
-        let mut told = server.ask(LEAD, request.clone(), server.deadlines().request).await;
+        let mut told = server.ask(COORDINATOR, request.clone(), server.deadlines().request).await;
         if matches!(told, Err(PeerError::Transport(_))) {
-            told = server.ask(LEAD, request, server.deadlines().request).await;
+            told = server.ask(COORDINATOR, request, server.deadlines().request).await;
         }
         match told {
             Ok(Reply::Told(None)) => {}
@@ -173,7 +173,7 @@ async fn tell(server: &Arc<Server>, number: u64, events: &mpsc::Sender<Event>) -
     }
 }
 
-/// The lead says no, or nothing that helps.
+/// The coordinator says no, or nothing that helps.
 fn lost(answered: Result<Reply, PeerError>) -> Event {
     let reason = match answered {
         Err(PeerError::Failed { reason, .. }) => reason,
@@ -181,7 +181,7 @@ fn lost(answered: Result<Reply, PeerError>) -> Event {
             format!("{error}: too many sources for one message; name them in a file, @LIST")
         }
         Err(error) => format!("{error}; 'dayfly ls' tells whether it came about all the same"),
-        Ok(_) => PeerError::Invalid(LEAD).to_string(),
+        Ok(_) => PeerError::Invalid(COORDINATOR).to_string(),
     };
     Event::Failed { reason }
 }

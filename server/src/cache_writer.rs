@@ -32,15 +32,15 @@ struct Landed {
 }
 
 /// The way to the task.
-pub(crate) struct Keeper {
+pub(crate) struct CacheWriter {
     /// Bounded by the bytes that wait.
     queue: UnboundedSender<Landed>,
     waiting_bytes: Arc<AtomicU64>,
     waiting_bytes_max: u64,
 }
 
-impl Keeper {
-    /// The task ends with the keeper.
+impl CacheWriter {
+    /// The task ends with the cache_writer.
     pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, landed) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
