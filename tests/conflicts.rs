@@ -61,6 +61,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     }
 }
 
+/// SEMANTICS: "Where sources overlap, the result equals that of unpacking one after another in the
+/// order given, with the matches of a glob in the order of their bytes, whichever node reads which."
 fn sources_come_out_as_if_unpacked_one_after_another() {
     let seeds = 0..12_u64;
     for nodes in [1, 4] {
@@ -96,6 +98,8 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
     }
 }
 
+/// SEMANTICS: "Names that leave the tree by `..` are refused, absolute names are made relative, and
+/// devices, FIFOs and sockets are skipped. All of them are counted."
 fn members_that_cannot_be_kept_are_counted_and_named() {
     let ground = Ground::new();
     fs::create_dir(ground.at("t")).unwrap();
@@ -137,6 +141,7 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
     cluster.down();
 }
 
+/// SEMANTICS: "`--strip-components`, `--include` and `--exclude` work as those of tar."
 fn strip_include_and_exclude_select_as_tar_does() {
     let ground = Ground::new();
     for path in ["t/x/a.jpg", "t/x/b.txt", "t/y/c.jpg", "t/top"] {

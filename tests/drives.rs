@@ -99,6 +99,10 @@ fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)>
 }
 
 /// `docs/SEMANTICS.md`: what a drive does not give cannot be read, and the error names the drive of that node; the node is not lost.
+///
+/// SEMANTICS: "A drive that returns I/O errors affects only the data that it does not return. Each
+/// chunk is requested twice and then fails alone, with `EIO` and a message that says which node's drive
+/// failed. The node does not count as lost, and stage-ins continue."
 #[test]
 fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
     const LEN: usize = 100_000;
@@ -127,6 +131,8 @@ fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
 }
 
 /// `docs/SEMANTICS.md`: a drive that hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
+///
+/// SEMANTICS: "Blocks of healthy nodes are read as before."
 #[test]
 fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
     const FILES: usize = 90;

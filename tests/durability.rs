@@ -37,7 +37,10 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
     (0..files).filter(is_lost).count()
 }
 
-/// SEMANTICS: a drive that loses what was staged in fails the stage-in.
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
+/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
+/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// space is free again."
 #[test]
 fn a_drive_that_loses_what_was_staged_in_fails_the_stage_in() {
     let ground = Ground::new();
@@ -60,7 +63,10 @@ fn a_drive_that_loses_what_was_staged_in_fails_the_stage_in() {
     cluster.down();
 }
 
-/// SEMANTICS: an error of a sync, and of the calls before it, ends the stage-in; it is not tried again.
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
+/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
+/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// space is free again."
 #[test]
 fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     for (nodes, call) in [(1, "fdatasync"), (2, "sync_file_range"), (4, "fdatasync"), (4, "sync_file_range")] {
@@ -83,7 +89,8 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     }
 }
 
-/// SEMANTICS: a copy of another node's block is found once the drive has it, and never if the drive loses it.
+/// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
+/// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
 fn copies_that_a_drive_has_lost_are_never_read() {
     let ground = Ground::new();
@@ -101,7 +108,8 @@ fn copies_that_a_drive_has_lost_are_never_read() {
     cluster.down();
 }
 
-/// SEMANTICS: after an error, what was written since the last good sync is no copy, even if the next sync succeeds.
+/// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
+/// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
 fn copies_whose_sync_failed_are_given_up() {
     for call in ["fdatasync", "sync_file_range"] {
@@ -125,7 +133,7 @@ fn copies_whose_sync_failed_are_given_up() {
     }
 }
 
-/// SEMANTICS: a reader that is slow does not take what lies now where a copy was for what it was.
+/// SEMANTICS: "A read whose block was dropped meanwhile sees that and starts over."
 #[test]
 fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
     let len = 300_000;
@@ -215,7 +223,10 @@ fn more(ground: &Ground, name: &str, count: usize) {
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
 }
 
-/// SEMANTICS: copies make way for a stage-in also where others have filled the drive.
+/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during
+/// a stage-in, each node drops cached blocks until a sixteenth of the drive's share, at most 256 MiB,
+/// is free there for what is written beside blocks (plan, sorted runs, catalog), and blocks leave that
+/// much free as long as there are cached blocks."
 #[test]
 fn copies_make_way_where_others_have_filled_the_drive() {
     for nodes in [2, 3] {
@@ -243,7 +254,8 @@ fn copies_make_way_where_others_have_filled_the_drive() {
     }
 }
 
-/// SEMANTICS: where no copy can make way, the message names the data dir and the way out.
+/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s,
+/// reports the full drive: the error names the data dir and the way out."
 #[test]
 fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
     let ground = Ground::new();

@@ -34,6 +34,7 @@ fn ground() -> Ground {
     ground
 }
 
+/// SEMANTICS: "A dataset appears at once and whole on all nodes, or not at all."
 fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
     let mut met = 0;
     for round in 0..9_u64 {
@@ -104,6 +105,9 @@ fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
     (whole, failed)
 }
 
+/// SEMANTICS: "If a block cannot be fetched within the deadline, the read fails with `EIO` and the
+/// message names the node. The deadline is 5 s after the last progress; a node that has died is
+/// reported at once."
 #[test]
 fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
     for delay_ms in [0, 30] {
@@ -131,6 +135,9 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
     }
 }
 
+/// SEMANTICS: "If a block cannot be fetched within the deadline, the read fails with `EIO` and the
+/// message names the node. The deadline is 5 s after the last progress; a node that has died is
+/// reported at once."
 #[test]
 fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     let cluster = ground().up(2);
@@ -168,6 +175,7 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     cluster.down();
 }
 
+/// SEMANTICS: "It also works after the server has died."
 #[test]
 fn the_own_server_dead_local_blocks_are_read_and_the_rest_fails() {
     let cluster = ground().up(2);
@@ -203,6 +211,9 @@ fn taken_by_nameless_files(ground: &Ground) -> u64 {
     descriptors.filter(in_data_dir).map(|path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)).sum()
 }
 
+/// SEMANTICS: "`down` frees all blocks at once, also while processes still have files open: their reads
+/// fail with `EIO`. Catalogs and locations (about 90 bytes per sample) are freed when the last process
+/// that maps them unmaps them. `down` may be given twice."
 #[test]
 fn down_gives_everything_back_while_clients_still_live() {
     let ground = ground();
@@ -228,7 +239,8 @@ fn down_gives_everything_back_while_clients_still_live() {
     cluster.ground.assert_clean();
 }
 
-/// SEMANTICS: `down` frees all blocks at once; reads of open files, and opens, give `EIO`.
+/// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
+/// gets `EIO`, not `ENOENT`."
 #[test]
 fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
     for _ in 0..6 {
@@ -259,7 +271,8 @@ fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
     }
 }
 
-/// SEMANTICS: the server dead, what is not on the node is `EIO`. Its socket may go while a program attaches to it.
+/// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
+/// gets `EIO`, not `ENOENT`."
 #[test]
 fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
     if Command::new("strace").arg("--version").output().is_err() {
@@ -282,6 +295,9 @@ fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
     cluster.down();
 }
 
+/// SEMANTICS: "If every server and client is killed by `kill -9`, the kernel frees the space, because
+/// segments and catalogs have no names. Empty folders and sockets remain until the next `up` or `dayfly
+/// clean`."
 #[test]
 fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     let ground = ground();
@@ -316,6 +332,8 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     }
 }
 
+/// SEMANTICS: "A node whose folder in a data dir is removed continues to serve the blocks it has, and
+/// stage-ins fail with its name until the folder exists again."
 fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();

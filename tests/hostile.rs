@@ -53,6 +53,8 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
     path
 }
 
+/// SEMANTICS: "A damaged archive is an error that names the archive and the place of the damage."
+/// SEMANTICS: "The archive's own checksums detect it, where its format has any."
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -139,6 +141,7 @@ fn a_header_that_lies_takes_no_memory_and_no_server() {
     cluster.down();
 }
 
+/// SEMANTICS: "A source that cannot be read is an error that names it."
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -176,6 +179,7 @@ fn sources_that_cannot_be_read_are_named() {
     cluster.down();
 }
 
+/// SEMANTICS: "Nodes that are full are an error that names the way out."
 fn full_nodes_are_an_error_with_a_way_out() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -252,6 +256,7 @@ fn noise() -> Vec<Vec<u8>> {
     all
 }
 
+/// SEMANTICS: "Noise on the peer port or on the local socket changes nothing."
 #[test]
 fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     let cluster = cluster();
@@ -278,6 +283,9 @@ fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     cluster.down();
 }
 
+/// SEMANTICS: "The local socket serves the same user only. Folders have mode 0700. The key is on no
+/// command line and in no log; it is in a file, readable by the user alone, only while servers start
+/// and only with launchers that pass no standard input."
 #[test]
 fn no_secret_is_in_sight_and_folders_are_private() {
     use std::os::unix::fs::PermissionsExt;

@@ -81,6 +81,8 @@ fn wait_until_kept(view: &View, number: usize) {
     wait_until("it is kept", || blocks.clone().all(|block| dataset.is_here(BlockId(block))));
 }
 
+/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
@@ -97,6 +99,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     assert_eq!(found(&session, Hop::Fetched), 0);
 }
 
+/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
 #[test]
 fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
@@ -107,6 +110,7 @@ fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     assert!(session.view(1).session().datasets().unwrap().is_empty());
 }
 
+/// SEMANTICS: "A worker whose own memory has changed ends the stage-in. Both errors name the node."
 #[test]
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
@@ -119,6 +123,8 @@ fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     assert!(reason.contains("changed in the memory of node"), "{reason}");
 }
 
+/// SEMANTICS: "The reader's server checks every chunk before a process can see it or it is cached. A
+/// bad chunk is fetched once more."
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
@@ -138,6 +144,9 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
 }
 
 /// On 2d0daba such bytes were read as good, and kept.
+///
+/// SEMANTICS: "If that is bad too, the read fails with `EIO`, which names owner, block and both
+/// checksums."
 #[test]
 fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_kept() {
     let session = staged(false);
@@ -155,6 +164,9 @@ fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is
     assert_all_is_right(&session, 2);
 }
 
+/// SEMANTICS: "The chunk is checked again just before it is written to the drive; a bad chunk is
+/// dropped."
+/// SEMANTICS: "A bad chunk is dropped and fetched again."
 #[test]
 fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads() {
     let session = staged(true);
@@ -174,6 +186,9 @@ fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads
     assert!(batch.next().unwrap().unwrap().bytes.unwrap() == expected);
 }
 
+/// SEMANTICS: "Every reader detects it: `EIO` that names the block and the node, because no other copy
+/// exists."
+/// SEMANTICS: "`--verify-reads` checks the chunks that a read touches,"
 #[test]
 fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verified_reads() {
     for verify_reads in [false, true] {
@@ -200,6 +215,9 @@ fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verifi
 }
 
 /// On 2d0daba a verified read of a bad kept copy was EIO for ever.
+///
+/// SEMANTICS: "A bad cached block is dropped, and its reader gets the owner's bytes."
+/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
     let session = staged(true);
@@ -222,6 +240,8 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
 }
 
 /// `verify` reads through this.
+///
+/// SEMANTICS: "`dayfly verify` checks everything, and replaces bad cached blocks."
 #[test]
 fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
     let session = staged(false);
@@ -240,6 +260,7 @@ fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
     assert_all_is_right(&session, 2);
 }
 
+/// SEMANTICS: "A cached block that cannot be read is dropped, and its reader gets the owner's bytes."
 #[test]
 fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
     let session = staged(false);
@@ -255,6 +276,9 @@ fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
 }
 
 /// A process whose own memory is bad costs nobody a good copy: the server looks for itself.
+///
+/// SEMANTICS: "A process that finds a cached block bad reports it to its server, and the server reads
+/// the block itself before it drops it. So a process with bad memory costs other processes nothing."
 #[test]
 fn a_good_copy_that_a_process_calls_bad_stays() {
     let session = staged(true);
@@ -283,6 +307,9 @@ fn a_good_copy_that_a_process_calls_bad_stays() {
 }
 
 /// Promise: "while it is being shown, for some milliseconds one node may show it before another". Whoever it is shown to can read it.
+///
+/// SEMANTICS: "Where a dataset is visible it can be read, also from owners on which it is not visible
+/// yet."
 #[test]
 fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     let session = Arc::new(Inside::new(3, false));
@@ -314,6 +341,9 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
 }
 
 /// Until a node shows the new dataset it reads the old one, also what lies on nodes that show the new one already.
+///
+/// SEMANTICS: "A dataset is replaced node by node: on a node where the old one is still visible, all of
+/// the old one can be read."
 #[test]
 fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     let session = Arc::new(Inside::new(3, false));
@@ -348,6 +378,9 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
 }
 
 /// A dataset that one node has shown and that is then undone: errors, never other bytes.
+///
+/// SEMANTICS: "If one node fails to make a dataset visible, the dataset is withdrawn from all nodes.
+/// Reads in between return its bytes or `EIO`."
 #[test]
 fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));

@@ -339,7 +339,6 @@ mod tests {
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 
-    /// SEMANTICS: "a drive that loses what was staged in fails the stage-in".
     #[test]
     fn an_error_of_any_call_ends_the_stage_in_and_is_not_forgotten() {
         for call in 0..2 {

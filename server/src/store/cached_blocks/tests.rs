@@ -88,7 +88,6 @@ impl Ground {
     }
 }
 
-/// SEMANTICS: "processes find a copy once the drive has it".
 #[test]
 fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     let ground = Ground::new(5000);
@@ -106,7 +105,6 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     assert_eq!(ground.dataset.segments().kept_room() / 5000, 40, "none is written twice");
 }
 
-/// SEMANTICS: "after an error nothing that was written since the last good sync is a copy".
 #[test]
 fn an_error_of_any_call_gives_up_what_was_written_since_the_last_good_sync() {
     for call in 0..2 {
@@ -132,7 +130,6 @@ fn an_error_of_any_call_gives_up_what_was_written_since_the_last_good_sync() {
     }
 }
 
-/// SEMANTICS: "an offset at which a copy lay is never used again".
 #[test]
 fn an_offset_that_was_given_up_is_never_used_again() {
     for len in [3000, 70_000] {
@@ -156,7 +153,6 @@ fn an_offset_that_was_given_up_is_never_used_again() {
     }
 }
 
-/// SEMANTICS: "those with the highest hashes go first".
 #[test]
 fn a_lower_threshold_gives_up_a_part_and_its_pages() {
     let ground = Ground::new(3000);
