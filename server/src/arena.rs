@@ -29,7 +29,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::store::{ChunkInfo, Dataset};
 use ledger::Leased;
-pub(crate) use ledger::{Holder, Ledger};
+pub(crate) use ledger::{LeaseHolder, LeaseLedger};
 use table::{Resident, Table, Wish};
 
 /// A chunk's name on this node.
@@ -59,7 +59,7 @@ struct Inner {
     waiting: AtomicU64,
     waited: AtomicU64,
     idled: Notify,
-    ledger: Arc<Ledger<Lease>>,
+    ledger: Arc<LeaseLedger<Lease>>,
 }
 
 /// A chunk in the arena. When it is dropped, its location has been taken back before its room is.
@@ -136,7 +136,7 @@ impl Arena {
         let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
-        let ledger = Arc::new(Ledger::new(status_page, region.len(), deadlines));
+        let ledger = Arc::new(LeaseLedger::new(status_page, region.len(), deadlines));
         let inner = Inner {
             region,
             reader,
@@ -164,7 +164,7 @@ impl Arena {
     }
 
     /// Which of this node's processes hold which leases.
-    pub(crate) fn ledger(&self) -> &Arc<Ledger<Lease>> {
+    pub(crate) fn ledger(&self) -> &Arc<LeaseLedger<Lease>> {
         &self.inner.ledger
     }
 
@@ -174,7 +174,7 @@ impl Arena {
     }
 
     /// Requests that wait for room, and that ever did.
-    pub(crate) fn queue(&self) -> (u64, u64) {
+    pub(crate) fn waiters(&self) -> (u64, u64) {
         (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
     }
 

@@ -36,11 +36,11 @@ impl Blocking for Threads {
 /// A job panicked, or the runtime ended before it began.
 #[derive(Debug, thiserror::Error)]
 #[error("work on this node ended without a result, for it panicked or the server is ending")]
-pub(crate) struct NoResult;
+pub(crate) struct JobLost;
 
 impl dyn Blocking {
     /// Starts a job at once; the future is its result. Dropping the future does not end the job.
-    pub(crate) fn run<T, F>(&self, job: F) -> impl Future<Output = Result<T, NoResult>> + Send + use<T, F>
+    pub(crate) fn run<T, F>(&self, job: F) -> impl Future<Output = Result<T, JobLost>> + Send + use<T, F>
     where
         T: Send + 'static,
         F: FnOnce() -> T + Send + 'static,
@@ -48,7 +48,7 @@ impl dyn Blocking {
         let (done, result) = oneshot::channel();
         // Whoever started it may be gone.
         self.start(Box::new(move || drop(done.send(job()))));
-        async move { result.await.map_err(|_| NoResult) }
+        async move { result.await.map_err(|_| JobLost) }
     }
 
     /// Waits for a future and returns what comes of it. Only a job may call this.

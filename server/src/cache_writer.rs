@@ -114,7 +114,7 @@ impl Written {
 async fn sync_all(written: &Written, blocking: &dyn Blocking) {
     loop {
         for dataset in written.next().await.datasets.into_values() {
-            match blocking.run(move || dataset.sync_kept()).await {
+            match blocking.run(move || dataset.sync_cached()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => tracing::warn!(%error, "copies of other nodes' blocks are given up"),
                 Err(error) => tracing::warn!(%error, "syncing copies of other nodes' blocks failed"),
@@ -132,7 +132,7 @@ impl Landed {
         let Some((expected, owner)) = known else { return false };
         let checked = check(lease.bytes(), expected);
         if let Err(mismatch) = checked {
-            damage.found(Hop::Arena, owner, &format!("block {}, about to be kept", chunk.block.0), mismatch);
+            damage.record(Hop::Arena, owner, &format!("block {}, about to be kept", chunk.block.0), mismatch);
             lease.discard(&(dataset.id(), *chunk));
         }
         checked.is_ok()

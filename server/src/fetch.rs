@@ -29,7 +29,7 @@ use landed::{Filled, Landed};
 /// What became of a wish.
 pub(crate) enum Fetched {
     /// Its block is in the segments.
-    Here,
+    Local,
     /// It is in the arena.
     Leased(Lease),
     /// It cannot be had; for the user.
@@ -37,7 +37,7 @@ pub(crate) enum Fetched {
 }
 
 /// By place in the request.
-pub(crate) type Part = Vec<(u32, Fetched)>;
+pub(crate) type FetchedChunks = Vec<(u32, Fetched)>;
 
 /// Fetches for this node's processes.
 pub(crate) struct Fetcher {
@@ -53,24 +53,24 @@ pub(crate) struct Fetcher {
 }
 
 /// A request under way; dropping it lets go of it.
-pub(crate) struct Fetching {
-    ready: Part,
-    under_way: FuturesUnordered<BoxFuture<'static, Part>>,
+pub(crate) struct PendingFetch {
+    ready: FetchedChunks,
+    under_way: FuturesUnordered<BoxFuture<'static, FetchedChunks>>,
     /// Bytes that come over the network for it.
     pub(crate) load_bytes: u64,
     /// Bytes that it will have leases on, if all of it comes.
     pub(crate) claimed_bytes: u64,
     /// What was not there yet, by place in the request.
-    pub(crate) late: Vec<u32>,
+    pub(crate) awaited: Vec<u32>,
 }
 
-impl Fetching {
-    fn of(ready: Part) -> Self {
-        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, late: Vec::new() }
+impl PendingFetch {
+    fn of(ready: FetchedChunks) -> Self {
+        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, awaited: Vec::new() }
     }
 
     /// What has come; waits until something has. `None` at the end.
-    pub(crate) async fn next(&mut self) -> Option<Part> {
+    pub(crate) async fn next(&mut self) -> Option<FetchedChunks> {
         if self.ready.is_empty() {
             self.ready = self.under_way.next().await?;
         }
@@ -90,8 +90,8 @@ impl Fetching {
     }
 
     /// Lets go of all that has not been told yet.
-    pub(crate) fn give_up(&mut self) {
-        *self = Self::of(Part::new());
+    pub(crate) fn cancel(&mut self) {
+        *self = Self::of(FetchedChunks::new());
     }
 
     /// Whether all has been told.
@@ -138,9 +138,9 @@ impl Fetcher {
     ///
     /// Only for the first chunk is room waited for; this is for who holds no leases. And who loads a chunk has room for it. So requests
     /// cannot wait for each other in a ring.
-    pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (mut ready, wanted) = look_up(dataset, chunks);
-        let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };
+        let Some(first) = wanted.first().cloned() else { return PendingFetch::of(ready) };
         // What is here, or on its way, needs no room; new room is for those who wait for it, if any do.
         let budget = budget.max(first.info.len);
         let claimed = self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short());
@@ -150,19 +150,19 @@ impl Fetcher {
         let Some(slot) = self.arena.room_within(first.info.len, self.peers.deadlines().arena).await else {
             let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
             ready.push((first.at, Fetched::Failed(reason)));
-            return Fetching::of(ready);
+            return PendingFetch::of(ready);
         };
         self.start(ready, self.arena.claim_with(dataset, &first, slot), true)
     }
 
     /// As [`Self::begin`], but no new room is taken where there is none, and where others wait for some.
-    pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (ready, wanted) = look_up(dataset, chunks);
         self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), true)
     }
 
     /// As [`Self::begin_if_room`], of what is not read yet: it is not kept before it is, so that its reader can be seen to read it.
-    pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (ready, wanted) = look_up(dataset, chunks);
         self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), false)
     }
@@ -172,13 +172,13 @@ impl Fetcher {
         self.cache_writer.keep(dataset, chunk, || Some(lease));
     }
 
-    fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed, keeps: bool) -> Fetching {
+    fn start(self: &Arc<Self>, mut ready: FetchedChunks, claimed: Claimed, keeps: bool) -> PendingFetch {
         ready.extend(claimed.held.into_iter().map(|(at, lease)| (at, Fetched::Leased(lease))));
         self.joined.fetch_add(claimed.loading.len() as u64, Ordering::Relaxed);
         let loads = claimed.loads.iter().flat_map(Ticket::places);
-        let late = claimed.loading.iter().map(|(at, ..)| *at).chain(loads).collect();
+        let awaited = claimed.loading.iter().map(|(at, ..)| *at).chain(loads).collect();
         let (load_bytes, claimed_bytes) = (claimed.load_bytes, claimed.bytes);
-        let fetching = Fetching { load_bytes, claimed_bytes, late, ..Fetching::of(ready) };
+        let fetching = PendingFetch { load_bytes, claimed_bytes, awaited, ..PendingFetch::of(ready) };
         for (at, key, loading) in claimed.loading {
             fetching.under_way.push(Box::pin(join(self.arena.clone(), at, key, loading)));
         }
@@ -189,7 +189,7 @@ impl Fetcher {
     }
 
     /// One message to one owner, and one more for what came damaged, or could not be read there.
-    async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> Part {
+    async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> FetchedChunks {
         let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
         let mut wanted: Vec<usize> = (0..chunks.len()).collect();
         let mut slots = ticket.take_slots();
@@ -212,7 +212,7 @@ impl Fetcher {
                     Landed::Good(slot) => good[number] = Some(slot),
                     Landed::Missing => reasons[number] = Some(format!("node {owner} does not hold {}", name())),
                     Landed::Damaged(slot, mismatch) => {
-                        self.damage.found(Hop::Fetched, owner, &name(), mismatch);
+                        self.damage.record(Hop::Fetched, owner, &name(), mismatch);
                         let way = "its drive, its memory or the network is at fault";
                         let reason = format!("node {owner} sent it damaged {attempt} times in a row: {mismatch}; {way}");
                         reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
@@ -235,7 +235,7 @@ impl Fetcher {
         // Room that came back with bytes that nobody shall see.
         drop(slots);
         let filled = ticket.fill(good);
-        let mut part = Part::with_capacity(chunks.len());
+        let mut part = FetchedChunks::with_capacity(chunks.len());
         for ((chunk, (at, lease)), reason) in chunks.into_iter().zip(filled).zip(reasons) {
             let fetched = match lease {
                 Some(lease) => {
@@ -296,13 +296,13 @@ impl Fetcher {
 }
 
 /// Parts chunks into those that need no fetching, and those that do.
-fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
-    let mut ready = Part::new();
+fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
+    let mut ready = FetchedChunks::new();
     let mut wanted = Vec::with_capacity(chunks.len());
     dataset.prefetch(chunks);
     for (at, &chunk) in (0..).zip(chunks) {
         match dataset.chunk(chunk) {
-            Some(_) if dataset.is_here(chunk.block) => ready.push((at, Fetched::Here)),
+            Some(_) if dataset.is_local(chunk.block) => ready.push((at, Fetched::Local)),
             Some(info) => wanted.push(Wanted { at, chunk, info }),
             None => ready.push((at, Fetched::Failed("there is no such block".to_owned()))),
         }
@@ -311,7 +311,7 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
 }
 
 /// Waits out another's load, whose failure is ours too. What is gone again before we look is not named.
-async fn join(arena: Arena, at: u32, key: Key, loading: Loading) -> Part {
+async fn join(arena: Arena, at: u32, key: Key, loading: Loading) -> FetchedChunks {
     // The loader's own deadlines bound this wait.
     if let Ok(reason) = loading.await {
         return vec![(at, Fetched::Failed(reason.as_ref().to_owned()))];
@@ -319,7 +319,7 @@ async fn join(arena: Arena, at: u32, key: Key, loading: Loading) -> Part {
     arena.find(&key).map(|lease| (at, Fetched::Leased(lease))).into_iter().collect()
 }
 
-fn failed(dataset: &Dataset, ticket: Ticket, reason: &str) -> Part {
+fn failed(dataset: &Dataset, ticket: Ticket, reason: &str) -> FetchedChunks {
     let reason = ticket.chunks().first().map_or_else(|| reason.to_owned(), |&chunk| cannot_read(dataset, chunk, reason));
     ticket.fail(&reason).into_iter().map(|at| (at, Fetched::Failed(reason.clone()))).collect()
 }

@@ -97,7 +97,7 @@ impl Ingest {
     }
 
     /// Bytes of all blocks that were taken.
-    pub(crate) fn taken_bytes(&self) -> u64 {
+    pub(crate) fn stored_bytes(&self) -> u64 {
         self.state().taken_bytes
     }
 
@@ -169,14 +169,14 @@ impl Ingest {
     }
 
     /// Writes what waits, so that its memory is free again.
-    pub(crate) fn write_out(&self) -> Result<(), IngestError> {
+    pub(crate) fn flush(&self) -> Result<(), IngestError> {
         let window = self.state().window.take();
         window.map_or(Ok(()), |window| self.write(window))
     }
 
     /// All that was shipped is on the drives, and found by its number.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
-        self.write_out()?;
+        self.flush()?;
         self.segments.trim()?;
         self.segments.sync()?;
         let count = self.state().next_arrival;
@@ -327,7 +327,7 @@ mod tests {
             let stored = ingest.store(&blocks, slot(&region, &bytes), bytes.len());
             assert!(matches!(stored, Err(IngestError::Damaged(damaged)) if damaged.at == at), "bit {bit}");
         }
-        assert_eq!(ingest.taken_bytes(), 0);
+        assert_eq!(ingest.stored_bytes(), 0);
         assert!(matches!(ingest.store(&blocks, slot(&region, &whole), whole.len()).unwrap(), Stored::At(0)));
         let piece = ingest.reserve(2 << 20, Rival::default()).unwrap().unwrap();
         let mut bytes = vec![3; 1 << 20];

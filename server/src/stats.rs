@@ -59,7 +59,7 @@ pub(crate) struct Damage {
 impl Damage {
     /// Counts a find, and warns of it. A network or a drive that damages much must not fill the log, so only the first finds
     /// of a hop are told, and then ever fewer: the second, the fourth, the eighth.
-    pub(crate) fn found(&self, hop: Hop, owner: NodeId, what: &str, Mismatch { expected, found }: Mismatch) {
+    pub(crate) fn record(&self, hop: Hop, owner: NodeId, what: &str, Mismatch { expected, found }: Mismatch) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
             let (hop, expected, found) = (HOP_NAMES[hop as usize], format!("{expected:08x}"), format!("{found:08x}"));
@@ -67,8 +67,8 @@ impl Damage {
         }
     }
 
-    /// As [`Self::found`], of bytes that cannot be read at all.
-    pub(crate) fn unreadable(&self, hop: Hop, owner: NodeId, what: &str, error: &str) {
+    /// As [`Self::record`], of bytes that cannot be read at all.
+    pub(crate) fn record_unreadable(&self, hop: Hop, owner: NodeId, what: &str, error: &str) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
             tracing::warn!(hop = HOP_NAMES[hop as usize], node = %owner, what, error, count, "a copy cannot be read");
@@ -134,18 +134,18 @@ fn end_us(bucket: usize) -> u64 {
 
 /// Processes' requests for what is not in the segments.
 #[derive(Default)]
-pub(crate) struct Reading {
+pub(crate) struct ClientReads {
     under_way: AtomicU64,
     took: Latencies,
 }
 
 /// A request, as long as it is worked on.
-pub(crate) struct Asking<'a>(&'a Reading);
+pub(crate) struct PendingRead<'a>(&'a ClientReads);
 
-impl Reading {
-    pub(crate) fn begin(&self) -> Asking<'_> {
+impl ClientReads {
+    pub(crate) fn begin(&self) -> PendingRead<'_> {
         self.under_way.fetch_add(1, Ordering::Relaxed);
-        Asking(self)
+        PendingRead(self)
     }
 
     /// One was answered.
@@ -162,7 +162,7 @@ impl Reading {
     }
 }
 
-impl Drop for Asking<'_> {
+impl Drop for PendingRead<'_> {
     fn drop(&mut self) {
         self.0.under_way.fetch_sub(1, Ordering::Relaxed);
     }

@@ -20,7 +20,7 @@ pub(crate) trait Leased: Send {
 }
 
 /// The leases of all connections of a node.
-pub(crate) struct Ledger<L> {
+pub(crate) struct LeaseLedger<L> {
     status_page: Arc<StatusPage>,
     /// Bytes that one process, and all together, may have.
     share: u64,
@@ -51,8 +51,8 @@ struct Account<L> {
 }
 
 /// A connection's account. When it is dropped its leases are revoked.
-pub(crate) struct Holder<L: Leased> {
-    ledger: Arc<Ledger<L>>,
+pub(crate) struct LeaseHolder<L: Leased> {
+    ledger: Arc<LeaseLedger<L>>,
     connection: u32,
 }
 
@@ -64,7 +64,7 @@ pub(crate) struct Budget {
     pub(crate) may_wait: bool,
 }
 
-impl<L: Leased> Ledger<L> {
+impl<L: Leased> LeaseLedger<L> {
     /// Of an arena of `len` bytes.
     pub(crate) fn new(status_page: Arc<StatusPage>, len: u64, deadlines: &Deadlines) -> Self {
         let books = Books { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
@@ -74,7 +74,7 @@ impl<L: Leased> Ledger<L> {
     }
 
     /// Opens an account for a connection of a process; of an unknown one, in another container perhaps, by the number 0.
-    pub(crate) fn open(self: &Arc<Self>, pid: i32) -> Holder<L> {
+    pub(crate) fn open(self: &Arc<Self>, pid: i32) -> LeaseHolder<L> {
         let mut books = self.books();
         let connection = books.free.pop().unwrap_or(books.next);
         books.next = books.next.max(connection + 1);
@@ -82,7 +82,7 @@ impl<L: Leased> Ledger<L> {
         let process = if pid > 0 { i64::from(pid) } else { -1 - i64::from(connection) };
         let account = Account { process, leases: HashMap::new(), last_lease: 0, leased: 0, reserved: 0, recalled_at: None };
         books.connections.insert(connection, account);
-        Holder { ledger: self.clone(), connection }
+        LeaseHolder { ledger: self.clone(), connection }
     }
 
     /// Makes room for a request that has waited for so long: asks all who have leases to give them back, and revokes those of
@@ -148,7 +148,7 @@ impl<L: Leased> Books<L> {
     }
 }
 
-impl<L: Leased> Holder<L> {
+impl<L: Leased> LeaseHolder<L> {
     /// The connection's number, by which the status page tells of it.
     pub(crate) fn connection(&self) -> u32 {
         self.connection
@@ -216,7 +216,7 @@ impl<L: Leased> Holder<L> {
     }
 }
 
-impl<L: Leased> Drop for Holder<L> {
+impl<L: Leased> Drop for LeaseHolder<L> {
     fn drop(&mut self) {
         self.reserve(0);
         let mut books = self.ledger.books();
@@ -256,14 +256,14 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn ledger() -> (Arc<Ledger<Spy>>, Arc<StatusPage>) {
+    fn ledger() -> (Arc<LeaseLedger<Spy>>, Arc<StatusPage>) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(FILE_LEN).unwrap();
         let status_page = Arc::new(StatusPage::map(&file, true).unwrap());
-        (Arc::new(Ledger::new(status_page.clone(), 32 * MIB, &Deadlines::DEFAULT)), status_page)
+        (Arc::new(LeaseLedger::new(status_page.clone(), 32 * MIB, &Deadlines::DEFAULT)), status_page)
     }
 
-    fn grant(holder: &Holder<Spy>, status_page: &Arc<StatusPage>, bytes: u64) -> (u64, u64) {
+    fn grant(holder: &LeaseHolder<Spy>, status_page: &Arc<StatusPage>, bytes: u64) -> (u64, u64) {
         let granted = Some((holder.connection(), status_page.token(holder.connection())));
         holder.grant(vec![Spy { bytes, status_page: status_page.clone(), granted }])
     }
@@ -283,7 +283,7 @@ mod tests {
         assert_eq!((one.budget(), two.budget()), (None, None), "10 MiB of 8");
         assert!(status_page.holds(one.connection(), token));
         // Unknown processes do not share, and all together leave room.
-        let unknown: Vec<Holder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
+        let unknown: Vec<LeaseHolder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
         for holder in &unknown {
             grant(holder, &status_page, 4 * MIB);
         }

@@ -49,11 +49,11 @@ impl Fetcher {
         let why = match copy {
             Copy::Good => return None,
             Copy::Damaged(mismatch) => {
-                self.damage.found(hop, owner, &name, mismatch);
+                self.damage.record(hop, owner, &name, mismatch);
                 mismatch.to_string()
             }
             Copy::Unreadable(error) => {
-                self.damage.unreadable(hop, owner, &name, &error);
+                self.damage.record_unreadable(hop, owner, &name, &error);
                 error
             }
         };
@@ -77,7 +77,7 @@ impl Fetcher {
         let (Some(lease), Some(expected)) = (self.arena.find(&key), dataset.catalog().chunk_checksum(chunk)) else { return };
         if let Err(mismatch) = check(lease.bytes(), expected) {
             let Some(owner) = dataset.catalog().owner(chunk.block) else { return };
-            self.damage.found(Hop::Arena, owner, &name(dataset, chunk), mismatch);
+            self.damage.record(Hop::Arena, owner, &name(dataset, chunk), mismatch);
             self.arena.discard(&key, &lease);
         }
     }
