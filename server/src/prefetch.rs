@@ -390,7 +390,7 @@ impl Ahead<'_> {
                 self.furthest = self.furthest.max(number);
                 read_bytes += lease.len();
                 hits += 1;
-                self.prefetcher.fetcher.keep(self.todo.dataset, chunk, lease);
+                self.prefetcher.fetcher.cache(self.todo.dataset, chunk, lease);
             }
         }
         self.window_bytes -= read_bytes;
@@ -488,7 +488,7 @@ struct Flight {
 async fn fetch(fetcher: &Arc<Fetcher>, dataset: &Arc<Dataset>, order: &Order, chunks: Vec<Chunk>, bytes: u64) -> Flight {
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
-    for (at, lease) in fetching.held() {
+    for (at, lease) in fetching.leased() {
         // If it was read before, and not asked for just now, that was in another epoch.
         if chunks.get(at as usize).is_some_and(|chunk| !order.asked_for().contains(chunk)) {
             lease.clear_mark();

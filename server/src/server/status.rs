@@ -55,7 +55,7 @@ impl Server {
             served: self.fetcher.served(),
             owners,
             wait_us: self.reading.wait_us(),
-            asking: self.reading.under_way(),
+            asking: self.reading.in_flight(),
             queued,
             queued_total,
             prefetch: self.prefetcher.status(),

@@ -443,7 +443,7 @@ impl Reader {
                     parts[at] = Some(match fetched {
                         Fetched::Leased(lease) => Ok(lease.bytes().to_vec()),
                         Fetched::Local => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
-                        Fetched::Failed(reason) => Err(reason),
+                        Fetched::Failed(error) => Err(error.to_string()),
                     });
                 }
             }

@@ -115,7 +115,7 @@ impl Dataset {
     }
 
     /// Whether a block that came from its owner is to be kept.
-    pub(crate) fn keeps(&self, block: BlockId) -> bool {
+    pub(crate) fn should_cache(&self, block: BlockId) -> bool {
         let threshold = self.cached_blocks().threshold();
         threshold > 0
             && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
@@ -143,13 +143,13 @@ impl Dataset {
 
     /// Writes chunks to this node's drives, for processes to find there after [`Self::sync_cached`]; returns the bytes written. What there
     /// is no room for is not kept.
-    pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
+    pub(crate) fn write_cached(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
         let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(0);
         }
         let (mut whole, mut pieces) = (Vec::with_capacity(chunks.len()), Vec::new());
-        let is_new = |chunk: &Chunk| self.keeps(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
+        let is_new = |chunk: &Chunk| self.should_cache(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
         for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| is_new(chunk)) {
             match self.catalog().block(chunk.block) {
                 Some((_, len)) if len == bytes.len() as u64 => whole.push((chunk.block, bytes)),
@@ -160,8 +160,8 @@ impl Dataset {
         // Those that go first when room is needed lie side by side, so that whole pages come free.
         whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
-        let kept = self.keep_whole(&mut writing, &whole).and_then(|written| {
-            let mut keep = |(chunk, len, bytes)| self.keep_piece(&mut writing, chunk, len, bytes);
+        let kept = self.write_whole(&mut writing, &whole).and_then(|written| {
+            let mut keep = |(chunk, len, bytes)| self.write_piece(&mut writing, chunk, len, bytes);
             pieces.into_iter().try_fold(written, |written, piece| Ok(written + keep(piece)?))
         });
         // The room of what could not be written.
@@ -169,7 +169,7 @@ impl Dataset {
         kept
     }
 
-    fn keep_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
+    fn write_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
         let lens = || blocks.iter().map(|(_, bytes)| bytes.len() as u64);
         let room = lens().map(room_for).sum();
         let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
@@ -182,7 +182,7 @@ impl Dataset {
         Ok(lens().sum())
     }
 
-    fn keep_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
+    fn write_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
         if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
             let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
@@ -284,7 +284,7 @@ impl Dataset {
 
     /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
     /// that any is. Whoever looks at the bytes in place goes on to see the same.
-    pub(crate) fn withdraw_copy(&self, block: BlockId, place: DrivePosition) -> bool {
+    pub(crate) fn withdraw_cached(&self, block: BlockId, place: DrivePosition) -> bool {
         let mut writing = self.cached_blocks().lock();
         let is_withdrawn = self.locations().withdraw(block, Location::Cached(place));
         if is_withdrawn {

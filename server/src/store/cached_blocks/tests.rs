@@ -65,7 +65,7 @@ impl Ground {
         let all: Vec<(BlockId, Vec<u8>)> = blocks.map(BlockId).map(|block| (block, content(block, self.len))).collect();
         let chunks: Vec<(Chunk, &[u8])> =
             all.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
-        self.dataset.keep(&chunks)
+        self.dataset.write_cached(&chunks)
     }
 
     fn place(&self, block: u32) -> Option<DrivePosition> {
