@@ -108,11 +108,11 @@ impl Ingest {
         }
         let promised = room_for(block_len);
         let mut state = self.state();
-        for drive in self.segments.by_room() {
-            if !self.segments.promise(drive, promised)? {
+        for drive in self.segments.drives_by_room() {
+            if !self.segments.reserve(drive, promised)? {
                 continue;
             }
-            let places = self.segments.place(drive, [block_len].into_iter(), promised)?;
+            let places = self.segments.allocate(drive, [block_len].into_iter(), promised)?;
             let arrival = state.number(1)?;
             self.arrivals.write(arrival, &places)?;
             state.taken_bytes += block_len;
@@ -186,8 +186,8 @@ impl Ingest {
     /// A drive on which there is room, which is taken: the present one, or the one with the most.
     fn drive_for(&self, state: &State, room: u64) -> Result<Option<u8>, IngestError> {
         let present = state.window.as_ref().map(Window::drive);
-        for drive in present.into_iter().chain(self.segments.by_room()) {
-            if self.segments.promise(drive, room)? {
+        for drive in present.into_iter().chain(self.segments.drives_by_room()) {
+            if self.segments.reserve(drive, room)? {
                 return Ok(Some(drive));
             }
         }

@@ -60,12 +60,12 @@ impl Window {
     /// Writes all blocks in the order of their random numbers, and notes where they lie.
     pub(super) fn write(mut self, segments: &Segments, arrivals: &Arrivals) -> io::Result<()> {
         self.blocks.sort_unstable_by_key(|block| (block.shuffle, block.arrival));
-        let places = segments.place(self.drive, self.blocks.iter().map(|block| u64::from(block.len)), self.promised)?;
+        let places = segments.allocate(self.drive, self.blocks.iter().map(|block| u64::from(block.len)), self.promised)?;
         let bytes = self.blocks.iter().map(|block| {
             let start = block.start as usize;
             &self.slots[block.slot as usize][start..start + block.len as usize]
         });
-        segments.write_placed(&places, bytes)?;
+        segments.write_blocks(&places, bytes)?;
         let mut numbered: Vec<(u32, DrivePosition)> = self.blocks.iter().map(|block| block.arrival).zip(places).collect();
         numbered.sort_unstable_by_key(|(arrival, _)| *arrival);
         for run in numbered.chunk_by(|left, right| left.0 + 1 == right.0) {

@@ -136,7 +136,7 @@ impl Dataset {
         // Processes map what the file is long, when they first see it: so it is long from the start, without taking room.
         let most = (u128::from(self.remote_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
         let more = most.saturating_sub(self.cached_blocks().usage().1);
-        self.segments().begin_kept(room_for(more) + more / 16)?;
+        self.segments().begin_cached_region(room_for(more) + more / 16)?;
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         Ok(())
     }
@@ -172,9 +172,9 @@ impl Dataset {
     fn write_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
         let lens = || blocks.iter().map(|(_, bytes)| bytes.len() as u64);
         let room = lens().map(room_for).sum();
-        let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
-        let places = self.segments().place(drive, lens(), room)?;
-        self.segments().write_placed(&places, blocks.iter().map(|(_, bytes)| *bytes))?;
+        let Some(drive) = self.segments().reserve_cached(room)? else { return Ok(0) };
+        let places = self.segments().allocate(drive, lens(), room)?;
+        self.segments().write_blocks(&places, blocks.iter().map(|(_, bytes)| *bytes))?;
         let group = writing.group;
         for (&(block, bytes), place) in blocks.iter().zip(places) {
             writing.unsynced.insert(block, Unsynced { place, len: bytes.len() as u64, group });
@@ -185,8 +185,8 @@ impl Dataset {
     fn write_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
         if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
-            let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
-            let places = self.segments().place(drive, [block_len].into_iter(), room)?;
+            let Some(drive) = self.segments().reserve_cached(room)? else { return Ok(0) };
+            let places = self.segments().allocate(drive, [block_len].into_iter(), room)?;
             let Some(&place) = places.first() else { return Ok(0) };
             vacant.insert(Partial { place, len: block_len, chunks: 0 });
         }
@@ -209,12 +209,12 @@ impl Dataset {
             if self.is_gone() {
                 return Ok(());
             }
-            self.segments().begin_kept_group();
+            self.segments().begin_cached_group();
             writing.group += 1;
             writing.group
         };
         // Not while the lock is held: the drive may take its time, and more may be written meanwhile.
-        let result = self.segments().sync_others();
+        let result = self.segments().sync_healthy();
         let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(());
