@@ -9,7 +9,7 @@ use std::time::Duration;
 use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{KEEP_QUEUE_LEN_MAX, KEEP_SYNC_INTERVAL, KEEP_SYNC_LEN};
+use dayfly_meta::limits::{CACHE_QUEUE_LEN_MAX, CACHE_SYNC_INTERVAL, CACHE_SYNC_LEN};
 use dayfly_meta::wire::status::Hop;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -53,7 +53,7 @@ impl CacheWriter {
                 () = sync_all(&written, &*blocking) => {}
             }
         };
-        (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
+        (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
     /// Has a chunk kept, if its block is meant to be and not too many wait.
@@ -96,12 +96,12 @@ impl Written {
             self.grew.notified().await;
         }
         let is_large = async {
-            while self.group().bytes < KEEP_SYNC_LEN {
+            while self.group().bytes < CACHE_SYNC_LEN {
                 self.grew.notified().await;
             }
         };
         // Large or old, it is taken.
-        let _ = timeout(KEEP_SYNC_INTERVAL, is_large).await;
+        let _ = timeout(CACHE_SYNC_INTERVAL, is_large).await;
         std::mem::take(&mut *self.group())
     }
 

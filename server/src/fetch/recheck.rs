@@ -33,7 +33,7 @@ impl Fetcher {
 
     fn recheck_one(&self, dataset: &Arc<Dataset>, chunk: Chunk) -> Option<String> {
         let location = dataset.locations().find(chunk.block);
-        let Some(place) = location.and_then(Location::place) else {
+        let Some(place) = location.and_then(Location::position) else {
             // Chunks of large blocks lie in the arena without a location.
             self.recheck_arena(dataset, chunk);
             return None;

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_TOLD_MAX};
+use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_REPORTED_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Step;
 
@@ -63,7 +63,7 @@ impl Activities {
                 Step::Writing => format!("writing to '{what}'"),
             };
             let text: String = text.chars().take(NOTE_LEN_MAX).collect();
-            if told.len() < WAITS_TOLD_MAX && !told.contains(&text) {
+            if told.len() < WAITS_REPORTED_MAX && !told.contains(&text) {
                 told.push(text);
             }
         }
@@ -95,6 +95,6 @@ mod tests {
         assert!(all.told().is_empty());
         let many: Vec<Activity> = (0..100).map(|_| all.enter()).collect();
         many.iter().enumerate().for_each(|(at, one)| one.begin(Step::Reading, at.to_string().repeat(1000).as_bytes()));
-        assert!(all.told().len() == WAITS_TOLD_MAX && all.told().iter().all(|text| text.chars().count() <= NOTE_LEN_MAX));
+        assert!(all.told().len() == WAITS_REPORTED_MAX && all.told().iter().all(|text| text.chars().count() <= NOTE_LEN_MAX));
     }
 }
