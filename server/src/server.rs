@@ -75,7 +75,7 @@ async fn beat(status_page: Arc<StatusPage>, interval: Duration) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        status_page.beat();
+        status_page.advance_heartbeat();
     }
 }
 

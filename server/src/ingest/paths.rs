@@ -5,7 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use dayfly_meta::limits::SUSPECTS_TOLD_MAX;
+use dayfly_meta::limits::SUSPECTS_REPORTED_MAX;
 use dayfly_meta::wire::peer::{Question, Rival};
 
 /// Entries looked at for one path.
@@ -73,7 +73,7 @@ impl Paths {
                 let question = Question { hash, pattern };
                 if known.given != given
                     && !is_equal
-                    && state.suspects.len() < SUSPECTS_TOLD_MAX
+                    && state.suspects.len() < SUSPECTS_REPORTED_MAX
                     && !state.suspects.contains(&question)
                 {
                     state.suspects.push(question);
@@ -122,6 +122,6 @@ mod tests {
         (0..100_000_u64).for_each(|hash| paths.see(rival(hash << 7, 1), Content::default()));
         (0..100_000_u64).for_each(|hash| paths.see(rival(hash << 7, 2), Content::default()));
         assert_eq!(paths.state.lock().unwrap().entries.len(), 64);
-        assert!(paths.take_suspects().len() <= SUSPECTS_TOLD_MAX);
+        assert!(paths.take_suspects().len() <= SUSPECTS_REPORTED_MAX);
     }
 }

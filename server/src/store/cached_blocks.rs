@@ -266,7 +266,7 @@ impl Dataset {
             return Ok(0);
         }
         let freed = self.segments().free_cached(|see| {
-            self.all_kept().filter_map(|(_, kept, len)| Some((kept.place()?, len))).for_each(|(place, len)| see(place, len));
+            self.all_kept().filter_map(|(_, kept, len)| Some((kept.position()?, len))).for_each(|(place, len)| see(place, len));
             writing.partial.values().for_each(|block| see(block.place, block.len));
             writing.unsynced.values().for_each(|block| see(block.place, block.len));
         })?;

@@ -136,7 +136,7 @@ impl Dataset {
 
     /// Whether all of the block is in this node's segments.
     pub(crate) fn is_local(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some_and(|location| location.place().is_some())
+        self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
     pub(crate) fn locations(&self) -> &Arc<Locations> {
@@ -214,7 +214,7 @@ fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Drive
     for sample in (0..catalog.header().samples).map(SampleId) {
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
-            if let Some(place) = locations.find(block).and_then(Location::place) {
+            if let Some(place) = locations.find(block).and_then(Location::position) {
                 see(place, block_len(size, part));
             }
         }

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, RESERVATION_STEP};
 use dayfly_meta::segment::{DATA_START, DrivePosition, OFFSET_MAX, header, pack};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -346,7 +346,7 @@ impl Segment {
     /// Makes the file system set room aside up to `needed`, and some more if it has it.
     fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
         // On a drive of which little was given, no more than a small part of that.
-        let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let spared = self.drive.spared();
         for until in [needed.next_multiple_of(step), needed] {
             if spared > 0 && self.drive.free_on_file_system() < (until - room.filled).saturating_add(spared) {

@@ -69,7 +69,7 @@ impl Ground {
     }
 
     fn place(&self, block: u32) -> Option<DrivePosition> {
-        self.dataset.locations().find(BlockId(block)).and_then(Location::place)
+        self.dataset.locations().find(BlockId(block)).and_then(Location::position)
     }
 
     fn found(&self) -> Vec<u32> {
