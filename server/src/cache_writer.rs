@@ -13,7 +13,7 @@ use std::time::Duration;
 use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{KEEP_QUEUE_LEN_MAX, KEEP_SYNC_INTERVAL, KEEP_SYNC_LEN};
+use dayfly_meta::limits::{CACHE_QUEUE_LEN_MAX, CACHE_SYNC_INTERVAL, CACHE_SYNC_LEN};
 use dayfly_meta::wire::status::Hop;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -57,7 +57,7 @@ impl CacheWriter {
                 () = sync_all(&written, &*blocking) => {}
             }
         };
-        (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
+        (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
     /// Enqueues a chunk to be cached, if its block is among those that this node caches. A chunk that arrives while too many
@@ -101,12 +101,12 @@ impl Written {
             self.grew.notified().await;
         }
         let is_large = async {
-            while self.group().bytes < KEEP_SYNC_LEN {
+            while self.group().bytes < CACHE_SYNC_LEN {
                 self.grew.notified().await;
             }
         };
         // After the timeout the group is old enough, so both results mean the same.
-        let _ = timeout(KEEP_SYNC_INTERVAL, is_large).await;
+        let _ = timeout(CACHE_SYNC_INTERVAL, is_large).await;
         std::mem::take(&mut *self.group())
     }
 

@@ -33,7 +33,7 @@ use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
-use dayfly_stagein::pipeline::Gauge;
+use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_transport::Slot;
 
 use crate::store::{Segments, room_for};
@@ -48,7 +48,7 @@ pub(crate) struct Ingest {
     intake: Mutex<Intake>,
     /// Bytes of memory for blocks that wait to be written.
     buffer_len: u64,
-    gauge: Arc<Gauge>,
+    gauge: Arc<ProgressMonitor>,
     paths: PathTable,
 }
 
@@ -93,7 +93,7 @@ impl Ingest {
         segments: Arc<Segments>,
         arrivals: std::fs::File,
         (buffer_len, paths_len): (u64, usize),
-        gauge: Arc<Gauge>,
+        gauge: Arc<ProgressMonitor>,
     ) -> Self {
         let (arrivals, paths) = (ArrivalTable::new(arrivals), PathTable::new(paths_len));
         Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths }
@@ -149,10 +149,10 @@ impl Ingest {
         }
         check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
-        let activity = self.gauge.activity();
+        let activity = self.gauge.new_activity();
         activity.begin(Step::Writing, self.segments.drive_path(position.drive));
         self.segments.write(DrivePosition { offset: position.offset + offset, ..position }, bytes)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 
@@ -216,10 +216,10 @@ impl Ingest {
 
     fn write(&self, buffer: WriteBuffer) -> Result<(), IngestError> {
         let start = Instant::now();
-        let activity = self.gauge.activity();
+        let activity = self.gauge.new_activity();
         activity.begin(Step::Writing, self.segments.drive_path(buffer.drive()));
         buffer.write(&self.segments, &self.arrivals)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 

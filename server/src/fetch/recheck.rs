@@ -30,7 +30,7 @@ impl Fetcher {
 
     fn recheck_one(&self, dataset: &Arc<Dataset>, chunk: Chunk) -> Option<FetchError> {
         let location = dataset.locations().find(chunk.block);
-        let Some(position) = location.and_then(Location::place) else {
+        let Some(position) = location.and_then(Location::position) else {
             // Chunks of large blocks are in the arena without a published location.
             self.recheck_arena(dataset, chunk);
             return None;

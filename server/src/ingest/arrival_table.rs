@@ -43,6 +43,6 @@ impl ArrivalTable {
     }
 
     pub(super) fn find(&self, arrival: u32) -> Option<DrivePosition> {
-        self.map.get().and_then(|words| Location::unpack(words.load(arrival as usize))?.place())
+        self.map.get().and_then(|words| Location::unpack(words.load(arrival as usize))?.position())
     }
 }

@@ -6,7 +6,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use dayfly_meta::limits::SUSPECTS_TOLD_MAX;
+use dayfly_meta::limits::SUSPECTS_REPORTED_MAX;
 use dayfly_meta::wire::peer::{Question, Rival};
 
 /// Entries that one path may occupy.
@@ -75,7 +75,7 @@ impl PathTable {
                 let question = Question { hash, pattern };
                 if known.given != given
                     && !is_equal
-                    && table.suspects.len() < SUSPECTS_TOLD_MAX
+                    && table.suspects.len() < SUSPECTS_REPORTED_MAX
                     && !table.suspects.contains(&question)
                 {
                     table.suspects.push(question);
@@ -124,6 +124,6 @@ mod tests {
         (0..100_000_u64).for_each(|hash| paths.record(rival(hash << 7, 1), Content::default()));
         (0..100_000_u64).for_each(|hash| paths.record(rival(hash << 7, 2), Content::default()));
         assert_eq!(paths.table.lock().unwrap().entries.len(), 64);
-        assert!(paths.take_suspects().len() <= SUSPECTS_TOLD_MAX);
+        assert!(paths.take_suspects().len() <= SUSPECTS_REPORTED_MAX);
     }
 }

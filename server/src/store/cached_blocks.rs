@@ -284,7 +284,7 @@ impl Dataset {
             return Ok(0);
         }
         let freed = self.segments().free_cached(|see| {
-            let published = self.published_cached().filter_map(|(_, location, len)| Some((location.place()?, len)));
+            let published = self.published_cached().filter_map(|(_, location, len)| Some((location.position()?, len)));
             published.for_each(|(position, len)| see(position, len));
             writing.partial.values().for_each(|block| see(block.position, block.len));
             writing.unsynced.values().for_each(|block| see(block.position, block.len));

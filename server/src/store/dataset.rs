@@ -151,7 +151,7 @@ impl Dataset {
 
     /// Whether the whole block is in this node's segments.
     pub(crate) fn is_local(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some_and(|location| location.place().is_some())
+        self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
     pub(crate) fn locations(&self) -> &Arc<Locations> {
@@ -229,7 +229,7 @@ fn each_owned(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(Driv
     for sample in (0..catalog.header().samples).map(SampleId) {
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
-            if let Some(position) = locations.find(block).and_then(Location::place) {
+            if let Some(position) = locations.find(block).and_then(Location::position) {
                 see(position, block_len(size, part));
             }
         }

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, RESERVATION_STEP};
 use dayfly_meta::segment::{DATA_START, DrivePosition, OFFSET_MAX, header, pack};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -357,7 +357,7 @@ impl Segment {
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
         // On a drive with a small capacity, only a small part of it.
-        let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {
             let more = end - room.preallocated_to;

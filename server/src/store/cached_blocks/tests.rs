@@ -69,7 +69,7 @@ impl Fixture {
     }
 
     fn position(&self, block: u32) -> Option<DrivePosition> {
-        self.dataset.locations().find(BlockId(block)).and_then(Location::place)
+        self.dataset.locations().find(BlockId(block)).and_then(Location::position)
     }
 
     /// The blocks that processes find.
