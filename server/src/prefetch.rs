@@ -1,4 +1,4 @@
-//! Fetching ahead of readers that have said what they will read. One task an order: it keeps a window of chunks leased that come
+//! PendingFetch ahead of readers that have said what they will read. One task an order: it keeps a window of chunks leased that come
 //! next, sees by the arena's marks which of them were read, and takes as many more. How many is the controller's matter, within what
 //! the policy says.
 
@@ -19,7 +19,7 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::time::sleep;
 
 use crate::arena::{Arena, Lease};
-use crate::fetch::{Fetched, Fetcher, Part};
+use crate::fetch::{Fetched, FetchedChunks, Fetcher};
 use crate::store::Dataset;
 use controller::{Controller, INTERVAL, Observed, Plan};
 
@@ -56,13 +56,13 @@ pub(crate) struct Prefetcher {
 
 /// Samples in the order in which they will be read.
 #[derive(Default)]
-pub(crate) struct Ordered {
+pub(crate) struct SampleOrder {
     samples: Vec<SampleId>,
     /// Who has counted them.
     prefetcher: Option<Arc<Prefetcher>>,
 }
 
-impl Ordered {
+impl SampleOrder {
     /// Takes more of them; `false`, and nothing taken, where the node has as many as it may.
     pub(crate) fn extend(&mut self, prefetcher: &Arc<Prefetcher>, samples: Vec<SampleId>) -> bool {
         let more = samples.len() as u64;
@@ -76,7 +76,7 @@ impl Ordered {
     }
 }
 
-impl Drop for Ordered {
+impl Drop for SampleOrder {
     fn drop(&mut self) {
         if let Some(prefetcher) = &self.prefetcher {
             prefetcher.ordered.fetch_sub(self.samples.len() as u64, Ordering::Relaxed);
@@ -145,7 +145,7 @@ impl Prefetcher {
     }
 
     /// A process has asked for chunks that were not there: if they were ordered, they come too late.
-    pub(crate) fn asked<'a>(&self, dataset: DatasetId, chunks: impl Iterator<Item = &'a Chunk> + Clone) {
+    pub(crate) fn note_demand<'a>(&self, dataset: DatasetId, chunks: impl Iterator<Item = &'a Chunk> + Clone) {
         let count = chunks.clone().count() as u64;
         let mut orders = self.orders();
         orders.retain(|order| order.strong_count() > 0);
@@ -170,7 +170,7 @@ impl Prefetcher {
     }
 
     /// Reads an order ahead, until its end or until this is dropped.
-    pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, ordered: Ordered) {
+    pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, ordered: SampleOrder) {
         let Ok(_permit) = self.permits.acquire().await else { return };
         let zero = || AtomicU64::new(0);
         let order = Arc::new(Order {
@@ -251,7 +251,7 @@ impl Todo<'_> {
                 continue;
             };
             let len = self.dataset.chunk(chunk).map_or(0, |info| info.len);
-            if len == 0 || self.dataset.is_here(chunk.block) {
+            if len == 0 || self.dataset.is_local(chunk.block) {
                 self.chunks.pop_front();
                 continue;
             }
@@ -384,13 +384,13 @@ impl Ahead<'_> {
         while at < self.window.len().min(OUT_OF_ORDER_MAX) {
             let Waiting { chunk, lease, .. } = &self.window[at];
             // What came to be kept is found there, by reads that leave no mark.
-            if !lease.was_read() && !self.todo.dataset.is_here(chunk.block) {
+            if !lease.was_read() && !self.todo.dataset.is_local(chunk.block) {
                 at += 1;
             } else if let Some(Waiting { chunk, lease, number, .. }) = self.window.remove(at) {
                 self.furthest = self.furthest.max(number);
                 read_bytes += lease.len();
                 hits += 1;
-                self.prefetcher.fetcher.keep(self.todo.dataset, chunk, lease);
+                self.prefetcher.fetcher.cache(self.todo.dataset, chunk, lease);
             }
         }
         self.window_bytes -= read_bytes;
@@ -479,7 +479,7 @@ impl Drop for Ahead<'_> {
 struct Flight {
     chunks: Vec<Chunk>,
     bytes: u64,
-    part: Part,
+    part: FetchedChunks,
     took: Duration,
     /// Whether anything came over the network for it.
     is_remote: bool,
@@ -488,14 +488,14 @@ struct Flight {
 async fn fetch(fetcher: &Arc<Fetcher>, dataset: &Arc<Dataset>, order: &Order, chunks: Vec<Chunk>, bytes: u64) -> Flight {
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
-    for (at, lease) in fetching.held() {
+    for (at, lease) in fetching.leased() {
         // If it was read before, and not asked for just now, that was in another epoch.
         if chunks.get(at as usize).is_some_and(|chunk| !order.asked_for().contains(chunk)) {
             lease.clear_mark();
         }
     }
     let is_remote = fetching.load_bytes > 0;
-    let mut part = Part::new();
+    let mut part = FetchedChunks::new();
     while let Some(more) = fetching.next().await {
         part.extend(more);
     }

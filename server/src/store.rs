@@ -21,7 +21,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
 pub(crate) use dataset::{ChunkInfo, Dataset};
-pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
+pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
 pub(crate) use segment::{Segments, room_for};
 
 /// Memory to be shared with processes, which cannot make it shorter under our feet.
@@ -43,7 +43,7 @@ pub(crate) enum Conflict {
 
 impl Conflict {
     /// For the user, who knows paths by the namespace's prefix.
-    pub(crate) fn told(&self, prefix: &[u8]) -> String {
+    pub(crate) fn message(&self, prefix: &[u8]) -> String {
         match self {
             Self::Taken => "a dataset is there already; --replace puts the new one in its place".to_owned(),
             Self::Overlap(there) => format!("it would overlap with the dataset at '{}'", display(&join(prefix, there))),
@@ -98,7 +98,7 @@ impl Store {
             let free: &mut (u64, u64) = ours.entry(drive.device()).or_default();
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
-        ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.kept_room()
+        ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.cached_room()
     }
 
     /// The most that a drive's file system lacks of the room for what a stage-in writes beside blocks.
@@ -107,8 +107,8 @@ impl Store {
     }
 
     /// Whether segments leave that room free. They do while copies can make way for them instead.
-    pub(crate) fn spare_headroom(&self, is_spared: bool) {
-        self.drives.iter().for_each(|drive| drive.spare_headroom(is_spared));
+    pub(crate) fn protect_headroom(&self, is_spared: bool) {
+        self.drives.iter().for_each(|drive| drive.protect_headroom(is_spared));
     }
 
     /// Whether `bytes` for blocks fit on a drive, by what we may take and by what its file system has.
@@ -119,9 +119,9 @@ impl Store {
     }
 
     /// Whether segments left room free, which they need not from now on.
-    pub(crate) fn end_headroom(&self) -> bool {
+    pub(crate) fn release_headroom(&self) -> bool {
         let was_spared = self.drives.iter().any(|drive| drive.spared() > 0);
-        self.spare_headroom(false);
+        self.protect_headroom(false);
         if was_spared {
             self.drives.iter().for_each(|drive| drive.set_not_full());
         }
@@ -129,8 +129,8 @@ impl Store {
     }
 
     /// What blocks take that are only kept.
-    pub(crate) fn kept_room(&self) -> u64 {
-        self.datasets().iter().map(|dataset| dataset.segments().kept_room()).sum()
+    pub(crate) fn cached_room(&self) -> u64 {
+        self.datasets().iter().map(|dataset| dataset.segments().cached_room()).sum()
     }
 
     pub(crate) fn used(&self) -> u64 {
@@ -199,12 +199,12 @@ impl Store {
     }
 
     /// Gives everything up, whoever still has it open; returns the bytes freed.
-    pub(crate) fn give_up(&self) -> u64 {
+    pub(crate) fn free_all(&self) -> u64 {
         let freed = self.used();
         self.status_page.set_gone();
         let datasets = std::mem::take(&mut *self.datasets.write().unwrap_or_else(PoisonError::into_inner));
         datasets.values().for_each(|dataset| dataset.set_gone(true));
-        datasets.values().for_each(|dataset| dataset.give_up());
+        datasets.values().for_each(|dataset| dataset.free());
         freed
     }
 }

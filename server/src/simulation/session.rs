@@ -442,8 +442,8 @@ impl Reader {
                     let at = wanted[at as usize];
                     parts[at] = Some(match fetched {
                         Fetched::Leased(lease) => Ok(lease.bytes().to_vec()),
-                        Fetched::Here => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
-                        Fetched::Failed(reason) => Err(reason),
+                        Fetched::Local => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
+                        Fetched::Failed(error) => Err(error.to_string()),
                     });
                 }
             }

@@ -100,24 +100,27 @@ pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
     share.map_or(ALL, |share| share.min(ALL.into()) as u64)
 }
 
-/// The threshold to which one is lowered so that `bytes` of `kept_room` come free.
-pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, kept_room: u64) -> u64 {
-    let left = u128::from(kept_room.saturating_sub(bytes));
+/// The threshold to which one is lowered so that `bytes` of `cached_room` come free.
+pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) -> u64 {
+    let left = u128::from(cached_room.saturating_sub(bytes));
     // A little more goes, for a page is free only when no block is left in it; and something always does.
-    let share = (u128::from(threshold) * left).checked_div(kept_room.into()).unwrap_or(0) as u64;
+    let share = (u128::from(threshold) * left).checked_div(cached_room.into()).unwrap_or(0) as u64;
     share.saturating_sub(threshold / 256).min(threshold.saturating_sub(1))
 }
 
 impl Dataset {
     /// Bytes that others own.
-    pub(crate) fn others_bytes(&self) -> u64 {
-        self.catalog().header().bytes.saturating_sub(self.held().bytes)
+    pub(crate) fn remote_bytes(&self) -> u64 {
+        self.catalog().header().bytes.saturating_sub(self.owned().bytes)
     }
 
     /// Whether a block that came from its owner is to be kept.
-    pub(crate) fn keeps(&self, block: BlockId) -> bool {
-        let threshold = self.kept().threshold();
-        threshold > 0 && !self.kept().is_paused.load(Ordering::Relaxed) && self.hash(block) < threshold && !self.is_here(block)
+    pub(crate) fn should_cache(&self, block: BlockId) -> bool {
+        let threshold = self.cached_blocks().threshold();
+        threshold > 0
+            && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
+            && self.hash(block) < threshold
+            && !self.is_local(block)
     }
 
     fn hash(&self, block: BlockId) -> u64 {
@@ -125,28 +128,28 @@ impl Dataset {
     }
 
     /// Keeps blocks below a threshold from now on, which is no lower than the one before.
-    pub(crate) fn raise_kept(&self, threshold: u64) -> io::Result<()> {
-        let _nothing_is_given_up = self.kept().lock();
-        if self.is_gone() || threshold < self.kept().threshold() {
+    pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
+        let _nothing_is_given_up = self.cached_blocks().lock();
+        if self.is_gone() || threshold < self.cached_blocks().threshold() {
             return Ok(());
         }
         // Processes map what the file is long, when they first see it: so it is long from the start, without taking room.
-        let most = (u128::from(self.others_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
-        let more = most.saturating_sub(self.kept().usage().1);
+        let most = (u128::from(self.remote_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
+        let more = most.saturating_sub(self.cached_blocks().usage().1);
         self.segments().begin_kept(room_for(more) + more / 16)?;
-        self.kept().threshold.store(threshold, Ordering::Relaxed);
+        self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Writes chunks to this node's drives, for processes to find there after [`Self::sync_kept`]; returns the bytes written. What there
+    /// Writes chunks to this node's drives, for processes to find there after [`Self::sync_cached`]; returns the bytes written. What there
     /// is no room for is not kept.
-    pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
-        let mut writing = self.kept().lock();
+    pub(crate) fn write_cached(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(0);
         }
         let (mut whole, mut pieces) = (Vec::with_capacity(chunks.len()), Vec::new());
-        let is_new = |chunk: &Chunk| self.keeps(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
+        let is_new = |chunk: &Chunk| self.should_cache(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
         for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| is_new(chunk)) {
             match self.catalog().block(chunk.block) {
                 Some((_, len)) if len == bytes.len() as u64 => whole.push((chunk.block, bytes)),
@@ -157,8 +160,8 @@ impl Dataset {
         // Those that go first when room is needed lie side by side, so that whole pages come free.
         whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
-        let kept = self.keep_whole(&mut writing, &whole).and_then(|written| {
-            let mut keep = |(chunk, len, bytes)| self.keep_piece(&mut writing, chunk, len, bytes);
+        let kept = self.write_whole(&mut writing, &whole).and_then(|written| {
+            let mut keep = |(chunk, len, bytes)| self.write_piece(&mut writing, chunk, len, bytes);
             pieces.into_iter().try_fold(written, |written, piece| Ok(written + keep(piece)?))
         });
         // The room of what could not be written.
@@ -166,7 +169,7 @@ impl Dataset {
         kept
     }
 
-    fn keep_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
+    fn write_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
         let lens = || blocks.iter().map(|(_, bytes)| bytes.len() as u64);
         let room = lens().map(room_for).sum();
         let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
@@ -179,7 +182,7 @@ impl Dataset {
         Ok(lens().sum())
     }
 
-    fn keep_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
+    fn write_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
         if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
             let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
@@ -200,9 +203,9 @@ impl Dataset {
 
     /// Waits until the drives have what was written, and lets processes find it there. What a drive did not take is forgotten, with
     /// all that was written to it since the last time that it took everything; that drive keeps nothing more of this dataset.
-    pub(crate) fn sync_kept(&self) -> io::Result<()> {
+    pub(crate) fn sync_cached(&self) -> io::Result<()> {
         let synced = {
-            let mut writing = self.kept().lock();
+            let mut writing = self.cached_blocks().lock();
             if self.is_gone() {
                 return Ok(());
             }
@@ -212,7 +215,7 @@ impl Dataset {
         };
         // Not while the lock is held: the drive may take its time, and more may be written meanwhile.
         let result = self.segments().sync_others();
-        let mut writing = self.kept().lock();
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(());
         }
@@ -225,44 +228,44 @@ impl Dataset {
         let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced;
         for (block, Unsynced { place, len, .. }) in writing.unsynced.extract_if(is_covered) {
             self.locations().publish(block, Location::Cached(place));
-            self.kept().blocks.fetch_add(1, Ordering::Relaxed);
-            self.kept().bytes.fetch_add(len, Ordering::Relaxed);
+            self.cached_blocks().blocks.fetch_add(1, Ordering::Relaxed);
+            self.cached_blocks().bytes.fetch_add(len, Ordering::Relaxed);
         }
         result
     }
 
     /// Keeps only blocks below a threshold from now on, and takes back where the others were kept. Whoever copies just now sees that
-    /// it was; whoever looks at the bytes in place is to be waited for before [`Self::free_kept`].
-    pub(crate) fn lower_kept(&self, threshold: u64) {
-        let mut writing = self.kept().lock();
-        if threshold >= self.kept().threshold() {
+    /// it was; whoever looks at the bytes in place is to be waited for before [`Self::free_withdrawn`].
+    pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
+        let mut writing = self.cached_blocks().lock();
+        if threshold >= self.cached_blocks().threshold() {
             return;
         }
-        self.kept().threshold.store(threshold, Ordering::Relaxed);
+        self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         writing.has_withdrawn = true;
         let stays = |block: BlockId| self.hash(block) < threshold;
         writing.partial.retain(|&block, _| stays(block));
         writing.unsynced.retain(|&block, _| stays(block));
         for (block, kept, len) in self.all_kept() {
             if !stays(block) && self.locations().withdraw(block, kept) {
-                self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
-                self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+                self.cached_blocks().blocks.fetch_sub(1, Ordering::Relaxed);
+                self.cached_blocks().bytes.fetch_sub(len, Ordering::Relaxed);
             }
         }
     }
 
-    /// Whether [`Self::free_kept`] would give something back.
+    /// Whether [`Self::free_withdrawn`] would give something back.
     pub(crate) fn has_withdrawn(&self) -> bool {
-        self.kept().lock().has_withdrawn
+        self.cached_blocks().lock().has_withdrawn
     }
 
     /// Gives back the room of what was withdrawn; how much it was.
-    pub(crate) fn free_kept(&self) -> io::Result<u64> {
-        let mut writing = self.kept().lock();
+    pub(crate) fn free_withdrawn(&self) -> io::Result<u64> {
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() || !writing.has_withdrawn {
             return Ok(0);
         }
-        let freed = self.segments().free_kept(|see| {
+        let freed = self.segments().free_cached(|see| {
             self.all_kept().filter_map(|(_, kept, len)| Some((kept.position()?, len))).for_each(|(place, len)| see(place, len));
             writing.partial.values().for_each(|block| see(block.place, block.len));
             writing.unsynced.values().for_each(|block| see(block.place, block.len));
@@ -281,13 +284,13 @@ impl Dataset {
 
     /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
     /// that any is. Whoever looks at the bytes in place goes on to see the same.
-    pub(crate) fn withdraw_copy(&self, block: BlockId, place: DrivePosition) -> bool {
-        let mut writing = self.kept().lock();
+    pub(crate) fn withdraw_cached(&self, block: BlockId, place: DrivePosition) -> bool {
+        let mut writing = self.cached_blocks().lock();
         let is_withdrawn = self.locations().withdraw(block, Location::Cached(place));
         if is_withdrawn {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
-            self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
-            self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+            self.cached_blocks().blocks.fetch_sub(1, Ordering::Relaxed);
+            self.cached_blocks().bytes.fetch_sub(len, Ordering::Relaxed);
             writing.has_withdrawn = true;
         }
         is_withdrawn

@@ -117,7 +117,7 @@ impl Dataset {
         &self.catalog
     }
 
-    pub(crate) fn held(&self) -> Held {
+    pub(crate) fn owned(&self) -> Held {
         self.held
     }
 
@@ -135,7 +135,7 @@ impl Dataset {
     }
 
     /// Whether all of the block is in this node's segments.
-    pub(crate) fn is_here(&self, block: BlockId) -> bool {
+    pub(crate) fn is_local(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
@@ -148,7 +148,7 @@ impl Dataset {
     }
 
     /// What is kept here of other nodes' blocks.
-    pub(crate) fn kept(&self) -> &CachedBlocks {
+    pub(crate) fn cached_blocks(&self) -> &CachedBlocks {
         &self.kept
     }
 
@@ -201,11 +201,11 @@ impl Dataset {
     }
 
     /// Gives its room back at once. [`Self::set_gone`] must have come before.
-    pub(crate) fn give_up(&self) {
+    pub(crate) fn free(&self) {
         debug_assert!(self.is_gone());
         // What is being kept at this moment is written before, and nothing is after.
         let _nothing_is_written = self.kept.lock();
-        self.segments.give_up();
+        self.segments.free();
     }
 }
 

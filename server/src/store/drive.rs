@@ -79,16 +79,16 @@ impl Drive {
 
     /// Waits until the drive has all of one of its files.
     pub(super) fn sync(&self, file: &File) -> io::Result<()> {
-        self.write_back.sync(file).map_err(|error| self.has_lost(error))
+        self.write_back.sync(file).map_err(|error| self.loss_error(error))
     }
 
     /// Names the drive in the error of a write.
-    pub(crate) fn cannot_write(&self, error: io::Error) -> io::Error {
+    pub(crate) fn write_error(&self, error: io::Error) -> io::Error {
         io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), error })
     }
 
     /// Names the drive in the error of a sync: the kernel had taken the bytes, and the drive has not.
-    pub(super) fn has_lost(&self, error: io::Error) -> io::Error {
+    pub(super) fn loss_error(&self, error: io::Error) -> io::Error {
         io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), error })
     }
 
@@ -120,7 +120,7 @@ impl Drive {
     }
 
     /// From now on segments leave that room free, or do not.
-    pub(super) fn spare_headroom(&self, is_spared: bool) {
+    pub(super) fn protect_headroom(&self, is_spared: bool) {
         self.spared.store(if is_spared { self.headroom() } else { 0 }, Ordering::Relaxed);
     }
 
@@ -199,7 +199,7 @@ impl Drop for Reservation {
 }
 
 /// A file that no path leads to: when its last descriptor is closed, its room is free.
-pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
+pub(crate) fn unnamed_file(folder: &Path) -> io::Result<File> {
     let open =
         |flags: OFlag, path: &Path| OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags.bits()).open(path);
     match open(OFlag::O_TMPFILE, folder) {
@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn a_nameless_file_leaves_its_folder_empty() {
         let folder = tempfile::tempdir().unwrap();
-        let file = nameless_file(folder.path()).unwrap();
+        let file = unnamed_file(folder.path()).unwrap();
         file.set_len(100).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         let reader = read_only(&file).unwrap();

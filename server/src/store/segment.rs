@@ -13,7 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::uio::pwritev;
 
-use super::drive::{Drive, Reservation, nameless_file};
+use super::drive::{Drive, Reservation, unnamed_file};
 use super::pages::Pages;
 use super::write_back::Unsynced;
 
@@ -65,11 +65,11 @@ pub(crate) fn room_for(len: u64) -> u64 {
 impl Segments {
     pub(crate) fn create(drives: &[Arc<Drive>], dataset: DatasetId) -> io::Result<Self> {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
-            let made = nameless_file(drive.path()).and_then(|file| {
+            let made = unnamed_file(drive.path()).and_then(|file| {
                 file.write_all_at(&header(dataset.0, number as u8), 0)?;
                 Ok(file)
             });
-            let file = made.map_err(|error| drive.cannot_write(error))?;
+            let file = made.map_err(|error| drive.write_error(error))?;
             let reservation = drive.reserve(DATA_START);
             let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept: None, reservation });
             let unsynced = Unsynced::new(drive.write_back().clone());
@@ -117,7 +117,7 @@ impl Segments {
     pub(crate) fn write(&self, place: DrivePosition, bytes: &[u8]) -> io::Result<()> {
         let segment = self.segment(place.drive)?;
         let written = segment.file.write_all_at(bytes, place.offset);
-        written.map_err(|error| segment.drive.cannot_write(error))?;
+        written.map_err(|error| segment.drive.write_error(error))?;
         segment.written(place.offset..place.offset + bytes.len() as u64)
     }
 
@@ -126,7 +126,7 @@ impl Segments {
         let Some(first) = places.first() else { return Ok(()) };
         let segment = self.segment(first.drive)?;
         let end = write_all_placed(&segment.file, first.offset, places, blocks);
-        segment.written(first.offset..end.map_err(|error| segment.drive.cannot_write(error))?)
+        segment.written(first.offset..end.map_err(|error| segment.drive.write_error(error))?)
     }
 
     /// Waits until the drives have all that was written before.
@@ -191,13 +191,13 @@ impl Segments {
     }
 
     /// Room taken by what was placed since [`Self::begin_kept`] and not given back.
-    pub(crate) fn kept_room(&self) -> u64 {
+    pub(crate) fn cached_room(&self) -> u64 {
         self.segments.iter().map(|segment| segment.room().kept.as_ref().map_or(0, |kept| kept.taken)).sum()
     }
 
     /// Gives back the pages of what was placed since [`Self::begin_kept`] in which nothing lies that `live` names. Returns the bytes
     /// given back.
-    pub(crate) fn free_kept(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
+    pub(crate) fn free_cached(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
         self.begin_kept_group();
         let pages = |segment: &Segment| {
             let room = segment.room();
@@ -289,7 +289,7 @@ impl Segments {
     }
 
     /// Gives the room back to the file systems, whoever still has the files open.
-    pub(crate) fn give_up(&self) {
+    pub(crate) fn free(&self) {
         for segment in &self.segments {
             let mut room = segment.room();
             // Cut off, not punched: whoever has it mapped shall not read zeros.
@@ -319,11 +319,11 @@ impl Segment {
         } else {
             self.unsynced.start_and_bound(&self.file, range)
         };
-        started.map_err(|error| self.drive.has_lost(error))
+        started.map_err(|error| self.drive.loss_error(error))
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.unsynced.sync(&self.file).map_err(|error| self.drive.has_lost(error))
+        self.unsynced.sync(&self.file).map_err(|error| self.drive.loss_error(error))
     }
 
     fn promise(&self, len: u64) -> io::Result<bool> {
@@ -361,7 +361,7 @@ impl Segment {
                 Err(Errno::ENOSPC | Errno::EDQUOT) => {}
                 // As long as its file system lets a file be.
                 Err(Errno::EFBIG) => return Ok(false),
-                Err(error) => return Err(self.drive.cannot_write(error.into())),
+                Err(error) => return Err(self.drive.write_error(error.into())),
             }
         }
         // The file system is full before our capacity is, but for what is left to others than blocks.
@@ -456,7 +456,7 @@ mod tests {
         let mut byte = [1];
         file.read_exact_at(&mut byte, 8191).unwrap();
         assert_eq!(byte, [0]);
-        segments.give_up();
+        segments.free();
         assert!(file.read_exact_at(&mut byte, 108_191).is_err());
         assert_eq!((file.metadata().unwrap().len(), drives[0].used()), (0, 0));
         assert!(!segments.promise(0, 1).unwrap());

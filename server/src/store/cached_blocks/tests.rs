@@ -57,7 +57,7 @@ impl Ground {
         let dataset =
             Dataset::prepare(DatasetId(1), target, &built.file, built.checksum, room, roster, &drives[0], segments, 0, &|_| None);
         let dataset = dataset.unwrap();
-        dataset.raise_kept(ALL).unwrap();
+        dataset.raise_cache_threshold(ALL).unwrap();
         Self { dataset, drives, failing, len, _folder: folder }
     }
 
@@ -65,7 +65,7 @@ impl Ground {
         let all: Vec<(BlockId, Vec<u8>)> = blocks.map(BlockId).map(|block| (block, content(block, self.len))).collect();
         let chunks: Vec<(Chunk, &[u8])> =
             all.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
-        self.dataset.keep(&chunks)
+        self.dataset.write_cached(&chunks)
     }
 
     fn place(&self, block: u32) -> Option<DrivePosition> {
@@ -83,7 +83,7 @@ impl Ground {
             self.dataset.segments().file(place.drive).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
             assert!(bytes == content(BlockId(block), self.len), "block {block}");
         }
-        let (blocks, bytes) = self.dataset.kept().usage();
+        let (blocks, bytes) = self.dataset.cached_blocks().usage();
         assert_eq!((blocks, bytes), (self.found().len() as u64, (self.found().len() * self.len) as u64));
     }
 }
@@ -96,14 +96,14 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     assert!(ground.found().is_empty());
     ground.keep(10..30).unwrap();
     assert!(ground.found().is_empty());
-    ground.dataset.sync_kept().unwrap();
+    ground.dataset.sync_cached().unwrap();
     assert_eq!(ground.found(), (0..30).collect::<Vec<_>>());
     ground.keep(0..40).unwrap();
     assert_eq!(ground.found().len(), 30);
-    ground.dataset.sync_kept().unwrap();
+    ground.dataset.sync_cached().unwrap();
     assert_eq!(ground.found().len(), 40);
     ground.assert_all_found_are_right();
-    assert_eq!(ground.dataset.segments().kept_room() / 5000, 40, "none is written twice");
+    assert_eq!(ground.dataset.segments().cached_room() / 5000, 40, "none is written twice");
 }
 
 /// SEMANTICS: "after an error nothing that was written since the last good sync is a copy".
@@ -112,22 +112,22 @@ fn an_error_of_any_call_gives_up_what_was_written_since_the_last_good_sync() {
     for call in 0..2 {
         let ground = Ground::new(5000);
         ground.keep(0..20).unwrap();
-        ground.dataset.sync_kept().unwrap();
+        ground.dataset.sync_cached().unwrap();
         ground.keep(20..30).unwrap();
         let failing = [&ground.failing.start, &ground.failing.sync][call];
         failing.store(true, Ordering::Relaxed);
-        let (kept, synced) = (ground.keep(30..40).map(drop), ground.dataset.sync_kept());
+        let (kept, synced) = (ground.keep(30..40).map(drop), ground.dataset.sync_cached());
         assert_eq!((kept.is_err(), synced.is_err()), (call == 0, call == 1));
         let error = kept.and(synced).unwrap_err().to_string();
         assert!(error.contains("has lost what was written to it") && error.contains("--data-dir"), "{error}");
         // The next sync would succeed, and would prove nothing.
         ground.keep(0..FILES).unwrap();
-        let _ = ground.dataset.sync_kept();
+        let _ = ground.dataset.sync_cached();
         assert_eq!(ground.found(), (0..20).collect::<Vec<_>>());
         ground.assert_all_found_are_right();
-        let before = ground.dataset.segments().kept_room();
+        let before = ground.dataset.segments().cached_room();
         assert!(ground.dataset.has_withdrawn());
-        assert!(ground.dataset.free_kept().unwrap() > 0 && ground.dataset.segments().kept_room() < before);
+        assert!(ground.dataset.free_withdrawn().unwrap() > 0 && ground.dataset.segments().cached_room() < before);
         ground.assert_all_found_are_right();
     }
 }
@@ -140,16 +140,16 @@ fn an_offset_that_was_given_up_is_never_used_again() {
         let mut used = std::collections::HashSet::new();
         let room = ground.drives[0].used();
         for _ in 0..5 {
-            ground.dataset.raise_kept(ALL).unwrap();
+            ground.dataset.raise_cache_threshold(ALL).unwrap();
             ground.keep(0..FILES).unwrap();
-            ground.dataset.sync_kept().unwrap();
+            ground.dataset.sync_cached().unwrap();
             assert_eq!(ground.found().len(), FILES as usize);
             ground.assert_all_found_are_right();
             assert!((0..FILES).all(|block| used.insert(ground.place(block).unwrap().offset)), "an offset came back");
-            ground.dataset.lower_kept(0);
+            ground.dataset.lower_cache_threshold(0);
             assert!(ground.found().is_empty());
-            ground.dataset.free_kept().unwrap();
-            assert_eq!((ground.drives[0].used(), ground.dataset.segments().kept_room()), (room, 0), "all room came back");
+            ground.dataset.free_withdrawn().unwrap();
+            assert_eq!((ground.drives[0].used(), ground.dataset.segments().cached_room()), (room, 0), "all room came back");
             let blocks = std::os::unix::fs::MetadataExt::blocks(&ground.dataset.segments().file(0).unwrap().metadata().unwrap());
             assert!(blocks * 512 < 64 << 10, "{blocks} blocks are still taken");
         }
@@ -161,31 +161,32 @@ fn an_offset_that_was_given_up_is_never_used_again() {
 fn a_lower_threshold_gives_up_a_part_and_its_pages() {
     let ground = Ground::new(3000);
     ground.keep(0..FILES).unwrap();
-    ground.dataset.sync_kept().unwrap();
-    let room = ground.dataset.segments().kept_room();
+    ground.dataset.sync_cached().unwrap();
+    let room = ground.dataset.segments().cached_room();
     let mut last = FILES as usize;
     while last > 0 {
-        let threshold = lowered_threshold(ground.dataset.kept().threshold(), 8192, ground.dataset.segments().kept_room());
-        ground.dataset.lower_kept(threshold);
-        let freed = ground.dataset.free_kept().unwrap();
+        let threshold =
+            lowered_threshold(ground.dataset.cached_blocks().threshold(), 8192, ground.dataset.segments().cached_room());
+        ground.dataset.lower_cache_threshold(threshold);
+        let freed = ground.dataset.free_withdrawn().unwrap();
         let found = ground.found();
         assert!(found.len() <= last && found.iter().all(|&block| hash(BlockId(block), 0) < threshold));
         assert!(freed > 0 || found.len() + 4 > last, "{} went and nothing came free", last - found.len());
         ground.assert_all_found_are_right();
         last = found.len();
     }
-    assert!(room >= u64::from(FILES) * 3000 && ground.dataset.segments().kept_room() == 0);
+    assert!(room >= u64::from(FILES) * 3000 && ground.dataset.segments().cached_room() == 0);
 }
 
 #[test]
 fn what_is_withdrawn_while_it_is_synced_is_not_found() {
     let ground = Ground::new(5000);
     ground.keep(0..20).unwrap();
-    ground.dataset.lower_kept(ALL / 2);
-    ground.dataset.sync_kept().unwrap();
+    ground.dataset.lower_cache_threshold(ALL / 2);
+    ground.dataset.sync_cached().unwrap();
     let half: Vec<u32> = (0..20).filter(|&block| hash(BlockId(block), 0) < ALL / 2).collect();
     assert_eq!(ground.found(), half);
-    ground.dataset.free_kept().unwrap();
+    ground.dataset.free_withdrawn().unwrap();
     ground.assert_all_found_are_right();
 }
 
