@@ -104,7 +104,7 @@ fn copies_that_a_drive_has_lost_are_never_read() {
     drive.sync();
     evict(cluster.pids()[&0], drive.path());
     assert_eq!(check_all(&cluster, 0, 300, 70_000), 0);
-    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
     cluster.down();
 }
 
@@ -118,7 +118,7 @@ fn copies_whose_sync_failed_are_given_up() {
         read_epoch(&cluster.view(0), 0);
         std::thread::sleep(CACHE_TIME);
         drop(injected);
-        assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0, "{call}");
+        assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0, "{call}");
         // Cached blocks of another dataset are in another file.
         cluster.stage(&[&cluster.at("d")], "/dayfly/e");
         let view = cluster.view(0);
@@ -127,7 +127,7 @@ fn copies_whose_sync_failed_are_given_up() {
             view.read_at(&view.open(format!("/dayfly/e/{number}").as_bytes()).unwrap(), 0, &mut bytes).unwrap();
             assert!(bytes == content(number, 50_000));
         }
-        wait_until("they are cached", || count(&node(&cluster, 0)["kept_bytes"]) > 1_000_000);
+        wait_until("they are cached", || count(&node(&cluster, 0)["cached_bytes"]) > 1_000_000);
         assert_eq!(check_all(&cluster, 0, 200, 50_000), 0, "{call}");
         cluster.down();
     }
@@ -145,7 +145,7 @@ fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
         let file = view.open(&path(number)).unwrap();
         view.read_at(&file, 0, &mut vec![0; lens[number]]).unwrap();
     };
-    let is_cached = || count(&node(&cluster, 0)["kept_blocks"]) == 1;
+    let is_cached = || count(&node(&cluster, 0)["cached_blocks"]) == 1;
     // One cached block alone: when it is cached again, the space that it had is free.
     read(far[0]);
     wait_until("it is cached", is_cached);
@@ -236,7 +236,7 @@ fn copies_make_way_where_others_have_filled_the_drive() {
         let cluster = ground.up_with(nodes, &["--data-dir", drive.0.to_str().unwrap()]);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
-        let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["kept_bytes"])).sum::<u64>();
+        let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
         wait_until("much is cached", || cached() > 30_000_000);
         drive.fill();
         let before = cached();
@@ -285,7 +285,7 @@ fn status_says_what_the_files_take() {
             let (taken, files) = (count(&status["taken_bytes"]), taken_by(pid, &data_dir));
             // Small tables are not counted.
             assert!(taken.abs_diff(files) < 1 << 20, "{what}, node {number}: {taken} reported, {files} taken: {status}");
-            let owned = count(&status["used_bytes"]) + count(&status["kept_room_bytes"]);
+            let owned = count(&status["used_bytes"]) + count(&status["cached_room_bytes"]);
             assert!(owned <= files + (1 << 20), "{what}, node {number}: {owned} counted, {files} taken: {status}");
         }
     };
@@ -293,13 +293,13 @@ fn status_says_what_the_files_take() {
     let before = node(&cluster, 0);
     read_epoch(&cluster.view(0), 0);
     wait_until("all is cached", || {
-        count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000
+        count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000
     });
     check("cached");
     let after = node(&cluster, 0);
-    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["kept_bytes"]), "{after}");
+    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["cached_bytes"]), "{after}");
     assert_eq!(before["used_bytes"], after["used_bytes"], "cached blocks make way, so they are counted separately");
-    assert!(count(&after["kept_room_bytes"]) >= count(&after["kept_bytes"]));
+    assert!(count(&after["cached_room_bytes"]) >= count(&after["cached_bytes"]));
     cluster.ok(&["tune", "--cache", "off"]);
     check("dropped from the cache");
     assert!(count(&node(&cluster, 0)["taken_bytes"]) < count(&before["taken_bytes"]) + (1 << 20));
