@@ -1,4 +1,4 @@
-//! Bugs that are planted for the simulation to find: decorators that break what the rest relies on.
+//! Deliberate bugs that the simulation must find: decorators of the transport that break what the server relies on.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,14 +16,14 @@ use dayfly_transport::{
     TransportError,
 };
 
-/// A bug, in one node.
+/// A bug in one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Planted {
-    /// An owner answers a read with another chunk than the one that was asked for.
+    /// An owner answers a read with the wrong chunks.
     WrongChunk,
-    /// A connection takes an answer in and tells nobody, nor that time is up.
+    /// A connection receives an answer but never returns it, not even a timeout.
     SwallowedAnswer,
-    /// A node says that it shows a dataset, and does not.
+    /// A node confirms that it has made a dataset visible, but has not.
     UndoneCommit,
 }
 
