@@ -404,11 +404,11 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "*.none:/dayfly/b"], &["--", "true"]),
         (125, "not-there", &["good.tar:/dayfly/a", "@list:/dayfly/b"], &["--", "true"]),
         (125, "no-list", &["good.tar:/dayfly/a", "@no-list:/dayfly/b"], &["--", "true"]),
-        (125, "is not a pattern", &["good.tar:/dayfly/a", "a[*:/dayfly/b"], &["--", "true"]),
+        (125, "is not a valid pattern", &["good.tar:/dayfly/a", "a[*:/dayfly/b"], &["--", "true"]),
         (125, "named like an archive", &["good.tar:/dayfly/a", "false.tar:/dayfly/b"], &["--", "true"]),
         (125, "a pipe cannot be staged in", &["good.tar:/dayfly/a", "pipe:/dayfly/b"], &["--", "true"]),
         // Options.
-        (125, "is not a pattern", &["good.tar:/dayfly/a"], &["--include", "a[", "--", "true"]),
+        (125, "is not a valid pattern", &["good.tar:/dayfly/a"], &["--include", "a[", "--", "true"]),
         (
             125,
             "cannot write --report 'no/such/page.html'",

@@ -220,13 +220,13 @@ fn files_whose_sizes_lie_are_an_error() {
     let cluster = Ground::new().up(2);
     // It says that it has no bytes, and gives some.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
-    assert!(message.contains("/proc/version") && message.contains("says that it has 0 bytes and gives more"), "{message}");
+    assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
     // A file of /sys says that it has a page, and gives less.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);
-        assert!(message.contains(short) && message.contains("says that it has 4096 bytes and gives fewer"), "{message}");
+        assert!(message.contains(short) && message.contains("has a size of 4096 bytes but yields fewer"), "{message}");
     }
     cluster.down();
 }

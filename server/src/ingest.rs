@@ -17,7 +17,7 @@ use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
-use dayfly_stagein::pipeline::Gauge;
+use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_transport::Slot;
 
 use crate::store::{Segments, room_for};
@@ -32,7 +32,7 @@ pub(crate) struct Ingest {
     state: Mutex<State>,
     /// Bytes of memory that may wait to be written.
     window_len: u64,
-    gauge: Arc<Gauge>,
+    gauge: Arc<ProgressMonitor>,
     paths: Paths,
 }
 
@@ -76,7 +76,7 @@ impl Ingest {
         segments: Arc<Segments>,
         arrivals: std::fs::File,
         (window_len, paths_len): (u64, usize),
-        gauge: Arc<Gauge>,
+        gauge: Arc<ProgressMonitor>,
     ) -> Self {
         let (arrivals, paths) = (Arrivals::new(arrivals), Paths::new(paths_len));
         Self { segments, arrivals, state: Mutex::default(), window_len, gauge, paths }
@@ -132,10 +132,10 @@ impl Ingest {
         }
         check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
-        let activity = self.gauge.activity();
+        let activity = self.gauge.new_activity();
         activity.begin(Step::Writing, self.segments.drive_path(place.drive));
         self.segments.write(DrivePosition { offset: place.offset + offset, ..place }, bytes)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 
@@ -196,10 +196,10 @@ impl Ingest {
 
     fn write(&self, window: Window) -> Result<(), IngestError> {
         let start = Instant::now();
-        let activity = self.gauge.activity();
+        let activity = self.gauge.new_activity();
         activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
         window.write(&self.segments, &self.arrivals)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 
