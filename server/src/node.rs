@@ -20,7 +20,7 @@ use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::tcp::{Identity, Purpose};
-use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
+use dayfly_transport::{Ability, Answer, Incoming, Piece, Refusal, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
@@ -488,15 +488,15 @@ struct PeerService(Arc<Server>);
 
 #[async_trait]
 impl Service for PeerService {
-    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let server = &self.0;
-        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
+        let request = decode_sealed::<Request>(&message).map_err(Refusal::new)?;
         if let Request::Read { dataset, chunks } = request {
             let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
                 Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
-                Err("a slot a chunk is needed".to_owned())
+                Err("a slot a chunk is needed".into())
             };
         }
         let (reply, pieces) =
@@ -504,14 +504,14 @@ impl Service for PeerService {
         Ok(Answer { message: encode_sealed(&reply), pieces })
     }
 
-    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
-        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
+        let request = decode_sealed::<Request>(&message).map_err(Refusal::new)?;
         let reply = match request {
             Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
                 self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }
-            _ => return Err("only batches are offered".to_owned()),
+            _ => return Err("only batches are offered".into()),
         };
         if let Reply::Damaged(Damaged { at, expected, found }) = reply {
             let what = format!("block {at} of a batch");
