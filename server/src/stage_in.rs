@@ -1,7 +1,28 @@
-//! This node's part of a stage-in: its workers, what was shipped to it, its runs, and the dataset it has prepared.
+//! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
+//!
+//! [`NodeStageIns`] holds one [`NodeStageIn`] for each stage-in that runs. The coordinator, on node 0, drives it with
+//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works by itself:
+//!
+//! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
+//! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
+//! - `report`: tells the coordinator five times a second how far the node is, and notices when it must end;
+//! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
+//! - `memory`: divides the node's memory for stage-ins.
+//!
+//! Invariants: a part ends exactly once, by being removed from [`NodeStageIns`]; what follows is either settled (the dataset
+//! stays) or aborted (nothing of it stays). Once the dataset is visible here, only the coordinator may take that back,
+//! because other nodes may show it too. No wait of a worker outlasts the cancellation of its stage-in.
+//!
+//! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`], which it
+//! knows only as a peer that it asks.
 
+mod error;
+mod landing;
 mod memory;
+mod publish;
+mod report;
 mod sink;
+mod workers;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,185 +34,247 @@ use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
-use dayfly_meta::wire::peer::{Reply, Request, Rival, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::collisions::Questions;
-use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
-use dayfly_stagein::runs::RunWriter;
-use dayfly_transport::{Incoming, Region, Slot};
+use dayfly_stagein::path_conflicts::SuspectPaths;
+use dayfly_stagein::progress::ProgressMonitor;
+use dayfly_transport::{Region, Transport};
 use tokio::sync::{SetOnce, watch};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tracing::Instrument;
 
+use crate::arena::Arena;
 use crate::blocking::Blocking;
-use crate::ingest::{Ingest, IngestError, Stored};
-use crate::peers::PeerError;
-use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, room_for, unnamed_file};
-use memory::Memory;
-use sink::ServerSink;
+use crate::ingest::Ingest;
+use crate::peers::Peers;
+use crate::room::{Room, StageInGuard};
+use crate::store::{Dataset, Drive, Reservation, Segments, Store, unnamed_file};
+pub(crate) use error::NodeStageInError;
+use memory::MemoryShares;
+pub(crate) use publish::PreparedCatalog;
 
-/// Bytes that a file takes in a catalog and in the locations, with a name of usual length.
-const CATALOG_FILE_LEN: u64 = 128;
+/// The parts of a node that its stage-ins use.
+pub(crate) struct StageInContext {
+    pub(crate) node: NodeId,
+    /// Worker threads of each stage-in.
+    pub(crate) workers: usize,
+    /// Threads that decode one compressed source.
+    pub(crate) decoders: usize,
+    /// Bytes of memory for all stage-ins of this node.
+    pub(crate) memory: u64,
+    pub(crate) store: Arc<Store>,
+    pub(crate) arena: Arena,
+    pub(crate) room: Arc<Room>,
+    pub(crate) peers: Arc<Peers>,
+    /// Registers the memory for batches.
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) blocking: Arc<dyn Blocking>,
+}
 
-/// Others may take the room that was made for one.
-const ROOM_ATTEMPTS_MAX: usize = 8;
+impl StageInContext {
+    fn deadlines(&self) -> &Deadlines {
+        self.peers.deadlines()
+    }
+}
 
 /// All stage-ins that this node takes part in.
-#[derive(Default)]
-pub(crate) struct Stages {
-    stages: Mutex<HashMap<u64, Arc<Stage>>>,
+pub(crate) struct NodeStageIns {
+    context: Arc<StageInContext>,
+    running: Mutex<HashMap<u64, Running>>,
 }
 
-impl Stages {
-    pub(crate) fn get(&self, number: u64) -> Result<Arc<Stage>, String> {
-        self.lock().get(&number).cloned().ok_or_else(|| "this stage-in is over".to_owned())
-    }
-
-    pub(crate) fn remove(&self, number: u64) -> Option<Arc<Stage>> {
-        self.lock().remove(&number)
-    }
-
-    /// Those that are under way.
-    pub(crate) fn all(&self) -> Vec<Arc<Stage>> {
-        self.lock().values().cloned().collect()
-    }
-
-    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
-    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
-        let known = |stage: Arc<Stage>| {
-            let outcome = stage.outcome();
-            [outcome.prepared.clone(), outcome.replaced.clone()]
-        };
-        self.all().into_iter().flat_map(known).flatten().find(|dataset| dataset.id() == id)
-    }
-
-    /// Whether one is under way.
-    pub(crate) fn is_any(&self) -> bool {
-        !self.lock().is_empty()
-    }
-
-    fn insert(&self, stage: Arc<Stage>) {
-        self.lock().insert(stage.number, stage);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Arc<Stage>>> {
-        self.stages.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// A stage-in that runs on this node.
+struct Running {
+    stage_in: Arc<NodeStageIn>,
+    /// Keeps caching paused.
+    _guard: StageInGuard,
 }
 
-/// What the coordinator says of a stage-in when it begins.
-pub(crate) struct Beginning {
+/// What the coordinator announces of a stage-in when it begins.
+pub(crate) struct StageInOrder {
     pub(crate) number: u64,
     pub(crate) coordinator: NodeId,
     pub(crate) selection: Selection,
     pub(crate) seed: u64,
+    /// Source bytes that this node may read in a second.
     pub(crate) max_rate: Option<u64>,
+    /// Free bytes on each node, in order.
     pub(crate) capacities: Vec<u64>,
 }
 
-/// A stage-in on this node.
-pub(crate) struct Stage {
+impl NodeStageIns {
+    pub(crate) fn new(context: StageInContext) -> Self {
+        Self { context: Arc::new(context), running: Mutex::default() }
+    }
+
+    /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
+    pub(crate) async fn begin(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
+        let stage_ins = self.clone();
+        // Creates files and builds the hash ring, so it must not run on a runtime thread.
+        self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
+        self.context.room.pause_caching();
+        Ok(())
+    }
+
+    fn begin_now(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
+        let (number, seed) = (order.number, order.seed);
+        let members = (0..).map(NodeId).zip(order.capacities.clone());
+        let members = members.map(|(node, capacity)| placement::Member { node, capacity }).collect::<Vec<_>>();
+        let stage_in = Arc::new(NodeStageIn::new(self.context.clone(), order)?);
+        let placement = Arc::new(Placement::new(seed, &members));
+        let span = tracing::info_span!("stage_in", node = %self.context.node, stage_in = number);
+        let mut tasks = stage_in.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.spawn(workers::run_all(stage_in.clone(), placement).instrument(span.clone()));
+        tasks.spawn(report::report_until_end(Arc::downgrade(self), stage_in.clone()).instrument(span.clone()));
+        tasks.spawn(report::maintain_headroom(stage_in.clone()).instrument(span));
+        drop(tasks);
+        let running = Running { stage_in, _guard: self.context.room.stage_in() };
+        self.running().insert(number, running);
+        Ok(())
+    }
+
+    pub(crate) fn get(&self, number: u64) -> Result<Arc<NodeStageIn>, NodeStageInError> {
+        self.running().get(&number).map(|running| running.stage_in.clone()).ok_or(NodeStageInError::NotRunning)
+    }
+
+    /// All stage-ins that run on this node.
+    pub(crate) fn all(&self) -> Vec<Arc<NodeStageIn>> {
+        self.running().values().map(|running| running.stage_in.clone()).collect()
+    }
+
+    /// Whether any stage-in runs on this node.
+    #[cfg(test)]
+    pub(crate) fn is_any(&self) -> bool {
+        !self.running().is_empty()
+    }
+
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let datasets = |stage_in: Arc<NodeStageIn>| {
+            let publication = stage_in.publication();
+            [publication.prepared.clone(), publication.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(datasets).flatten().find(|dataset| dataset.id() == id)
+    }
+
+    /// Makes room for what a stage-in writes beside blocks, before it begins.
+    pub(crate) async fn make_headroom(&self) -> Result<(), NodeStageInError> {
+        Ok(self.context.room.make_headroom(0).await?)
+    }
+
+    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has ended already.
+    pub(crate) async fn settle(&self, number: u64) -> Result<(), NodeStageInError> {
+        self.end(number, NodeStageIn::settle).await.map(drop)
+    }
+
+    /// Ends a stage-in and undoes all that it did. Does nothing if it has ended already.
+    pub(crate) async fn abort(&self, number: u64) -> Result<(), NodeStageInError> {
+        self.end(number, NodeStageIn::abort).await.map(drop)
+    }
+
+    async fn end(&self, number: u64, how: fn(&NodeStageIn)) -> Result<(), NodeStageInError> {
+        // The guard is dropped here, so that caching can resume.
+        let Some(Running { stage_in, .. }) = self.running().remove(&number) else { return Ok(()) };
+        self.context.blocking.run(move || how(&stage_in)).await?;
+        Ok(self.context.room.plan_cache().await?)
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One node's part of a stage-in.
+pub(crate) struct NodeStageIn {
     number: u64,
     coordinator: NodeId,
     seed: u64,
     selection: Selection,
-    memory: Memory,
-    deadlines: Deadlines,
-    blocking: Arc<dyn Blocking>,
+    context: Arc<StageInContext>,
+    memory: MemoryShares,
     ingest: Arc<Ingest>,
+    /// Memory for batches that arrive, until they are written.
     landing: Region,
-    gauge: Arc<Gauge>,
-    /// What the coordinator asks the workers.
-    questions: Arc<Questions>,
-    /// The workers' runs, once all have ended.
+    monitor: Arc<ProgressMonitor>,
+    /// Paths that the coordinator has workers look for.
+    suspect_paths: Arc<SuspectPaths>,
+    /// The workers' runs, once all workers have finished.
     runs: watch::Sender<Option<Runs>>,
-    outcome: Mutex<Outcome>,
-    /// Room for the catalog, taken while files are found, so that blocks do not take it.
+    publication: Mutex<Publication>,
+    /// Room for the catalog, reserved while files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
-    /// Set together with the gauge's flag: ends the waits of workers at once.
+    /// Set together with the monitor's flag: ends the waits of workers at once.
     cancelled: SetOnce<()>,
-    /// Dropping the stage ends these.
     tasks: Mutex<JoinSet<()>>,
 }
 
-/// The runs, or why there are none.
-type Runs = Result<Arc<Vec<(File, u64)>>, String>;
+/// Sorted runs with their lengths, or why there are none.
+type Runs = Result<Arc<Vec<(File, u64)>>, Arc<NodeStageInError>>;
 
+/// How far publishing has come on this node.
 #[derive(Default)]
-struct Outcome {
+struct Publication {
     catalog: Option<Arc<File>>,
     prepared: Option<Arc<Dataset>>,
-    shown: Option<DatasetId>,
+    /// The dataset, once it is visible.
+    visible: Option<DatasetId>,
+    /// The dataset that it replaced, until that is settled.
     replaced: Option<Arc<Dataset>>,
 }
 
-impl Stage {
-    /// Makes room for what will come, and starts the workers.
-    pub(crate) fn begin(server: &Arc<Server>, beginning: Beginning) -> Result<(), String> {
-        let Beginning { number, coordinator, selection, seed, max_rate, capacities } = beginning;
-        if capacities.len() != server.peers().count() {
-            return Err("the coordinator knows another roster".to_owned());
+impl NodeStageIn {
+    /// Reserves memory and creates the files of a stage-in. Blocks.
+    fn new(context: Arc<StageInContext>, order: StageInOrder) -> Result<Self, NodeStageInError> {
+        let StageInOrder { number, coordinator, selection, seed, max_rate, capacities } = order;
+        let (theirs, ours) = (capacities.len(), context.peers.count());
+        if theirs != ours {
+            return Err(NodeStageInError::OtherRoster { theirs, ours });
         }
-        let cannot = |error: std::io::Error| format!("cannot begin a stage-in: {error}");
-        let segments = Segments::create(server.store().drives(), DatasetId(number as u32)).map_err(cannot)?;
-        let memory = Memory::part(server.config().stage_memory, server.config().workers);
-        let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
-        let catalog_drive = server.store().roomiest_drive();
-        let arrivals = unnamed_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.write_error(error)))?;
-        let gauge = Arc::new(Gauge::new(max_rate));
-        let stage = Arc::new(Self {
+        let segments = Segments::create(context.store.drives(), DatasetId(number as u32)).map_err(NodeStageInError::Begin)?;
+        let memory = MemoryShares::divide(context.memory, context.workers);
+        let landing = context.transport.region(memory.landing_len()).map_err(NodeStageInError::Begin)?;
+        let catalog_drive = context.store.roomiest_drive();
+        let arrivals = unnamed_file(catalog_drive.path())
+            .map_err(|error| NodeStageInError::Begin(catalog_drive.write_error(error)))?;
+        let monitor = Arc::new(ProgressMonitor::new(max_rate));
+        let ingest_memory = (memory.shuffle_len, memory.paths_len);
+        Ok(Self {
             number,
             coordinator,
             seed,
             selection,
             memory,
-            deadlines: *server.deadlines(),
-            blocking: server.blocking().clone(),
-            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, (memory.shuffle_len, memory.paths_len), gauge.clone())),
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, ingest_memory, monitor.clone())),
             landing,
-            gauge,
-            questions: Arc::default(),
+            monitor,
+            suspect_paths: Arc::default(),
             runs: watch::Sender::new(None),
-            outcome: Mutex::default(),
+            publication: Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
             cancelled: SetOnce::new(),
             tasks: Mutex::default(),
-        });
-        let members = (0..).map(NodeId).zip(capacities).map(|(node, capacity)| placement::Member { node, capacity });
-        let placement = Arc::new(Placement::new(seed, &members.collect::<Vec<_>>()));
-        let mut tasks = stage.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.spawn(work(server.clone(), stage.clone(), placement));
-        tasks.spawn(report(server.clone(), stage.clone()));
-        tasks.spawn(keep_headroom(server.clone(), stage.clone()));
-        drop(tasks);
-        server.stages().insert(stage);
-        Ok(())
-    }
-
-    pub(crate) fn number(&self) -> u64 {
-        self.number
+            context,
+        })
     }
 
     pub(crate) fn ingest(&self) -> &Arc<Ingest> {
         &self.ingest
     }
 
-    pub(crate) fn gauge(&self) -> &Gauge {
-        &self.gauge
+    fn deadlines(&self) -> &Deadlines {
+        self.context.deadlines()
     }
 
-    /// Ends the workers at their next step, and every wait of theirs now.
+    /// Ends the workers at their next step, and each of their waits at once.
     fn cancel(&self) {
-        self.gauge.cancel();
-        // It may be cancelled more than once.
+        self.monitor.cancel();
+        // A stage-in may be cancelled more than once.
         let _ = self.cancelled.set(());
     }
 
-    /// What `work` gives, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled: no worker waits longer than that,
-    /// whatever a drive or a peer does.
+    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. Through this, no
+    /// worker waits longer than that, whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {
             biased;
@@ -200,371 +283,50 @@ impl Stage {
         }
     }
 
-    /// Room for a batch to land in.
-    async fn landing_slot(&self, len: u64) -> Result<Slot, String> {
-        if let Some(slot) = self.landing.slot_within(len, self.deadlines.landing_patience).await {
-            return Ok(slot);
-        }
-        // What lies there may be too little to be written, and in too many pieces to let anything land between them.
+    /// Waits for the workers to finish, and writes all blocks to the drives. Returns the lengths of the runs, and what was
+    /// counted since the last report.
+    pub(crate) async fn finish(&self) -> Result<(Vec<u64>, Counted), NodeStageInError> {
+        let mut finished = self.runs.subscribe();
+        // The sender lives as long as `self`.
+        let runs = finished.wait_for(Option::is_some).await.ok().and_then(|runs| runs.clone());
+        let runs = runs.unwrap_or_else(|| Err(Arc::new(NodeStageInError::NotRunning))).map_err(NodeStageInError::Failed)?;
         let ingest = self.ingest.clone();
-        let written = self.blocking.run(move || ingest.flush()).await;
-        written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        let slot = self.landing.slot_within(len, self.deadlines.landing).await;
-        slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
+        self.context.blocking.run(move || ingest.finish()).await??;
+        Ok((runs.iter().map(|(_, len)| *len).collect(), self.monitor.take_counted()))
     }
 
-    /// Takes a peer's batch. The answer is its first block's number, that there is no room for it, or that it is damaged.
-    pub(crate) async fn land(
-        &self,
-        server: &Arc<Server>,
-        blocks: Vec<ShippedBlock>,
-        incoming: Incoming,
-    ) -> Result<Reply, String> {
-        let (slot, len) = self.landed(incoming).await?;
-        match self.store(server, blocks.into(), slot, len).await {
-            Ok(Stored::At(first)) => Ok(Reply::Shipped { arrival: Some(first) }),
-            Ok(Stored::Full(_)) => Ok(Reply::Shipped { arrival: None }),
-            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-
-    /// Stores a batch; where there is no room for it, out of what is only kept.
-    async fn store(
-        &self,
-        server: &Arc<Server>,
-        blocks: Arc<[ShippedBlock]>,
-        slot: Slot,
-        len: usize,
-    ) -> Result<Stored, IngestError> {
-        let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
-        let mut slot = slot;
-        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
-            let (ingest, blocks) = (self.ingest.clone(), blocks.clone());
-            let stored = self.blocking.run(move || ingest.store(&blocks, slot, len)).await;
-            match stored.map_err(|error| IngestError::Room(error.to_string()))?? {
-                Stored::Full(full) if attempts_left > 0 && server.make_room(room).await.map_err(IngestError::Room)? => {
-                    slot = full
-                }
-                stored => return Ok(stored),
-            }
-        }
-        Err(IngestError::Room("no room for a batch".to_owned()))
-    }
-
-    /// Takes room for a block that comes in pieces; its number, or `None` if there is none.
-    pub(crate) async fn reserve(&self, server: &Arc<Server>, block_len: u64, rival: Rival) -> Result<Option<u32>, String> {
-        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
-            let ingest = self.ingest.clone();
-            let reserved = self.blocking.run(move || ingest.reserve(block_len, rival)).await;
-            let reserved = reserved.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-            if reserved.is_some() || attempts_left == 0 || !server.make_room(room_for(block_len)).await? {
-                return Ok(reserved);
-            }
-        }
-        Ok(None)
-    }
-
-    /// Takes a piece of a block for which a peer has asked for room.
-    pub(crate) async fn land_piece(
-        &self,
-        (arrival, offset): (u32, u64),
-        checksum: u32,
-        incoming: Incoming,
-    ) -> Result<Reply, String> {
-        let (slot, len) = self.landed(incoming).await?;
-        let ingest = self.ingest.clone();
-        let stored = self.blocking.run(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await;
-        match stored.map_err(|error| error.to_string())? {
-            Ok(()) => Ok(Reply::Done),
-            Err(IngestError::Damaged(damaged)) => Ok(Reply::Damaged(damaged)),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-
-    async fn landed(&self, incoming: Incoming) -> Result<(Slot, usize), String> {
-        let len = incoming.len();
-        if len > BATCH_LEN_MAX as u64 {
-            return Err("a batch is too long".to_owned());
-        }
-        let slot = self.landing_slot(len).await?;
-        let slot = incoming.land(slot).await.map_err(|error| format!("a batch did not arrive: {error}"))?;
-        Ok((slot, len as usize))
-    }
-
-    /// Waits for the workers to end, and writes what waits to be written; the lengths of their runs, and what was counted last.
-    pub(crate) async fn finish(&self) -> Result<(Vec<u64>, Counted), String> {
-        let mut runs = self.runs.subscribe();
-        let runs = runs.wait_for(Option::is_some).await.map_err(|_| "the workers were stopped".to_owned())?.clone();
-        let runs = runs.unwrap_or_else(|| Err("no runs".to_owned()))?;
-        let ingest = self.ingest.clone();
-        let finished = self.blocking.run(move || ingest.finish()).await;
-        finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
-    }
-
-    /// Bytes of a run, at most `room`.
-    pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, String> {
-        let runs = self.runs.borrow().clone().ok_or("the workers have not ended")??;
-        let (file, len) = runs.get(run as usize).ok_or("there is no such run")?;
+    /// Reads at most `room` bytes of a run.
+    pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
+        let runs = self.runs.borrow().clone().ok_or(NodeStageInError::NotFinished)?.map_err(NodeStageInError::Failed)?;
+        let (file, len) = runs.get(run as usize).ok_or(NodeStageInError::NoSuchRun(run))?;
         read_some(file, offset, room.min(len.saturating_sub(offset)))
     }
 
-    pub(crate) fn set_catalog(&self, catalog: Arc<File>) {
-        self.outcome().catalog = Some(catalog);
-    }
-
-    pub(crate) fn catalog(&self) -> Result<Arc<File>, String> {
-        self.outcome().catalog.clone().ok_or_else(|| "the catalog is not here yet".to_owned())
-    }
-
-    /// Bytes of the catalog, at most `room`.
-    pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, String> {
-        let catalog = self.catalog()?;
-        let len = catalog.metadata().map_err(|error| error.to_string())?.len();
+    /// Reads at most `room` bytes of the catalog.
+    pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
+        let catalog = self.publication().catalog.clone().ok_or(NodeStageInError::NoCatalog)?;
+        let len = catalog.metadata().map_err(NodeStageInError::ReadBack)?.len();
         read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Takes room for the catalog of so many files, as far as there is any; how much is missing.
-    fn keep_catalog_room(&self, files: u64) -> u64 {
-        let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(room) = &mut *room else { return 0 };
-        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
-        if room.grow(more) { 0 } else { more }
-    }
-
-    /// The room that was kept for the catalog, and where.
-    pub(crate) fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
-        let kept = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // Nothing always fits.
-        let empty = || Reservation::empty(&self.catalog_drive);
-        (self.catalog_drive.clone(), kept.unwrap_or_else(empty))
-    }
-
-    pub(crate) fn set_prepared(&self, dataset: Dataset) {
-        self.outcome().prepared = Some(Arc::new(dataset));
-    }
-
-    /// Shows what was prepared.
-    pub(crate) fn commit(&self, server: &Server, replaces: Option<DatasetId>) -> Result<(), String> {
-        let mut outcome = self.outcome();
-        // It stays among the prepared ones too, so that there is no moment at which a peer finds it nowhere.
-        let dataset = outcome.prepared.clone().ok_or("no dataset was prepared")?;
-        outcome.shown = Some(dataset.id());
-        outcome.replaced = server.store().show(dataset, replaces);
-        Ok(())
-    }
-
-    /// All nodes show it: gives up what it replaced.
-    pub(crate) fn settle(&self, server: &Server) {
-        self.stop();
-        if let Some(replaced) = self.outcome().replaced.take() {
-            replaced.set_gone(true);
-            replaced.free();
-            server.arena().forget(replaced.id());
-        }
-    }
-
-    /// Undoes everything.
-    pub(crate) fn abort(&self, server: &Server) {
-        self.stop();
-        let mut outcome = self.outcome();
-        if let Some(shown) = outcome.shown.take() {
-            server.store().hide(shown);
-            server.arena().forget(shown);
-        }
-        if let Some(replaced) = outcome.replaced.take() {
-            server.store().show(replaced, None);
-        }
-        // Peers that show it already may be reading it: what is sent to them from here on does not count.
-        if let Some(prepared) = outcome.prepared.take() {
-            prepared.set_gone(true);
-        }
-        self.ingest.segments().free();
-    }
-
-    /// Whether the coordinator said to show the dataset. From then on only the coordinator may take it back: others show it too.
-    fn is_shown(&self) -> bool {
-        self.outcome().shown.is_some()
-    }
-
+    /// Ends all tasks and waits of the stage-in.
     fn stop(&self) {
         self.cancel();
         self.runs.send_if_modified(|runs| {
             let is_open = runs.is_none();
-            runs.get_or_insert_with(|| Err("the stage-in is over".to_owned()));
+            runs.get_or_insert_with(|| Err(Arc::new(NodeStageInError::NotRunning)));
             is_open
         });
         self.tasks.lock().unwrap_or_else(PoisonError::into_inner).abort_all();
     }
 
-    fn outcome(&self) -> MutexGuard<'_, Outcome> {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    fn publication(&self) -> MutexGuard<'_, Publication> {
+        self.publication.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, String> {
+fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {
     let mut bytes = vec![0; len.min(BATCH_LEN_MAX as u64) as usize];
-    file.read_exact_at(&mut bytes, offset).map_err(|error| format!("cannot read what was put aside: {error}"))?;
+    file.read_exact_at(&mut bytes, offset).map_err(NodeStageInError::ReadBack)?;
     Ok(bytes)
-}
-
-/// Runs the workers, then keeps their runs. The first failure is told to the coordinator at once, while other workers still run: without
-/// that the coordinator would wait for the failed worker's unit, and the other workers for the coordinator.
-async fn work(server: Arc<Server>, stage: Arc<Stage>, placement: Arc<Placement>) {
-    let mut workers = JoinSet::new();
-    for _ in 0..server.config().workers {
-        let (server, stage, placement, blocking) = (server.clone(), stage.clone(), placement.clone(), server.blocking().clone());
-        let worker = move || run_worker(&server, &stage, placement);
-        workers.spawn(blocking.run(worker));
-    }
-    let mut all = Vec::new();
-    let mut failure = None;
-    while let Some(ended) = workers.join_next().await {
-        let ended = ended.map_err(|error| error.to_string()).and_then(|ended| ended.map_err(|error| error.to_string()));
-        match ended.and_then(|ended| ended.map_err(|error| error.to_string())) {
-            Ok(mut runs) => all.append(&mut runs),
-            // The first failure is the one that counts: the others end because of it.
-            Err(reason) if failure.is_none() => {
-                stage.cancel();
-                tell_failure(&server, &stage, &reason).await;
-                failure = Some(reason);
-            }
-            Err(_) => {}
-        }
-    }
-    stage.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), Err)));
-}
-
-/// Tells the coordinator that the stage-in failed here. A coordinator that is pressed gets as much patience as for a report; one that does not hear
-/// it at all gives this node up by its silence, as this node does the coordinator.
-async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
-    let start = Instant::now();
-    loop {
-        let fail = Request::Fail { stage: stage.number, reason: reason.to_owned() };
-        match server.ask(stage.coordinator, fail, server.deadlines().request).await {
-            Err(PeerError::Transport(_)) if start.elapsed() < server.deadlines().peer_lost => {
-                tokio::time::sleep(server.deadlines().progress_interval).await
-            }
-            Err(error) => {
-                tracing::warn!(%error, reason, "a stage-in failed here and the coordinator cannot be told");
-                return;
-            }
-            Ok(_) => return,
-        }
-    }
-}
-
-/// One worker: takes units from the coordinator until there are none.
-fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
-    let drive = server.store().roomiest_drive();
-    work_through(server, stage, placement, drive.clone()).map_err(|error| match error {
-        StageInError::Scratch(error) => StageInError::Scratch(drive.write_error(error)),
-        error => error,
-    })
-}
-
-fn work_through(
-    server: &Arc<Server>,
-    stage: &Arc<Stage>,
-    placement: Arc<Placement>,
-    drive: Arc<Drive>,
-) -> Result<Vec<(File, u64)>, StageInError> {
-    let runtime = tokio::runtime::Handle::current();
-    let memory = stage.memory;
-    let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
-    let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone())?;
-    let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
-    let questions = stage.questions.clone();
-    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
-    let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
-    let mut finished: Vec<UnitReport> = Vec::new();
-    loop {
-        let request = Request::NextUnit { stage: stage.number, finished: std::mem::take(&mut finished) };
-        // Twice the deadline: the coordinator waits for its slowest node to begin.
-        let reply = server.blocking().wait_for(stage.unless_cancelled(server.ask(
-            stage.coordinator,
-            request,
-            2 * server.deadlines().request,
-        )))?;
-        worker.answer()?;
-        let lost = |reason: String| StageInError::Ship { node: stage.coordinator, reason };
-        match reply.map_err(|error| lost(error.to_string()))? {
-            Reply::Units(units) => finished = worker.run(&units)?,
-            // A stage-in that was cancelled meanwhile ends at the next request.
-            Reply::Wait => {}
-            Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
-            _ => return Err(StageInError::Cancelled),
-        }
-    }
-}
-
-/// Has copies make way, while the stage-in runs, for what it writes beside blocks, whoever else fills the drive.
-async fn keep_headroom(server: Arc<Server>, stage: Arc<Stage>) {
-    while stage.unless_cancelled(tokio::time::sleep(server.deadlines().progress_interval)).await.is_ok() {
-        if let Err(reason) = server.make_headroom(0).await {
-            tracing::warn!(reason, "what is kept does not make way");
-        }
-    }
-}
-
-/// Tells the coordinator how far we are, and hears whether to go on; a coordinator that is lost ends the stage-in here.
-async fn report(server: Arc<Server>, stage: Arc<Stage>) {
-    let (mut is_undone, mut unheard) = (false, None);
-    loop {
-        tokio::time::sleep(server.deadlines().progress_interval).await;
-        let progress = stage.gauge.take();
-        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
-        let (suspects, sightings) = (stage.ingest.take_suspects(), stage.questions.take_sightings());
-        let request = Request::Report { stage: stage.number, progress, waits, suspects, sightings };
-        let (asked_at, mut asked) = (Instant::now(), 0);
-        let reply = loop {
-            asked += 1;
-            match server.ask(stage.coordinator, request.clone(), server.deadlines().request).await {
-                // It may be pressed by all who dial it at once: no more patience than with any peer, but no less.
-                Err(PeerError::Transport(_)) if asked < 2 || asked_at.elapsed() < server.deadlines().peer_lost => {
-                    tokio::time::sleep(server.deadlines().progress_interval).await;
-                }
-                reply => break reply,
-            }
-        };
-        match reply {
-            Ok(Reply::Go { files, questions }) => {
-                stage.questions.ask(questions);
-                let missing = stage.keep_catalog_room(files);
-                // If there is none, that will be told when the catalog comes.
-                if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {
-                    stage.keep_catalog_room(files);
-                }
-            }
-            Ok(Reply::Undone) => {
-                is_undone = true;
-                break;
-            }
-            Ok(_) => break,
-            // Only the coordinator knows whether the others show it too, or none does. It is asked on for longer than it may take to publish;
-            // a node that is cut off for as long has been ended by its lease.
-            Err(_) if stage.is_shown() && unheard.get_or_insert(asked_at).elapsed() < server.deadlines().offer => continue,
-            Err(error) => {
-                tracing::warn!(%error, "a stage-in ends here, for its coordinator does not answer");
-                break;
-            }
-        }
-        unheard = None;
-    }
-    stage.cancel();
-    if server.stages().remove(stage.number).is_some() {
-        // Not from within: this very task is among those that `abort` ends.
-        tokio::spawn(async move {
-            if stage.is_shown() && !is_undone {
-                stage.settle(&server)
-            } else {
-                stage.abort(&server)
-            }
-            // What is kept was told to wait.
-            if let Err(reason) = server.plan_kept().await {
-                tracing::warn!(reason, "nothing more is kept");
-            }
-        });
-    }
 }

@@ -109,7 +109,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
-    use dayfly_transport::{Ability, Agreement, Offered, Pulled, Region, Service, Serving, Slot};
+    use dayfly_transport::{Ability, Agreement, LossCause, Offered, Pulled, Region, Service, Serving, Slot};
     use tokio::sync::watch;
 
     use super::*;
@@ -148,7 +148,7 @@ mod tests {
         }
 
         async fn connect(&self, peer: NodeId, address: SocketAddr) -> DialOutcome {
-            let lost = || TransportError::Lost { peer, address, reason: "the test says so".to_owned() };
+            let lost = || TransportError::Lost { peer, address, cause: LossCause::Closed };
             self.dials.fetch_add(1, Ordering::Relaxed);
             self.open.clone().wait_for(|open| *open).await.map_err(|_| lost())?;
             Ok(Arc::new(TestConnection(AtomicBool::new(false))))

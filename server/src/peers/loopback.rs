@@ -10,7 +10,7 @@ use std::{future, io};
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_transport::{
-    Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Service, Slot, TransportError, Unread,
+    Answer, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Service, Slot, TransportError, Unread,
 };
 use tokio::time::timeout;
 
@@ -34,12 +34,12 @@ impl Loopback {
         self.service.upgrade().ok_or_else(|| TransportError::Lost {
             peer: self.node,
             address: self.address,
-            reason: "the server of this node is ending".to_owned(),
+            cause: LossCause::Closed,
         })
     }
 
-    fn refused(&self, reason: impl ToString) -> TransportError {
-        TransportError::Refused { peer: self.node, address: self.address, reason: reason.to_string() }
+    fn refused(&self, refusal: Refusal) -> TransportError {
+        TransportError::Refused { peer: self.node, address: self.address, refusal }
     }
 
     async fn within<T>(
@@ -67,15 +67,15 @@ impl Connection for Loopback {
         self.within(limit, async move {
             let room = slots.iter().map(|slot| slot.len() as u64).collect();
             let answered = service.pulled(self.node, message, room).await;
-            let Answer { message, pieces } = answered.map_err(|reason| self.refused(reason))?;
+            let Answer { message, pieces } = answered.map_err(|refusal| self.refused(refusal))?;
             let reads_files = pieces.iter().any(|piece| matches!(piece, Piece::File { .. }));
             let fill = move || fill(&pieces, slots);
             // A drive may take long, so files are not read on a runtime thread.
             let filled = match reads_files {
-                true => self.blocking.run(fill).await.map_err(|error| self.refused(error))?,
+                true => self.blocking.run(fill).await.map_err(|error| self.refused(Refusal::new(error)))?,
                 false => fill(),
             };
-            let Filled { slots, lens, unread } = filled.map_err(|reason| self.refused(reason))?;
+            let Filled { slots, lens, unread } = filled.map_err(|reason| self.refused(reason.into()))?;
             Ok(Pulled { message, slots, lens, unread })
         })
         .await
@@ -87,7 +87,7 @@ impl Connection for Loopback {
         self.within(limit, async move {
             let landing = LoopbackLanding { payload: payload.clone(), len };
             let answered = service.offered(self.node, message, Incoming::new(len as u64, Box::new(landing))).await;
-            let message = answered.map_err(|reason| self.refused(reason))?;
+            let message = answered.map_err(|refusal| self.refused(refusal))?;
             // The service has dropped its landing by now. If it still holds it, it breaks its contract, and the asker's
             // deadline ends the wait.
             let Some(payload) = Arc::into_inner(payload) else { return future::pending().await };
@@ -169,10 +169,10 @@ mod tests {
 
     #[async_trait]
     impl Service for Echo {
-        async fn pulled(&self, from: NodeId, message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, String> {
+        async fn pulled(&self, from: NodeId, message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, Refusal> {
             match &message[..] {
                 b"hang" => future::pending().await,
-                b"reject" => Err(format!("node {from} may not")),
+                b"reject" => Err(format!("node {from} may not").into()),
                 _ => {
                     let revoked = Arc::new(AtomicBool::new(self.is_revoked));
                     let file = Piece::File { file: self.file.clone(), offset: 1, len: 3, revoked };
@@ -181,9 +181,9 @@ mod tests {
             }
         }
 
-        async fn offered(&self, _from: NodeId, _message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+        async fn offered(&self, _from: NodeId, _message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
             let len = incoming.len();
-            let slot = incoming.land(self.region.slot(len).unwrap()).await.map_err(|error| error.to_string())?;
+            let slot = incoming.land(self.region.slot(len).unwrap()).await.map_err(Refusal::new)?;
             Ok(slot[..len as usize].to_vec())
         }
     }
@@ -220,7 +220,7 @@ mod tests {
         let late = loopback.pull(b"hang".to_vec(), Vec::new(), Duration::from_millis(1)).await.err();
         assert!(matches!(late, Some(TransportError::Timeout { peer: NodeId(7), .. })));
         let refused = loopback.pull(b"reject".to_vec(), Vec::new(), LIMIT).await.err();
-        assert!(matches!(refused, Some(TransportError::Refused { reason, .. }) if reason.contains("may not")));
+        assert!(matches!(refused, Some(TransportError::Refused { refusal, .. }) if refusal.to_string().contains("may not")));
         let short = loopback.pull(b"hello".to_vec(), vec![region.slot(3).unwrap()], LIMIT).await.err();
         assert!(matches!(short, Some(TransportError::Refused { .. })));
         let slots = vec![region.slot(3).unwrap(), region.slot(5).unwrap()];

@@ -104,8 +104,9 @@ fn worker_kind(error: &StageInError) -> RejectionKind {
     match error {
         StageInError::Cancelled => RejectionKind::Cancelled,
         StageInError::Corrupted { .. } => RejectionKind::Damaged,
-        StageInError::Scratch(_) => RejectionKind::DriveFailed,
-        StageInError::Ship { .. } => RejectionKind::PeerFailed,
+        StageInError::TempFile(_) => RejectionKind::DriveFailed,
+        StageInError::NoRoom { .. } => RejectionKind::NoRoom,
+        StageInError::Ship { .. } | StageInError::NoAssignment { .. } => RejectionKind::PeerFailed,
         _ => RejectionKind::SourceFailed,
     }
 }

@@ -1,39 +1,39 @@
-//! How a server's memory for stage-ins is parted. It does not depend on what is staged in.
+//! How a server divides its memory for stage-ins. The shares depend on the configuration alone, not on what is staged in.
 
 use dayfly_meta::limits::{
     BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, PATHS_LEN_MIN,
     PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_MEMORY_PER_WORKER_MIN,
 };
 
-/// The parts of one stage-in's share, in bytes where nothing else is said.
+/// The shares of one stage-in, in bytes unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Memory {
+pub(super) struct MemoryShares {
     /// An owner's table of paths.
     pub(super) paths_len: usize,
-    /// Blocks that wait to be written.
+    /// Blocks that wait to be written in shuffled order.
     pub(super) shuffle_len: u64,
     /// Number of batches of each worker, open or on their way to other nodes.
     pub(super) batches: usize,
-    /// Members of each worker that are not in a run yet.
+    /// Found members of each worker that are not in a sorted run yet.
     pub(super) run_len: usize,
-    /// Of each worker, what is decoded and not taken yet.
+    /// Bytes of each worker that are decoded and not consumed yet.
     pub(super) decoded_ahead_len: usize,
 }
 
-impl Memory {
-    /// Parts the memory of all stage-ins that may run at once.
-    pub(super) fn part(all: u64, workers: usize) -> Self {
-        let share = (all / STAGE_INS_MAX as u64) as usize;
+impl MemoryShares {
+    /// Divides `total`, the memory for as many stage-ins as may run at once.
+    pub(super) fn divide(total: u64, workers: usize) -> Self {
+        let share = (total / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
         let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
-        // Where each worker has only the least, the table has it too.
-        let least =
+        // If each worker gets only its minimum, so does the table of paths.
+        let minimum =
             shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
-        let paths_len = paths_len.min(share.saturating_sub(least)).max(PATHS_LEN_MIN);
+        let paths_len = paths_len.min(share.saturating_sub(minimum)).max(PATHS_LEN_MIN);
         let rest = share.saturating_sub(paths_len + shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
-        let of_worker = rest / workers.max(1);
-        let batches = (of_worker / 3 / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX);
-        let third = (of_worker.saturating_sub(batches * BATCH_LEN_MAX) / 2).min(of_worker / 3).max(BATCH_LEN_MAX);
+        let per_worker = rest / workers.max(1);
+        let batches = (per_worker / 3 / BATCH_LEN_MAX).clamp(BATCHES_PER_WORKER_MIN, BATCHES_PER_WORKER_MAX);
+        let third = (per_worker.saturating_sub(batches * BATCH_LEN_MAX) / 2).min(per_worker / 3).max(BATCH_LEN_MAX);
         Self {
             paths_len,
             shuffle_len: shuffle_len as u64,
@@ -43,7 +43,7 @@ impl Memory {
         }
     }
 
-    /// For what comes from other nodes, and what waits to be written.
+    /// Memory for batches that land on this node, and for blocks that wait to be written.
     pub(super) fn landing_len(&self) -> u64 {
         self.shuffle_len + (BATCHES_LANDING_MAX * BATCH_LEN_MAX) as u64
     }
@@ -56,14 +56,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parts_are_no_more_than_the_whole() {
-        let least = (1..=WORKERS_MAX).map(|workers| (stage_memory_min(workers), workers));
-        let most = [STAGE_MEMORY_MIN, 300 << 20, STAGE_MEMORY_DEFAULT].map(|all| (all, stage_workers_max(all)));
-        for (all, workers) in least.chain(most).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
-            let memory = Memory::part(all, workers);
-            let of_worker = memory.batches * BATCH_LEN_MAX + memory.run_len + memory.decoded_ahead_len;
-            let used = memory.paths_len as u64 + memory.landing_len() + (workers * of_worker) as u64;
-            assert!(used <= all / STAGE_INS_MAX as u64, "{all} by {workers}: {used}");
+    fn the_shares_add_up_to_no_more_than_the_total() {
+        let minima = (1..=WORKERS_MAX).map(|workers| (stage_memory_min(workers), workers));
+        let maxima = [STAGE_MEMORY_MIN, 300 << 20, STAGE_MEMORY_DEFAULT].map(|total| (total, stage_workers_max(total)));
+        for (total, workers) in minima.chain(maxima).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
+            let shares = MemoryShares::divide(total, workers);
+            let per_worker = shares.batches * BATCH_LEN_MAX + shares.run_len + shares.decoded_ahead_len;
+            let used = shares.paths_len as u64 + shares.landing_len() + (workers * per_worker) as u64;
+            assert!(used <= total / STAGE_INS_MAX as u64, "{total} for {workers} workers: {used}");
         }
     }
 }
