@@ -348,7 +348,7 @@ impl Scene {
             Ask::Batch => {
                 let paths: Vec<Vec<u8>> = (0..FILES).map(path).collect();
                 let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-                let batch = self.view.read_many(&paths, Delivery::Given, OnMissing::Fail);
+                let batch = self.view.read_many(&paths, Delivery::InOrder, OnMissing::Fail);
                 let mut batch = batch.map_err(|error| error.to_string())?;
                 batch.wait().map_err(|error| error.to_string())?;
                 (0..FILES).for_each(|number| assert!(batch.get(number) == Some(&content(number, 100_000)[..]), "wrong bytes"));

@@ -97,7 +97,7 @@ fn copies_that_a_drive_has_lost_are_never_read() {
     drive.sync();
     evict(cluster.pids()[&0], drive.path());
     assert_eq!(check_all(&cluster, 0, 300, 70_000), 0);
-    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
     cluster.down();
 }
 
@@ -110,7 +110,7 @@ fn copies_whose_sync_failed_are_given_up() {
         read_epoch(&cluster.view(0), 0);
         std::thread::sleep(KEPT_TIME);
         drop(injected);
-        assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0, "{call}");
+        assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0, "{call}");
         // Another dataset's copies are in another file.
         cluster.stage(&[&cluster.at("d")], "/dayfly/e");
         let view = cluster.view(0);
@@ -119,7 +119,7 @@ fn copies_whose_sync_failed_are_given_up() {
             view.read_at(&view.open(format!("/dayfly/e/{number}").as_bytes()).unwrap(), 0, &mut bytes).unwrap();
             assert!(bytes == content(number, 50_000));
         }
-        wait_until("they are kept", || count(&node(&cluster, 0)["kept_bytes"]) > 1_000_000);
+        wait_until("they are kept", || count(&node(&cluster, 0)["cached_bytes"]) > 1_000_000);
         assert_eq!(check_all(&cluster, 0, 200, 50_000), 0, "{call}");
         cluster.down();
     }
@@ -137,7 +137,7 @@ fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
         let file = view.open(&path(number)).unwrap();
         view.read_at(&file, 0, &mut vec![0; lens[number]]).unwrap();
     };
-    let is_kept = || count(&node(&cluster, 0)["kept_blocks"]) == 1;
+    let is_kept = || count(&node(&cluster, 0)["cached_blocks"]) == 1;
     // One copy alone: when it comes again, the room that it had is free.
     read(far[0]);
     wait_until("it is kept", is_kept);
@@ -226,7 +226,7 @@ fn copies_make_way_where_others_have_filled_the_drive() {
         let cluster = ground.up_with(nodes, &["--data-dir", drive.0.to_str().unwrap()]);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
-        let kept = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["kept_bytes"])).sum::<u64>();
+        let kept = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
         wait_until("much is kept", || kept() > 30_000_000);
         drive.fill();
         let before = kept();
@@ -273,19 +273,21 @@ fn status_says_what_the_files_take() {
             let (taken, files) = (count(&told["taken_bytes"]), taken_by(pid, &data_dir));
             // Small tables aside.
             assert!(taken.abs_diff(files) < 1 << 20, "{what}, node {number}: {taken} told, {files} taken: {told}");
-            let owned = count(&told["used_bytes"]) + count(&told["kept_room_bytes"]);
+            let owned = count(&told["used_bytes"]) + count(&told["cached_room_bytes"]);
             assert!(owned <= files + (1 << 20), "{what}, node {number}: {owned} counted, {files} taken: {told}");
         }
     };
     check("staged in");
     let before = node(&cluster, 0);
     read_epoch(&cluster.view(0), 0);
-    wait_until("all is kept", || count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000);
+    wait_until("all is kept", || {
+        count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000
+    });
     check("kept");
     let after = node(&cluster, 0);
-    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["kept_bytes"]), "{after}");
+    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["cached_bytes"]), "{after}");
     assert_eq!(before["used_bytes"], after["used_bytes"], "what is kept makes way, and is counted apart");
-    assert!(count(&after["kept_room_bytes"]) >= count(&after["kept_bytes"]));
+    assert!(count(&after["cached_room_bytes"]) >= count(&after["cached_bytes"]));
     cluster.ok(&["tune", "--cache", "off"]);
     check("given up");
     assert!(count(&node(&cluster, 0)["taken_bytes"]) < count(&before["taken_bytes"]) + (1 << 20));

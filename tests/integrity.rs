@@ -147,10 +147,10 @@ fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is
         let reason = read(&view, number).unwrap_err();
         assert!(reason.contains("node 1") && reason.contains("damaged 2 times") && reason.contains("checksum"), "{reason}");
         let samples = [view.open(&path(number)).unwrap().sample()];
-        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Tell).unwrap();
+        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Report).unwrap();
         assert!(batch.next().unwrap().unwrap().bytes.is_err());
     }
-    assert_eq!(session.status()[0].kept.count, 0);
+    assert_eq!(session.status()[0].cached.count, 0);
     session.leave_alone();
     assert_all_is_right(&session, 2);
 }
@@ -170,7 +170,7 @@ fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads
     // Views of many samples are compared too.
     assert!(session.flip(Rest::Arenas, &expected) > 0);
     let samples = [view.open(&path(far)).unwrap().sample()];
-    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Fail).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
     assert!(batch.next().unwrap().unwrap().bytes.unwrap() == expected);
 }
 

@@ -82,7 +82,7 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     assert!(others.len() as u64 * LARGE_LEN as u64 > ARENA_LEN_MIN && stopped.len() > 120);
     stop(cluster.pids()[&2]);
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
-    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
     // waits for this process, which does not read.
     std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
@@ -137,19 +137,19 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     let dataset = dataset(&view);
     let paths: Vec<Vec<u8>> = (0..20).map(path).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-    let (segment, _) = dataset.place(BlockId(0)).unwrap();
+    let (segment, _) = dataset.segment_position(BlockId(0)).unwrap();
     // As if the drive failed for a moment: the segment is cut short, and is whole again.
     let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
     let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
     segment.read_exact_at(&mut whole, 0).unwrap();
-    let mut before = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+    let mut before = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
     before.wait().unwrap();
     segment.set_len(0).unwrap();
     assert!((0..20).any(|index| before.get(index).unwrap() != content(index, 100_000)) && !before.is_good());
     segment.set_len(whole.len() as u64).unwrap();
     segment.write_all_at(&whole, 0).unwrap();
     let check = || {
-        let mut after = view.read_many(&paths, Delivery::Arrival, OnMissing::Fail).unwrap();
+        let mut after = view.read_many(&paths, Delivery::AsAvailable, OnMissing::Fail).unwrap();
         after.wait().unwrap();
         let wrong = (0..20).filter(|&index| after.get(index).unwrap() != content(index, 100_000)).count();
         assert!(wrong == 0, "{wrong} of 20 files are zeros, and the batch says that it is good: {}", after.is_good());
@@ -190,7 +190,7 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     read(near[0]).unwrap();
     let start = Instant::now();
     far[2..12].iter().for_each(|&number| drop(read(number).unwrap_err()));
-    let batch = view.read_many(&[&path(far[12])], Delivery::Given, OnMissing::Fail).map(|_| ());
+    let batch = view.read_many(&[&path(far[12])], Delivery::InOrder, OnMissing::Fail).map(|_| ());
     let others = start.elapsed();
     signal(server, Signal::SIGCONT);
     assert!(matches!(batch, Err(ClientError::Server(_))), "{batch:?}");
@@ -255,7 +255,7 @@ fn child_of_the_leases() {
     match words[0] {
         // Holds a batch without a word until it is told to look at it.
         "hold" => {
-            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
             println!("ready");
             std::io::stdin().read_line(&mut String::new()).unwrap();
@@ -282,7 +282,7 @@ fn child_of_the_leases() {
                     }
                     continue;
                 }
-                let delivery = if random.random() { Delivery::Given } else { Delivery::Arrival };
+                let delivery = if random.random() { Delivery::InOrder } else { Delivery::AsAvailable };
                 let mut batch = view.read_many(&wanted, delivery, OnMissing::Fail).unwrap();
                 while let Some(delivered) = batch.next() {
                     let Delivered { index, bytes } = delivered.unwrap();
@@ -343,7 +343,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
         .map(|numbers| {
             let paths: Vec<Vec<u8>> = numbers.iter().map(|&number| path(number)).collect();
             let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
             batch
         })

@@ -22,7 +22,7 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     let all: u64 = lens.iter().map(|&len| len as u64).sum();
     wait_until("what came is kept", || {
         let node = node(&cluster, 0);
-        count(&node["held_bytes"]) + count(&node["kept_bytes"]) == all
+        count(&node["held_bytes"]) + count(&node["cached_bytes"]) == all
     });
     let before = node(&cluster, 0);
     assert!(before["predicted_local_percent"].as_f64().unwrap() > 99.0);
@@ -39,11 +39,11 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     }
     // A stage-in comes before what is only kept, and `tune` gives it up; what is read meanwhile is right all the same.
     let mut views =
-        view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::Given, OnMissing::Fail).unwrap();
+        view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::InOrder, OnMissing::Fail).unwrap();
     views.wait().unwrap();
     let seen = [views.get(0).unwrap().to_vec(), views.get(1).unwrap().to_vec()];
     cluster.ok(&["tune", "--cache", "off"]);
-    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
     assert!(views.get(0).unwrap() == seen[0] && views.get(1).unwrap() == seen[1], "views outlive what is given up");
     drop(views);
     read_epoch(&view, 2);
@@ -59,7 +59,7 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
     for _ in 0..3 {
         // Somebody looks at what is kept, so that giving it up takes its time; another thinks it over meanwhile.
         let samples: Vec<SampleId> = (0..300).map(SampleId).collect();
-        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Fail).unwrap();
+        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
         std::thread::scope(|scope| {
             let tuning = ["all", "all", "30MiB"].map(|cache| {
@@ -92,14 +92,14 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
     wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
     for samples in samples.chunks(64) {
-        let mut batch = view.session().read_many(&dataset, samples, Delivery::Given, OnMissing::Fail).unwrap();
+        let mut batch = view.session().read_many(&dataset, samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
         std::thread::sleep(Duration::from_millis(10));
     }
     let prefetch = node(&cluster, 0)["prefetch"].clone();
     assert!(count(&prefetch["hits"]) > 700 && count(&prefetch["late"]) < 150, "{prefetch}");
     drop(order);
-    wait_until("what was read is kept", || node(&cluster, 0)["kept_blocks"].as_u64().unwrap() > 800);
+    wait_until("what was read is kept", || node(&cluster, 0)["cached_blocks"].as_u64().unwrap() > 800);
     cluster.down();
 }
 
@@ -109,7 +109,7 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     let cluster = session(2, &["--capacity", "8MiB"], &lens);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("something is kept", || count(&node(&cluster, 0)["kept_bytes"]) > 2_000_000);
+    wait_until("something is kept", || count(&node(&cluster, 0)["cached_bytes"]) > 2_000_000);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..80).for_each(|number| fs::write(cluster.at(format!("more/{number}")), vec![number as u8; 100_000]).unwrap());
     cluster.stage(&[&cluster.at("more")], "/dayfly/more");
@@ -125,7 +125,7 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     let view = cluster.view(0);
     read_epoch(&view, 0);
     let all = 200 * 60_000;
-    let kept = || count(&node(&cluster, 0)["kept_bytes"]);
+    let kept = || count(&node(&cluster, 0)["cached_bytes"]);
     wait_until("all is kept", || kept() + count(&node(&cluster, 0)["held_bytes"]) == all);
     let before = (kept(), node(&cluster, 0)["remote_reads"].clone());
     for name in ["x", "y"] {
@@ -146,8 +146,10 @@ fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("all is kept", || count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000);
-    let before = count(&node(&cluster, 0)["kept_bytes"]);
+    wait_until("all is kept", || {
+        count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000
+    });
+    let before = count(&node(&cluster, 0)["cached_bytes"]);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..300).for_each(|number| fs::write(cluster.at(format!("more/{number}")), content(number, 100_000)).unwrap());
     // Readers go on meanwhile, and see no wrong byte.
@@ -164,7 +166,7 @@ fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
         }
         staging.join().unwrap();
     });
-    let left = count(&node(&cluster, 0)["kept_bytes"]);
+    let left = count(&node(&cluster, 0)["cached_bytes"]);
     assert!(left >= 2_000_000 && left < before, "{left} of {before} are left");
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
@@ -203,13 +205,13 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     let kept = std::cell::Cell::new(0);
     wait_until("what is kept is written", || {
         std::thread::sleep(Duration::from_millis(100));
-        let now = count(&node(&cluster, 0)["kept_bytes"]);
+        let now = count(&node(&cluster, 0)["cached_bytes"]);
         now > 0 && kept.replace(now) == now
     });
     let local = |node: &serde_json::Value| {
         let reads = &node["reads"];
         let bytes = |source: &str| count(&reads[source]["bytes"]) as f64;
-        (bytes("segment") + bytes("kept"), bytes("segment") + bytes("kept") + bytes("arena") + bytes("asked"))
+        (bytes("segment") + bytes("cached"), bytes("segment") + bytes("cached") + bytes("arena") + bytes("asked"))
     };
     let room = 0.8;
     let mut before = local(&node(&cluster, 0));

@@ -12,7 +12,7 @@ pub mod resolve;
 mod scratch;
 
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
-pub use layout::{Compression, EntryKind, Source, SourceKind};
+pub use layout::{Compression, EntryKind, Grouping, Source, SourceKind};
 pub use map::{Attributes, Catalog, CatalogError, Entry, EntryId, Header, Origin, block_len};
 pub use member::{Member, MemberKey, MemberKind, StoredBlock};
 

@@ -86,24 +86,24 @@ pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session; more wait.
 pub const STAGE_INS_MAX: usize = 4;
 /// Stage-ins that other nodes than the coordinator have asked for, those that wait among them.
-pub const FOLLOWED_MAX: usize = 64;
+pub const FORWARDED_STAGE_INS_MAX: usize = 64;
 /// Memory of a server for all its stage-ins, when `--stage-in-memory` is not given.
-pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
+pub const STAGE_IN_MEMORY_DEFAULT: u64 = 1 << 30;
 /// The least of it: one worker of each stage-in that may run at once.
-pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
-/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
+pub const STAGE_IN_MEMORY_MIN: u64 = 256 << 20;
+/// See [`STAGE_IN_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
 /// batches, the members that are not in a run yet, and what is decoded ahead.
-pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+pub const STAGE_IN_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
 /// The least memory for stage-ins of a server that has so many workers.
-pub const fn stage_memory_min(workers: usize) -> u64 {
+pub const fn stage_in_memory_min(workers: usize) -> u64 {
     let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
-    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
-    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+    let all = shared + workers as u64 * STAGE_IN_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_IN_MEMORY_MIN { all } else { STAGE_IN_MEMORY_MIN }
 }
 /// The most workers for which so much memory is enough.
-pub const fn stage_workers_max(memory: u64) -> usize {
+pub const fn stage_in_workers_max(memory: u64) -> usize {
     let mut workers = 1;
-    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+    while workers < WORKERS_MAX && stage_in_memory_min(workers + 1) <= memory {
         workers += 1;
     }
     workers
@@ -119,7 +119,7 @@ pub const BATCHES_LANDING_MAX: usize = 16;
 /// Blocks that wait in an owner's memory to be written in shuffled order, in bytes.
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
-pub const ROOM_STEP: u64 = 16 << 20;
+pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Room on a drive that copies of other nodes' blocks leave to what a stage-in writes beside blocks: this part of what the drive was
 /// given, and at most [`HEADROOM_MAX`] bytes.
 pub const HEADROOM_SHARE: u64 = 16;
@@ -205,11 +205,11 @@ pub const ORDERS_MAX: usize = 64;
 /// Requests for blocks that are fetched ahead, under way to one owner, at most.
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
-pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
+pub const CACHE_QUEUE_LEN_MAX: u64 = 64 << 20;
 /// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
-pub const KEEP_SYNC_LEN: u64 = 64 << 20;
+pub const CACHE_SYNC_LEN: u64 = 64 << 20;
 /// or once the first of them is so old.
-pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
+pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes read ahead behind a reader that goes through a large file, at most.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most; all are counted.
@@ -253,7 +253,7 @@ pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// and ends the connection after so many without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
 /// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
-pub const HEARTBEAT_TICKS: u32 = 20;
+pub const HEARTBEAT_POLLS: u32 = 20;
 /// All servers ready at `up`, when `--start-timeout` does not say.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
@@ -273,7 +273,7 @@ pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Paths that two sources may have in common, of which the coordinator asks all workers in one stage-in: one that is confirmed ends it.
 pub const QUESTIONS_MAX: usize = 64;
 /// Of these, told by an owner at a time.
-pub const SUSPECTS_TOLD_MAX: usize = 16;
+pub const SUSPECTS_REPORTED_MAX: usize = 16;
 /// Answers to them that a node has to tell, and that the coordinator keeps for one of them.
 pub const SIGHTINGS_MAX: usize = 16;
 /// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
@@ -281,7 +281,7 @@ pub const PATHS_SHARE: usize = 16;
 /// See [`PATHS_SHARE`].
 pub const PATHS_LEN_MIN: usize = 1 << 20;
 /// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
-pub const WAITS_TOLD_MAX: usize = 4;
+pub const WAITS_REPORTED_MAX: usize = 4;
 
 const _: () = {
     // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
@@ -302,14 +302,14 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
     assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
-    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
+    assert!(stage_in_workers_max(STAGE_IN_MEMORY_DEFAULT) == WORKERS_MAX && stage_in_memory_min(1) == STAGE_IN_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
-    assert!(ROOM_STEP.is_multiple_of(PAGE_SIZE));
+    assert!(RESERVATION_STEP.is_multiple_of(PAGE_SIZE));
     assert!(SMALL_UNIT_BYTES_MAX < RANGE_LEN_MIN, "a range is not small");
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
-    assert!(FOLLOWED_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
+    assert!(FORWARDED_STAGE_INS_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

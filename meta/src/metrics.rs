@@ -28,10 +28,10 @@ pub struct Metric {
 }
 
 /// Names of [`crate::wire::status::Source`]s, in their order.
-pub const SOURCE_NAMES: [&str; crate::wire::status::SOURCES] = ["segment", "kept", "arena", "asked"];
+pub const SOURCE_NAMES: [&str; crate::wire::status::SOURCES] = ["segment", "cached", "arena", "asked"];
 
 /// Names of [`crate::wire::status::Hop`]s, in their order.
-pub const HOP_NAMES: [&str; crate::wire::status::HOPS] = ["shipped", "fetched", "arena", "kept", "owned"];
+pub const HOP_NAMES: [&str; crate::wire::status::HOPS] = ["shipped", "fetched", "arena", "cached", "owned"];
 
 fn one(value: u64) -> Vec<(String, f64)> {
     vec![(String::new(), value as f64)]
@@ -100,8 +100,8 @@ metrics! {
         |node| one(node.prefetch.wasted);
     "dayfly_held_bytes" Gauge "" "Bytes of the blocks that the node owns."
         |node| one(node.held_bytes);
-    "dayfly_kept_bytes" Gauge "" "Bytes of other nodes' blocks that it keeps on its drives."
-        |node| one(node.kept.bytes);
+    "dayfly_cached_bytes" Gauge "" "Bytes of other nodes' blocks that it keeps on its drives."
+        |node| one(node.cached.bytes);
     "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that it will read from its own drives, once all that it means to keep has come."
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on its drives."

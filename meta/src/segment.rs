@@ -76,8 +76,8 @@ impl Location {
     pub fn pack(self) -> u64 {
         let word = |byte: u8, rest: u64| u64::from(byte) << OFFSET_BITS | rest & ((1 << OFFSET_BITS) - 1);
         match self {
-            Self::Owned(place) => word(place.drive, place.offset),
-            Self::Cached(place) => word(place.drive | CACHED_BIT, place.offset),
+            Self::Owned(position) => word(position.drive, position.offset),
+            Self::Cached(position) => word(position.drive | CACHED_BIT, position.offset),
             Self::Arena { unit, generation } => word(ARENA_BYTE, u64::from(generation & GENERATION_MASK) << 32 | u64::from(unit)),
         }
     }
@@ -88,17 +88,17 @@ impl Location {
         if byte == ARENA_BYTE {
             return Some(Self::Arena { unit: word as u32, generation: (word >> 32) as u32 & GENERATION_MASK });
         }
-        let place = DrivePosition { drive: byte & !CACHED_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
-        if place.offset < DATA_START || usize::from(place.drive) >= DRIVES_MAX {
+        let position = DrivePosition { drive: byte & !CACHED_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
+        if position.offset < DATA_START || usize::from(position.drive) >= DRIVES_MAX {
             return None;
         }
-        Some(if byte & CACHED_BIT == 0 { Self::Owned(place) } else { Self::Cached(place) })
+        Some(if byte & CACHED_BIT == 0 { Self::Owned(position) } else { Self::Cached(position) })
     }
 
     /// Where in a segment it is, if it is in one.
-    pub fn place(self) -> Option<DrivePosition> {
+    pub fn position(self) -> Option<DrivePosition> {
         match self {
-            Self::Owned(place) | Self::Cached(place) => Some(place),
+            Self::Owned(position) | Self::Cached(position) => Some(position),
             Self::Arena { .. } => None,
         }
     }
@@ -119,10 +119,10 @@ mod tests {
 
     #[test]
     fn locations_read_back_and_absent_is_zero() {
-        let place = DrivePosition { drive: 63, offset: 1 << 40 };
+        let position = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
-            Location::Owned(place),
-            Location::Cached(place),
+            Location::Owned(position),
+            Location::Cached(position),
             Location::Arena { unit: 0, generation: 0 },
             Location::Arena { unit: u32::MAX, generation: GENERATION_MASK },
         ] {

@@ -17,12 +17,12 @@ const GENERATION_WORD: usize = 1;
 const HEARTBEAT_WORD: usize = 2;
 /// From the second page on, a word for each connection.
 const FIRST_TOKEN_WORD: usize = PAGE_SIZE as usize / 8;
-const BOARD_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
+const PAGE_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
 /// The lowest bit of a connection's word: the server asks for its leases. The other bits are the token.
 const RECALL_BIT: u64 = 1;
 
 /// Bytes of a status page's file.
-pub const FILE_LEN: u64 = (BOARD_WORDS * 8) as u64;
+pub const FILE_LEN: u64 = (PAGE_WORDS * 8) as u64;
 
 /// What a client looks at before it trusts what it knows: one memory read.
 pub struct StatusPage(SharedWords);
@@ -30,7 +30,7 @@ pub struct StatusPage(SharedWords);
 impl StatusPage {
     /// Maps a status page; only its server writes.
     pub fn map(file: &File, writable: bool) -> io::Result<Self> {
-        SharedWords::map(file, BOARD_WORDS, writable).map(Self)
+        SharedWords::map(file, PAGE_WORDS, writable).map(Self)
     }
 
     /// Whether the session has ended.
@@ -59,7 +59,7 @@ impl StatusPage {
     }
 
     /// Says that the server serves.
-    pub fn beat(&self) {
+    pub fn advance_heartbeat(&self) {
         self.0.add(HEARTBEAT_WORD, 1);
     }
 
@@ -187,7 +187,7 @@ mod tests {
         server.set_recalled(last, true);
         server.set_recalled(last, false);
         assert!(client.holds(last, next) && !client.holds(last, token));
-        server.beat();
+        server.advance_heartbeat();
         assert_eq!((client.heartbeat(), client.is_gone(), client.generation()), (1, false, 0));
         assert_eq!((client.token(u32::MAX), client.is_recalled(CLIENTS_MAX as u32)), (0, false));
     }

@@ -25,7 +25,7 @@ use tokio::task::JoinSet;
 
 use crate::arena::{Lease, LeaseHolder};
 use crate::coordinator;
-use crate::fetch::{Fetched, FetchedChunks, PendingFetch};
+use crate::fetch::{FetchError, Fetched, FetchedChunks, PendingFetch};
 use crate::prefetch::SampleOrder;
 use crate::server::Server;
 use crate::store::{Dataset, unnamed_file};
@@ -194,7 +194,7 @@ impl Client {
     }
 
     /// `bad` says of chunks, by place in the request, why what is here cannot be read; `at_end` is called when all has come.
-    async fn deliver(&mut self, fetching: &mut PendingFetch, bad: &[Option<String>], at_end: impl Fn()) -> io::Result<()> {
+    async fn deliver(&mut self, fetching: &mut PendingFetch, bad: &[Option<FetchError>], at_end: impl Fn()) -> io::Result<()> {
         let patience = self.server.deadlines().send;
         let Self { receiver, sender, holder, .. } = self;
         let judge = |(at, fetched)| match (fetched, bad.get(at as usize).cloned().flatten()) {
@@ -367,7 +367,7 @@ impl Client {
 fn split_message(part: &mut FetchedChunks) -> FetchedChunks {
     let mut room = LOCAL_MESSAGE_LEN_MAX / 2;
     let mut fits = |(_, fetched): &(u32, Fetched)| {
-        let len = if let Fetched::Failed(reason) = fetched { reason.len() } else { 0 };
+        let len = if let Fetched::Failed(reason) = fetched { reason.to_string().len() } else { 0 };
         let is_within = len <= room;
         room = room.saturating_sub(len);
         is_within
@@ -384,7 +384,7 @@ fn grant(holder: &LeaseHolder<Lease>, part: FetchedChunks) -> (Vec<(u32, Fetched
     for (at, fetched) in part {
         let chunk = match fetched {
             Fetched::Local => FetchedChunk::Here,
-            Fetched::Failed(reason) => FetchedChunk::Failed { reason },
+            Fetched::Failed(error) => FetchedChunk::Failed { reason: error.to_string() },
             Fetched::Leased(lease) => {
                 let offset = lease.offset();
                 leases.push(lease);

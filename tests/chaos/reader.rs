@@ -162,8 +162,8 @@ impl Reader {
         let paths: Vec<String> = numbers.iter().map(|&number| version.path(number)).collect();
         let paths: Vec<&[u8]> = paths.iter().map(|path| path.as_bytes()).collect();
         let all = version.path_of_all();
-        let delivery = if self.random.random() { Delivery::Given } else { Delivery::Arrival };
-        let begin = || view.read_many(&paths, delivery, OnMissing::Tell).map_err(|error| error.to_string());
+        let delivery = if self.random.random() { Delivery::InOrder } else { Delivery::AsAvailable };
+        let begin = || view.read_many(&paths, delivery, OnMissing::Report).map_err(|error| error.to_string());
         let mut batch = self.operation(&format!("begin a batch of {all}"), begin)?;
         loop {
             let next = self.operation(&format!("next of a batch of {all}"), || match batch.next() {

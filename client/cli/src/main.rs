@@ -3,6 +3,7 @@
 mod args;
 mod commands;
 mod failure;
+#[path = "../../../server/launch/src/lib.rs"]
 mod launch;
 mod namespace;
 mod preload;

@@ -9,8 +9,8 @@ use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord,
-    NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
+    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord,
+    LargeRecord, NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
 };
 use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
@@ -18,7 +18,6 @@ use super::scratch::ScratchFile;
 use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
-use crate::wire::control::Grouping;
 
 /// Gives new nameless files to write to.
 pub type Scratch<'a> = &'a dyn Fn() -> io::Result<File>;

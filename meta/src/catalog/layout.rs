@@ -3,8 +3,6 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use crate::wire::control::Grouping;
-
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout; any change below raises it.
@@ -69,6 +67,16 @@ pub(crate) struct HeaderRecord {
     pub(crate) bytes: u64,
     pub(crate) group: Grouping,
     pub(crate) columns: [Extent; COLUMNS],
+}
+
+/// Which files make one sample for the user: they are placed, stored and listed together.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Grouping {
+    /// Each file is a sample by itself.
+    #[default]
+    None,
+    /// Files of one directory whose names differ only after their last dot, as `7.jpg` and `7.txt`.
+    Stem,
 }
 
 /// What an entry is.

@@ -9,7 +9,7 @@ use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
+    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
     OriginRecord, START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
 use crate::checksum::combine;
@@ -18,7 +18,6 @@ use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
 use crate::shared::{map_immutable, prefetch};
-use crate::wire::control::Grouping;
 
 /// Why a file is no catalog.
 #[derive(Debug, thiserror::Error)]

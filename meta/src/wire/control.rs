@@ -3,6 +3,7 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use super::status::{Policy, Status};
+pub use crate::catalog::Grouping;
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command.
@@ -71,16 +72,6 @@ pub enum OnConflict {
     Error,
     /// The later one stands.
     Replace,
-}
-
-/// Which files are one sample to their user: placed, stored and listed together.
-#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Grouping {
-    /// Each is one by itself.
-    #[default]
-    None,
-    /// Files of a directory whose names differ only after their last dot.
-    Stem,
 }
 
 /// What a command's server tells.

@@ -166,7 +166,7 @@ pub struct NodeStatus {
     /// Bytes that all its files take, as its file systems count them: what is only kept, and what is set aside for it, among them.
     pub taken_bytes: u64,
     /// Of these, what is only kept.
-    pub kept_room_bytes: u64,
+    pub cached_room_bytes: u64,
     /// Size of the arena, and how much of it holds blocks.
     pub arena_bytes: u64,
     /// See `arena_bytes`.
@@ -204,7 +204,7 @@ pub struct NodeStatus {
     /// What is fetched ahead.
     pub prefetch: PrefetchStatus,
     /// What is kept of other nodes' blocks.
-    pub kept: Reads,
+    pub cached: Reads,
     /// What of each dataset this node could read from its own drives if all that it means to keep had come, in thousandths of the
     /// bytes of all datasets.
     pub predicted_local_permille: u64,

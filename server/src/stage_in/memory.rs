@@ -2,7 +2,7 @@
 
 use dayfly_meta::limits::{
     BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, PATHS_LEN_MIN,
-    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_MEMORY_PER_WORKER_MIN,
+    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_IN_MEMORY_PER_WORKER_MIN,
 };
 
 /// The shares of one stage-in, in bytes unless stated otherwise.
@@ -28,7 +28,7 @@ impl MemoryShares {
         let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
         // If each worker gets only its minimum, so does the table of paths.
         let minimum =
-            shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
+            shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_IN_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
         let paths_len = paths_len.min(share.saturating_sub(minimum)).max(PATHS_LEN_MIN);
         let rest = share.saturating_sub(paths_len + shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
         let per_worker = rest / workers.max(1);
@@ -51,15 +51,15 @@ impl MemoryShares {
 
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, WORKERS_MAX, stage_memory_min, stage_workers_max};
+    use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, WORKERS_MAX, stage_in_memory_min, stage_in_workers_max};
 
     use super::*;
 
     #[test]
     fn the_shares_add_up_to_no_more_than_the_total() {
-        let minima = (1..=WORKERS_MAX).map(|workers| (stage_memory_min(workers), workers));
-        let maxima = [STAGE_MEMORY_MIN, 300 << 20, STAGE_MEMORY_DEFAULT].map(|total| (total, stage_workers_max(total)));
-        for (total, workers) in minima.chain(maxima).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
+        let minima = (1..=WORKERS_MAX).map(|workers| (stage_in_memory_min(workers), workers));
+        let maxima = [STAGE_IN_MEMORY_MIN, 300 << 20, STAGE_IN_MEMORY_DEFAULT].map(|total| (total, stage_in_workers_max(total)));
+        for (total, workers) in minima.chain(maxima).chain([(STAGE_IN_MEMORY_DEFAULT, 1)]) {
             let shares = MemoryShares::divide(total, workers);
             let per_worker = shares.batches * BATCH_LEN_MAX + shares.run_len + shares.decoded_ahead_len;
             let used = shares.paths_len as u64 + shares.landing_len() + (workers * per_worker) as u64;

@@ -26,7 +26,7 @@ use dayfly_client::ClientError;
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, stage_workers_max};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN, DECODERS_MAX, stage_in_workers_max};
 use dayfly_meta::path::display;
 use dayfly_server::{Key, Preference};
 use nix::fcntl::Flock;
@@ -294,7 +294,7 @@ impl Place {
         }
         // Of those that this process may use, by its cpuset and control group.
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_workers_max(stage_memory));
+        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_in_workers_max(stage_memory));
         let workers = settings.stage_in_workers.map_or(share, usize::from);
         // One source is decoded by as many as are there: with many sources, its workers take turns all the same.
         let decoders = cores.clamp(1, DECODERS_MAX);

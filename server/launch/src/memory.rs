@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, stage_memory_min};
+use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, stage_in_memory_min};
 
 use crate::failure::Failure;
 use crate::size;
@@ -14,7 +14,7 @@ const GROUP_SHARE: u64 = 4;
 
 /// Whether it is enough, for so many workers if their number is given.
 pub(super) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), Failure> {
-    let least = stage_memory_min(workers.map_or(1, usize::from));
+    let least = stage_in_memory_min(workers.map_or(1, usize::from));
     match (wanted, workers) {
         (Some(wanted), Some(workers)) if wanted < least => {
             let least = size::show(least);
@@ -29,14 +29,14 @@ pub(super) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), Fai
 
 /// Bytes for each of `servers` in the same control group.
 pub(super) fn for_stage_ins(wanted: Option<u64>, servers: u16, workers: Option<u16>) -> u64 {
-    let least = stage_memory_min(workers.map_or(1, usize::from));
+    let least = stage_in_memory_min(workers.map_or(1, usize::from));
     let default = || default(limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers);
     wanted.unwrap_or_else(|| default().max(least))
 }
 
 fn default(limit: Option<u64>, servers: u16) -> u64 {
     let share = limit.map_or(u64::MAX, |limit| limit / GROUP_SHARE / u64::from(servers.max(1)));
-    share.clamp(STAGE_MEMORY_MIN, STAGE_MEMORY_DEFAULT)
+    share.clamp(STAGE_IN_MEMORY_MIN, STAGE_IN_MEMORY_DEFAULT)
 }
 
 /// The lowest limit of the control groups that we are in; `None` where there is none.
@@ -87,7 +87,7 @@ mod tests {
         check("0::/not/here\n", None);
         check("4:cpu,memory:/a\n1:cpuset:/a\n", Some(1000));
         assert_eq!(limit(&at("nothing"), &at("fs")), None);
-        assert_eq!((default(None, 4), default(Some(8 << 30), 4)), (STAGE_MEMORY_DEFAULT, 512 << 20));
-        assert_eq!(default(Some(1 << 20), 1), STAGE_MEMORY_MIN);
+        assert_eq!((default(None, 4), default(Some(8 << 30), 4)), (STAGE_IN_MEMORY_DEFAULT, 512 << 20));
+        assert_eq!(default(Some(1 << 20), 1), STAGE_IN_MEMORY_MIN);
     }
 }
