@@ -15,7 +15,7 @@ use futures_util::future::{join_all, try_join_all};
 use tokio::sync::watch;
 use tracing::Instrument;
 
-use crate::blocking::{Blocking, NoResult};
+use crate::blocking::{Blocking, JobLost};
 use crate::peers::{PeerError, Peers};
 use crate::store::Store;
 
@@ -145,7 +145,7 @@ impl Membership {
     }
 
     /// Frees all room on this node's drives, even under open files. Returns the bytes freed.
-    pub(crate) async fn free_all(&self) -> Result<u64, NoResult> {
+    pub(crate) async fn free_all(&self) -> Result<u64, JobLost> {
         let store = self.store.clone();
         self.blocking.run(move || store.free_all()).await
     }

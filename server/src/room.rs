@@ -21,7 +21,7 @@ use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
 use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep};
 
-use crate::blocking::{Blocking, NoResult};
+use crate::blocking::{Blocking, JobLost};
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
 use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
@@ -44,14 +44,14 @@ pub(crate) enum RoomError {
     #[error("cannot prepare for caching blocks: {0}")]
     Prepare(#[source] io::Error),
     #[error(transparent)]
-    NoResult(#[from] NoResult),
+    JobLost(#[from] JobLost),
 }
 
 impl From<RoomError> for Rejection {
     fn from(error: RoomError) -> Self {
         let kind = match &error {
             RoomError::Free(_) | RoomError::Prepare(_) => RejectionKind::DriveFailed,
-            RoomError::NoResult(_) => RejectionKind::Failed,
+            RoomError::JobLost(_) => RejectionKind::Failed,
         };
         Self::new(kind, error)
     }
@@ -236,7 +236,7 @@ impl Room {
     async fn on_drives<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Result<T, NoResult> {
+    ) -> Result<T, JobLost> {
         let room = self.clone();
         self.blocking.run(move || work(&room)).await
     }

@@ -12,7 +12,7 @@ use dayfly_stagein::StageInError;
 
 use super::COORDINATOR;
 use super::conflicts::PathConflict;
-use crate::blocking::NoResult;
+use crate::blocking::JobLost;
 use crate::peers::{PeerError, Peers};
 use crate::room::RoomError;
 use crate::stage_in::NodeStageInError;
@@ -74,7 +74,7 @@ pub(crate) enum CoordinatorError {
     #[error("node {COORDINATOR} failed unexpectedly while it coordinated the stage-in; see its log")]
     Panicked,
     #[error(transparent)]
-    NoResult(#[from] NoResult),
+    JobLost(#[from] JobLost),
     /// The first failure of a stage-in, which several parts of the coordinator learn of.
     #[error(transparent)]
     Shared(Arc<CoordinatorError>),

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::FOLLOWED_MAX;
+use dayfly_meta::limits::FORWARDED_STAGE_INS_MAX;
 use dayfly_meta::wire::control::Event;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use tokio::sync::mpsc;
@@ -21,7 +21,7 @@ use super::COORDINATOR;
 pub(crate) enum SubscriptionError {
     #[error("only node {COORDINATOR} coordinates stage-ins")]
     NotCoordinator,
-    #[error("{FOLLOWED_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended")]
+    #[error("{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended")]
     TooMany,
     #[error("cancelled, because the node that started the stage-in did not ask for its events for too long")]
     Expired,
@@ -82,7 +82,7 @@ impl Subscriptions {
     pub(super) fn open(&self, events: mpsc::Receiver<Event>) -> Result<u64, SubscriptionError> {
         let delivery = tokio::sync::Mutex::new(Delivery { events, count: 0, last: None });
         let mut table = self.table();
-        if table.open.len() >= FOLLOWED_MAX {
+        if table.open.len() >= FORWARDED_STAGE_INS_MAX {
             return Err(SubscriptionError::TooMany);
         }
         table.last_number += 1;
@@ -186,7 +186,7 @@ mod tests {
     #[test]
     fn the_number_of_subscriptions_is_bounded() {
         let subscriptions = Subscriptions::default();
-        for _ in 0..FOLLOWED_MAX {
+        for _ in 0..FORWARDED_STAGE_INS_MAX {
             subscriptions.open(mpsc::channel(1).1).unwrap();
         }
         assert_eq!(subscriptions.open(mpsc::channel(1).1), Err(SubscriptionError::TooMany));

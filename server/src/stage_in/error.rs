@@ -8,7 +8,7 @@ use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_stagein::StageInError;
 
-use crate::blocking::NoResult;
+use crate::blocking::JobLost;
 use crate::ingest::IngestError;
 use crate::peers::PeerError;
 use crate::room::RoomError;
@@ -61,7 +61,7 @@ pub(crate) enum NodeStageInError {
     #[error("no dataset was prepared")]
     NotPrepared,
     #[error(transparent)]
-    NoResult(#[from] NoResult),
+    JobLost(#[from] JobLost),
 }
 
 impl NodeStageInError {
@@ -79,7 +79,7 @@ impl NodeStageInError {
             Self::Prepare(error) => prepare_kind(error),
             Self::Failed(error) => error.kind(),
             Self::Room(RoomError::Free(_) | RoomError::Prepare(_)) => RejectionKind::DriveFailed,
-            Self::Room(RoomError::NoResult(_)) | Self::NoResult(_) => RejectionKind::Failed,
+            Self::Room(RoomError::JobLost(_)) | Self::JobLost(_) => RejectionKind::Failed,
         }
     }
 

@@ -31,7 +31,7 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
         let finished = match joined {
             Ok(Ok(Ok(runs))) => Ok(runs),
             Ok(Ok(Err(error))) => Err(NodeStageInError::Worker(error)),
-            Ok(Err(no_result)) => Err(NodeStageInError::NoResult(no_result)),
+            Ok(Err(job_lost)) => Err(NodeStageInError::JobLost(job_lost)),
             // This task alone could abort them, and does not.
             Err(_) => Err(NodeStageInError::NotRunning),
         };
