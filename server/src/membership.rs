@@ -68,12 +68,7 @@ pub(crate) struct Membership {
 }
 
 impl Membership {
-    pub(crate) fn new(
-        peers: Arc<Peers>,
-        transport: Arc<dyn Transport>,
-        store: Arc<Store>,
-        blocking: Arc<dyn Blocking>,
-    ) -> Self {
+    pub(crate) fn new(peers: Arc<Peers>, transport: Arc<dyn Transport>, store: Arc<Store>, blocking: Arc<dyn Blocking>) -> Self {
         Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
     }
 

@@ -70,7 +70,7 @@ async fn advance_heartbeat(status_page: Arc<StatusPage>, interval: Duration) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        status_page.beat();
+        status_page.advance_heartbeat();
     }
 }
 
@@ -155,8 +155,7 @@ impl Node {
         let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), cache_writer, damage.clone(), blocking.clone()));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
-        let room =
-            Arc::new(Room::new(store.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
+        let room = Arc::new(Room::new(store.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
         let stage_ins = Arc::new(NodeStageIns::new(StageInContext {
             node,
             workers: config.workers,
@@ -180,8 +179,7 @@ impl Node {
             stage_ins: stage_ins.clone(),
             blocking: blocking.clone(),
         }));
-        let membership =
-            Arc::new(Membership::new(peers.clone(), transport.clone(), store.clone(), blocking.clone()));
+        let membership = Arc::new(Membership::new(peers.clone(), transport.clone(), store.clone(), blocking.clone()));
         let status = Arc::new(StatusReporter {
             data_dirs: config.data_dirs.clone(),
             workers: config.workers,

@@ -151,12 +151,6 @@ impl Peers {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }
 
-    /// Prefixes a node's error with its name, unless the session has only one node.
-    pub(crate) fn name_node(&self, node: NodeId, reason: impl ToString) -> String {
-        let reason = reason.to_string();
-        if self.count() > 1 { format!("node {node}: {reason}") } else { reason }
-    }
-
     /// Returns a connection, and what is left of `limit` for the request itself.
     async fn connection(&self, node: NodeId, limit: Duration) -> Result<(Arc<dyn Connection>, Duration), PeerError> {
         if node == self.node {

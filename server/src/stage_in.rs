@@ -234,8 +234,8 @@ impl NodeStageIn {
         let memory = MemoryShares::divide(context.memory, context.workers);
         let landing = context.transport.region(memory.landing_len()).map_err(NodeStageInError::Begin)?;
         let catalog_drive = context.store.roomiest_drive();
-        let arrivals = unnamed_file(catalog_drive.path())
-            .map_err(|error| NodeStageInError::Begin(catalog_drive.write_error(error)))?;
+        let arrivals =
+            unnamed_file(catalog_drive.path()).map_err(|error| NodeStageInError::Begin(catalog_drive.write_error(error)))?;
         let monitor = Arc::new(ProgressMonitor::new(max_rate));
         let ingest_memory = (memory.shuffle_len, memory.paths_len);
         Ok(Self {

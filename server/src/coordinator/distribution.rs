@@ -30,7 +30,8 @@ impl Distribution {
     /// Reads the whole catalog. Blocks.
     pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
         let catalog = dataset.catalog();
-        let mut distribution = Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
+        let mut distribution =
+            Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
         let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
         let root = EntryId(0);
         let (mut top, mut top_end) = (root, root);

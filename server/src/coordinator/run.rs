@@ -113,8 +113,7 @@ async fn run_to_end(
     let (nodes, deadlines) = (context.peers.count(), *context.deadlines());
     let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan.counts), judging, nodes, deadlines));
     coordinator.registry.insert(stage_in.clone());
-    let publication =
-        Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free };
+    let publication = Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free };
     let preparing = async {
         tokio::select! {
             biased;
@@ -260,7 +259,10 @@ mod tests {
         let panics = || -> Result<(), CoordinatorError> { std::panic::resume_unwind(Box::new("a defect")) };
         let error = catch_panic(async { panics() }).await.unwrap_err();
         assert!(error.to_string().contains("node 0 failed"));
-        assert!(matches!(catch_panic(async { Err::<(), _>(CoordinatorError::Cancelled) }).await, Err(CoordinatorError::Cancelled)));
+        assert!(matches!(
+            catch_panic(async { Err::<(), _>(CoordinatorError::Cancelled) }).await,
+            Err(CoordinatorError::Cancelled)
+        ));
         assert!(matches!(catch_panic(async { Ok(1) }).await, Ok(1)));
     }
 }

@@ -21,7 +21,9 @@ use super::COORDINATOR;
 pub(crate) enum SubscriptionError {
     #[error("only node {COORDINATOR} coordinates stage-ins")]
     NotCoordinator,
-    #[error("{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended")]
+    #[error(
+        "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended"
+    )]
     TooMany,
     #[error("cancelled, because the node that started the stage-in did not ask for its events for too long")]
     Expired,

@@ -198,7 +198,8 @@ mod tests {
         drop(open);
         let (_, closed) = watch::channel(false);
         let gone = Arc::new(Slow { dials: AtomicUsize::new(0), open: closed });
-        let (transport, dialer): (Arc<dyn Transport>, Dialer) = (gone.clone(), Dialer::new(NodeId(1), address, &Deadlines::DEFAULT));
+        let (transport, dialer): (Arc<dyn Transport>, Dialer) =
+            (gone.clone(), Dialer::new(NodeId(1), address, &Deadlines::DEFAULT));
         for _ in 0..2 {
             assert!(matches!(dialer.connection(&transport, limit * 100).await.err(), Some(TransportError::Lost { .. })));
         }

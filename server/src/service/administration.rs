@@ -29,7 +29,8 @@ impl Administration {
             }
             AdministrationRequest::Join { addresses, network } => {
                 let parsed: Result<Vec<SocketAddr>, _> = addresses.iter().map(|address| address.parse()).collect();
-                let invalid = |error| Rejection::new(RejectionKind::Invalid, format!("an address in the roster is invalid: {error}"));
+                let invalid =
+                    |error| Rejection::new(RejectionKind::Invalid, format!("an address in the roster is invalid: {error}"));
                 let fallen_back = self.membership.join(&parsed.map_err(invalid)?, from_wire(network)).await?;
                 Ok(AdministrationReply::Joined { fallen_back })
             }

@@ -2,7 +2,7 @@
 
 use dayfly_meta::limits::{
     BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, PATHS_LEN_MIN,
-    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_IN_MEMORY_PER_WORKER_MIN,
+    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_IN_MEMORY_PER_WORKER_MIN, STAGE_INS_MAX,
 };
 
 /// The shares of one stage-in, in bytes unless stated otherwise.
@@ -51,7 +51,9 @@ impl MemoryShares {
 
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, WORKERS_MAX, stage_in_memory_min, stage_in_workers_max};
+    use dayfly_meta::limits::{
+        STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, WORKERS_MAX, stage_in_memory_min, stage_in_workers_max,
+    };
 
     use super::*;
 

@@ -57,9 +57,7 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node on
             // which it is visible keeps asking for longer than publishing may take. A node that is cut off for that long has
             // been ended by its lease.
-            Err(_)
-                if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer =>
-            {
+            Err(_) if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
                 continue;
             }
             Err(error) => {

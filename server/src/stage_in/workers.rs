@@ -75,11 +75,7 @@ fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<
     })
 }
 
-fn work(
-    stage_in: &Arc<NodeStageIn>,
-    placement: Arc<Placement>,
-    drive: Arc<Drive>,
-) -> Result<Vec<(File, u64)>, StageInError> {
+fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive>) -> Result<Vec<(File, u64)>, StageInError> {
     let (context, memory) = (&stage_in.context, stage_in.memory);
     let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
     let sink = NodeSink::new(stage_in.clone(), memory.batches, Handle::current())?;
