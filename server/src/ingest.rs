@@ -357,7 +357,6 @@ mod tests {
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 
-    /// SEMANTICS: "a drive that loses what was staged in fails the stage-in".
     #[test]
     fn an_error_of_any_call_fails_the_stage_in_for_good() {
         for call in 0..2 {

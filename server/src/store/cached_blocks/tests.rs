@@ -89,7 +89,6 @@ impl Fixture {
     }
 }
 
-/// SEMANTICS: "processes find a copy once the drive has it".
 #[test]
 fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     let fixture = Fixture::new(5000);
@@ -107,7 +106,6 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     assert_eq!(fixture.dataset.segments().cached_room() / 5000, 40, "no block is written twice");
 }
 
-/// SEMANTICS: "after an error nothing that was written since the last good sync is a copy".
 #[test]
 fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync() {
     for call in 0..2 {
@@ -133,7 +131,6 @@ fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync(
     }
 }
 
-/// SEMANTICS: "an offset at which a copy lay is never used again".
 #[test]
 fn the_offset_of_a_withdrawn_block_is_never_used_again() {
     for len in [3000, 70_000] {
@@ -157,7 +154,6 @@ fn the_offset_of_a_withdrawn_block_is_never_used_again() {
     }
 }
 
-/// SEMANTICS: "those with the highest hashes go first".
 #[test]
 fn a_lower_threshold_withdraws_some_blocks_and_frees_their_pages() {
     let fixture = Fixture::new(3000);
