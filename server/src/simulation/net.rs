@@ -14,6 +14,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::decode_sealed;
+use dayfly_meta::wire::peer::{OfferRequest, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_transport::{
     Ability, Agreement, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Region, Service, Serving,
@@ -409,10 +411,14 @@ impl SimConnection {
 
 /// The first word of a message, for the trace.
 fn name(message: &[u8]) -> String {
-    match dayfly_meta::wire::decode_sealed::<dayfly_meta::wire::peer::Request>(message) {
-        Ok(request) => format!("{request:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned(),
-        Err(_) => "?".to_owned(),
-    }
+    let words = match decode_sealed::<Request>(message) {
+        Ok(Request::Read(request)) => format!("{request:?}"),
+        Ok(Request::Coordinator(request)) => format!("{request:?}"),
+        Ok(Request::NodeStageIn(request)) => format!("{request:?}"),
+        Ok(Request::Administration(request)) => format!("{request:?}"),
+        Err(_) => decode_sealed::<OfferRequest>(message).map_or_else(|_| "?".to_owned(), |request| format!("{request:?}")),
+    };
+    words.split([' ', '{', '(']).next().unwrap_or_default().to_owned()
 }
 
 #[async_trait]
