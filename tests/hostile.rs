@@ -160,7 +160,7 @@ fn sources_that_cannot_be_read_are_named() {
     }
     for list in ["@fifo", "@/dev/zero"] {
         let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
-        assert!(message.contains("no regular file"), "{message}");
+        assert!(message.contains("not a regular file"), "{message}");
     }
     for descriptor in 3..40 {
         let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);

@@ -13,8 +13,12 @@ use std::rc::Rc;
 
 use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::catalog::member::read_member;
-use dayfly_meta::limits::BATCHES_PER_WORKER_MAX;
+use dayfly_meta::checksum::checksum;
+use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
+use dayfly_meta::path::display;
 use dayfly_meta::placement;
+use dayfly_meta::wire::control::Grouping;
+use dayfly_meta::wire::peer::Rival;
 
 use super::*;
 use crate::plan::{PlanRequest, StageInPlan, plan_sources};
