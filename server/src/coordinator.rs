@@ -28,7 +28,7 @@ use futures_util::future::{FutureExt, join_all};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
-use crate::store::nameless_file;
+use crate::store::unnamed_file;
 use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
@@ -206,8 +206,10 @@ async fn run(server: &Arc<Server>, request: StageInRequest, events: &mpsc::Sende
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Waiting) => never,
     };
-    let replaces =
-        server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
+    let replaces = server
+        .store()
+        .conflict(&request.target, request.replace)
+        .map_err(|conflict| conflict.message(&server.config().prefix))?;
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }
@@ -303,10 +305,10 @@ async fn make_plan(
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
     let planned = server.blocking().run(move || {
-        let scratch = nameless_file(drive.path()).map_err(|error| drive.cannot_write(error).to_string())?;
+        let scratch = unnamed_file(drive.path()).map_err(|error| drive.write_error(error).to_string())?;
         let wanted = PlanRequest { patterns: &sources, selection: &selection, seed, workers };
         plan::plan_sources(&wanted, scratch, &gauge).map_err(|error| match error {
-            StageInError::TempFile(error) => StageInError::TempFile(drive.cannot_write(error)).to_string(),
+            StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)).to_string(),
             error => error.to_string(),
         })
     });

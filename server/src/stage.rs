@@ -28,7 +28,7 @@ use crate::blocking::Blocking;
 use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
+use crate::store::{Dataset, Drive, Reservation, Segments, room_for, unnamed_file};
 use memory::Memory;
 use sink::ServerSink;
 
@@ -140,7 +140,7 @@ impl Stage {
         let memory = Memory::part(server.config().stage_memory, server.config().workers);
         let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
         let catalog_drive = server.store().roomiest_drive();
-        let arrivals = nameless_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.cannot_write(error)))?;
+        let arrivals = unnamed_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.write_error(error)))?;
         let gauge = Arc::new(ProgressMonitor::new(max_rate));
         let stage = Arc::new(Self {
             number,
@@ -208,7 +208,7 @@ impl Stage {
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
-        let written = self.blocking.run(move || ingest.write_out()).await;
+        let written = self.blocking.run(move || ingest.flush()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
@@ -361,7 +361,7 @@ impl Stage {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
             replaced.set_gone(true);
-            replaced.give_up();
+            replaced.free();
             server.arena().forget(replaced.id());
         }
     }
@@ -381,7 +381,7 @@ impl Stage {
         if let Some(prepared) = outcome.prepared.take() {
             prepared.set_gone(true);
         }
-        self.ingest.segments().give_up();
+        self.ingest.segments().free();
     }
 
     /// Whether the coordinator said to show the dataset. From then on only the coordinator may take it back: others show it too.
@@ -460,7 +460,7 @@ async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
 fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
     let drive = server.store().roomiest_drive();
     work_through(server, stage, placement, drive.clone()).map_err(|error| match error {
-        StageInError::TempFile(error) => StageInError::TempFile(drive.cannot_write(error)),
+        StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)),
         error => error,
     })
 }
@@ -473,7 +473,7 @@ fn work_through(
 ) -> Result<Vec<(File, u64)>, StageInError> {
     let runtime = tokio::runtime::Handle::current();
     let memory = stage.memory;
-    let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
+    let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
     let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone())?;
     let decoders = DecoderLimits { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
     let questions = stage.questions.clone();

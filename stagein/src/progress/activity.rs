@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_TOLD_MAX};
+use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_REPORTED_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Step;
 
@@ -52,7 +52,7 @@ impl Activities {
         Activity(current)
     }
 
-    /// Describes the first [`WAITS_TOLD_MAX`] different activities. Threads that do the same thing
+    /// Describes the first [`WAITS_REPORTED_MAX`] different activities. Threads that do the same thing
     /// share one description.
     pub(super) fn describe(&self) -> Vec<String> {
         let mut descriptions = Vec::new();
@@ -66,7 +66,7 @@ impl Activities {
                 Step::Writing => format!("writing to '{path}'"),
             };
             let text: String = text.chars().take(NOTE_LEN_MAX).collect();
-            if descriptions.len() < WAITS_TOLD_MAX && !descriptions.contains(&text) {
+            if descriptions.len() < WAITS_REPORTED_MAX && !descriptions.contains(&text) {
                 descriptions.push(text);
             }
         }
@@ -99,6 +99,6 @@ mod tests {
         let many: Vec<Activity> = (0..100).map(|_| all.register()).collect();
         many.iter().enumerate().for_each(|(at, one)| one.begin(Step::Reading, at.to_string().repeat(1000).as_bytes()));
         let descriptions = all.describe();
-        assert!(descriptions.len() == WAITS_TOLD_MAX && descriptions.iter().all(|text| text.chars().count() <= NOTE_LEN_MAX));
+        assert!(descriptions.len() == WAITS_REPORTED_MAX && descriptions.iter().all(|text| text.chars().count() <= NOTE_LEN_MAX));
     }
 }
