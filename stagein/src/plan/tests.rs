@@ -11,10 +11,11 @@ use dayfly_meta::wire::peer::{Unit, Work};
 
 use super::*;
 
+/// A plan and its units, sorted by source.
 fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<Unit>), StageInError> {
     let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
-    let wanted = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };
-    let mut plan = plan_sources(&wanted, tempfile::tempfile().unwrap(), &ProgressMonitor::default())?;
+    let request = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };
+    let mut plan = plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())?;
     let mut units = Vec::new();
     while let Some(unit) = plan.units.next_unit()? {
         units.push(unit);
@@ -23,6 +24,7 @@ fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<
     Ok((plan, units))
 }
 
+/// Paths of all entries of trees; an archive is one entry.
 fn paths(units: &[Unit]) -> Vec<String> {
     let mut paths = Vec::new();
     for unit in units {
@@ -36,7 +38,7 @@ fn paths(units: &[Unit]) -> Vec<String> {
 }
 
 #[test]
-fn sources_are_named_as_cp_names_them() {
+fn sources_get_the_paths_that_cp_would_give_them() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::create_dir_all(at("d/sub")).unwrap();
@@ -69,7 +71,7 @@ fn sources_are_named_as_cp_names_them() {
 }
 
 #[test]
-fn what_one_pattern_names_are_rivals_and_may_have_directories_of_their_own() {
+fn sources_of_one_pattern_are_rivals_and_may_get_directories_of_their_own() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     for name in ["a.tar", "b.tar.crate", "c"] {
@@ -94,7 +96,7 @@ fn what_one_pattern_names_are_rivals_and_may_have_directories_of_their_own() {
 }
 
 #[test]
-fn content_tells_what_a_file_is_and_a_wrong_name_is_an_error() {
+fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("file"), "x").unwrap();
@@ -116,6 +118,6 @@ fn content_tells_what_a_file_is_and_a_wrong_name_is_an_error() {
     assert!(matches!(kinds("broken.gz"), Err(StageInError::Damaged { .. })));
     let whole = Selection { no_unpack: true, ..Selection::default() };
     for name in ["strange.jpg", "data.gz", "broken.gz"] {
-        assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "kept whole");
+        assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "with --no-unpack");
     }
 }
