@@ -39,7 +39,7 @@ pub(crate) fn has_card() -> bool {
 
 fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
     let rdma = Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), limits);
-    assert_eq!(rdma.core.card().err(), None);
+    assert!(rdma.shared.card().is_ok());
     rdma
 }
 
@@ -302,7 +302,7 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
     let (tcp, address) = tcp(1).await;
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
-    let staging = theirs.core.card().unwrap().staging.clone();
+    let staging = theirs.shared.card().unwrap().staging.clone();
     let mut before = Before::take();
     for round in 0..4 {
         if round == 1 {
@@ -315,7 +315,10 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
         drop(asker);
         drop(output);
         until("no queue pair", || theirs.status().queue_pairs == 0).await;
-        assert!(staging.slot_within(limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(), "nothing is under way");
+        assert!(
+            staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(),
+            "nothing is under way"
+        );
     }
     before.is_again().await;
 }
@@ -391,16 +394,16 @@ struct Notes {
 }
 
 impl Events for Noted {
-    fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
+    fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str> {
         lock(&self.0).messages.push(message.to_vec());
         Ok(())
     }
 
-    fn told(&mut self, _number: u32) -> Result<(), &'static str> {
+    fn on_completion(&mut self, _number: u32) -> Result<(), &'static str> {
         Ok(())
     }
 
-    fn ended(&mut self, reason: &str) {
+    fn on_end(&mut self, reason: &str) {
         lock(&self.0).ended = Some(reason.to_owned());
     }
 }
@@ -418,14 +421,14 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     let two = Two::new(Limits::default()).await;
     two.pull(b"bulk", &[100_000; 8]).await;
     let before = Before::take();
-    let (card, other) = (two.ours.core.card().unwrap(), two.theirs.core.card().unwrap());
+    let (card, other) = (two.ours.shared.card().unwrap(), two.theirs.shared.card().unwrap());
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
-    near.join(&far.end()).unwrap();
-    far.join(&near.end()).unwrap();
+    near.join(&far.endpoint()).unwrap();
+    far.join(&near.endpoint()).unwrap();
     let (noted, far_noted) = (Noted::default(), Noted::default());
     let queue = card.engine.add(near, Box::new(noted.clone()));
     other.engine.add(far, Box::new(far_noted.clone()));
-    let free = card.staging.slot(limits::RDMA_STAGING_LEN / 2).is_some();
+    let free = card.staging.slot(dayfly_meta::limits::RDMA_STAGING_LEN / 2).is_some();
     let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
     let place = |key| Remote { address: target.address(), key };
     let mut slot = card.staging.slot(100).unwrap();
@@ -440,7 +443,7 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     // What comes after is dropped, and the others do not notice.
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
     two.pull(b"bulk", &[100_000; 8]).await;
-    assert!(free && card.staging.slot_within(limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
+    assert!(free && card.staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
     assert_eq!(two.ours.fallen_back(), []);
     drop(target);
     before.is_again().await;
@@ -459,12 +462,12 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     futures_util::future::join_all(requests).await;
     assert!(two.written() > 200 * 2000);
     // None at all, and never one: the queue pair ends by itself.
-    let card = two.ours.core.card().unwrap();
+    let card = two.ours.shared.card().unwrap();
     let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
     let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();
     let near = card.engine.queue_pair(8).unwrap();
-    near.join(&far.end()).unwrap();
-    far.join(&near.end()).unwrap();
+    near.join(&far.endpoint()).unwrap();
+    far.join(&near.endpoint()).unwrap();
     let noted = Noted::default();
     let queue = card.engine.add(near, Box::new(noted.clone()));
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
