@@ -62,7 +62,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
     ("not there (any more)", Cause::Gone),
-    ("refuses", Cause::Drive),
+    ("refused the request", Cause::Drive),
     ("No such file or directory", Cause::NoName),
     ("no such file or directory", Cause::NoName),
 ];

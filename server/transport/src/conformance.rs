@@ -209,7 +209,7 @@ async fn sealed_tcp_conforms() {
 
 /// As a suspended job does, or one whose node is starved: all its threads at once.
 #[tokio::test]
-async fn who_stood_still_loses_no_peer() {
+async fn a_suspended_process_loses_no_peer() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
@@ -256,7 +256,7 @@ async fn tap(to: SocketAddr, change_at: Option<usize>) -> (SocketAddr, Arc<Mutex
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
+async fn sealed_bytes_reveal_nothing_and_cannot_be_changed() {
     let secret = pattern(100_000);
     for (purpose, is_plain) in [(Purpose::Peer, true), (Purpose::SealedPeer, false)] {
         let ((ours, _), (theirs, address)) = (tcp_for(0, purpose).await, tcp_for(1, purpose).await);
@@ -408,7 +408,7 @@ async fn async_rdma_conforms() {
 }
 
 #[tokio::test]
-async fn faults_are_what_they_say() {
+async fn each_injected_fault_has_its_effect() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
     let plan: FaultSchedule = Arc::new(|seen| {
@@ -428,7 +428,7 @@ async fn faults_are_what_they_say() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_told_nothing() {
+async fn a_stranger_gets_no_answer() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let (theirs, address) = tcp(1).await;
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();

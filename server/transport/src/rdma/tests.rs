@@ -144,7 +144,7 @@ struct Role(Child);
 impl Role {
     fn start(role: &str) -> (Self, BufReader<std::process::ChildStdout>) {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, role);
+        child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, role);
         let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         (Self(child), output)
@@ -174,7 +174,7 @@ fn on_runtime(future: impl Future<Output = ()>) {
 
 /// Not a test by itself: what children of the others do.
 #[test]
-fn a_role_of_these_tests() {
+fn role_of_a_child_process() {
     let role = std::env::var(ROLE).unwrap_or_default();
     let mut words = role.split(' ');
     match words.next().unwrap_or_default() {
@@ -252,7 +252,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
 
 /// `tests/vm/rdma` runs the owner in another virtual machine, and tells where it is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_hosts_of_which_one_is_reset() {
+async fn requests_to_a_host_that_is_reset_fail_in_time() {
     let Some(address) = std::env::var("DAYFLY_TEST_OWNER").ok().filter(|_| has_card()) else { return };
     let reset = std::env::var("DAYFLY_TEST_RESET").unwrap();
     let (tcp, _) = tcp(0).await;
@@ -295,7 +295,7 @@ async fn two_hosts_of_which_one_is_reset() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_asker_leaves_its_owner_nothing() {
+async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
     if !has_card() {
         return;
     }
@@ -324,7 +324,7 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
+async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     if !has_card() {
         return;
     }
@@ -358,7 +358,7 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_that_the_card_does_not_know_is_served_all_the_same() {
+async fn unregistered_memory_is_served_too() {
     if !has_card() {
         return;
     }
@@ -414,7 +414,7 @@ fn post(card: &Card, queue: engine::QueueId, slot: Slot, action: Action, len: u3
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_wrong_key_ends_that_queue_pair_alone() {
+async fn a_wrong_key_ends_only_that_queue_pair() {
     if !has_card() {
         return;
     }
@@ -450,7 +450,7 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn messages_wait_for_receives_and_not_for_ever() {
+async fn messages_wait_for_receives_but_not_forever() {
     if !has_card() {
         return;
     }
@@ -495,7 +495,7 @@ async fn work_waits_for_room_in_the_completion_queue() {
 }
 
 #[test]
-fn too_little_locked_memory_is_named_with_the_way_out() {
+fn too_little_locked_memory_is_reported_with_a_remedy() {
     if !has_card() {
         return;
     }
@@ -503,7 +503,7 @@ fn too_little_locked_memory_is_named_with_the_way_out() {
     for limit in [8 << 20, 100 << 20_u64] {
         let mut child = Command::new("setpriv");
         child.args(["--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]).arg(std::env::current_exe().unwrap());
-        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
+        child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
         let output = String::from_utf8(child.output().unwrap().stdout).unwrap();
         let told = line_with(&mut output.as_bytes(), "ability");
         assert!(told.contains(&format!("limited to {limit} bytes")) && told.contains("ulimit -l unlimited"), "{told}");

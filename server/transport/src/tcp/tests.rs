@@ -115,7 +115,7 @@ async fn a_flow_ends(purpose: Purpose, flow: usize, way: Way) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_dead_flow_is_replaced_and_no_reader_sees_it() {
+async fn a_dead_link_is_replaced_and_no_reader_notices() {
     for purpose in [Purpose::Peer, Purpose::SealedPeer] {
         for way in [Way::Black, Way::Closed] {
             // For small messages, and for bulk.
@@ -126,7 +126,7 @@ async fn a_dead_flow_is_replaced_and_no_reader_sees_it() {
 
 /// `docs/PROTOCOL.md`: a link that is slow is not one that is dead, also while pings wait behind bulk.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_flow_is_not_replaced() {
+async fn a_slow_link_is_not_replaced() {
     const LEN: usize = 1 << 20;
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
@@ -145,7 +145,7 @@ async fn a_slow_flow_is_not_replaced() {
 
 /// `docs/PROTOCOL.md`: the peer is lost when all its links are silent, or have ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_peer_all_of_whose_flows_are_dead_is_lost() {
+async fn a_peer_is_lost_when_all_of_its_links_are_dead() {
     for way in [Way::Black, Way::Closed] {
         let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
         let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
@@ -179,7 +179,7 @@ impl Service for Hung {
 
 /// `docs/SEMANTICS.md`: a node whose drive hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hung_drive_takes_a_bounded_part_of_memory_and_healthy_peers_are_read_on() {
+async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still_read() {
     let (ours, _) = tcp(0).await;
     let ((hung, hung_address), (good, good_address)) = (tcp(1).await, tcp(2).await);
     let (answer, told) = watch::channel(false);
@@ -266,7 +266,7 @@ impl Service for Lender {
 
 /// `docs/PROTOCOL.md`, "Offers": one that is given up after it was accepted is withdrawn, so that its room is free again.
 #[tokio::test]
-async fn an_offer_that_is_given_up_frees_the_room_that_was_lent_to_it() {
+async fn a_slot_reserved_for_an_offer_is_free_again_after_the_offer_was_given_up() {
     let len = 1 << 20;
     let ours = tcp_with(0, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await.0;
     let (theirs, address) = tcp_with(1, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hundred_thousand_operations_leave_the_kernel_as_it_was() {
+async fn a_hundred_thousand_operations_leave_kernel_memory_unchanged() {
     if !has_card() {
         return;
     }
@@ -70,7 +70,7 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
 
 /// Large pieces of a cold file, of all lengths, come past the page cache.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn cold_pieces_come_past_the_page_cache() {
+async fn cold_pieces_are_read_past_the_page_cache() {
     struct Cold(Arc<std::fs::File>);
 
     #[async_trait]
