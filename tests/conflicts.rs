@@ -124,16 +124,16 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
         |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
     let told = stage(&["leaves.tar"], "/dayfly/leaves");
     assert!(
-        told.contains("1 members refused") && told.contains("../outside") && told.contains("1 devices, FIFOs or sockets"),
+        told.contains("1 archive member refused") && told.contains("../outside") && told.contains("1 device, FIFO or socket"),
         "{told}"
     );
     assert_eq!(cluster.ok(&["ls", "/dayfly/leaves"]), "file\n");
     let told = stage(&["absolute.tar"], "/dayfly/absolute");
-    assert!(told.contains("1 absolute names made relative"), "{told}");
+    assert!(told.contains("1 absolute name made relative"), "{told}");
     let path = format!("/dayfly/absolute{}", cluster.at("t/file").display());
     assert_eq!(cluster.ok(&["cat", &path]), "inside");
     let told = stage(&["below-symlink-1.tar", "below-symlink-2.tar"], "/dayfly/symlink");
-    assert!(told.contains("1 members refused") && told.contains("t/x"), "{told}");
+    assert!(told.contains("1 archive member refused") && told.contains("t/x"), "{told}");
     cluster.down();
 }
 

@@ -209,7 +209,7 @@ fn commands_answer_as_those_of_coreutils() {
         "{long}"
     );
     let stat = cluster.ok(&["stat", "/dayfly/t/sub/3.bin"]);
-    assert!(stat.contains("Access: 4750/-rwsr-x---") && stat.contains("Origin: tree"), "{stat}");
+    assert!(stat.contains("Access: 4750/-rwsr-x---") && stat.contains("Origin: directory"), "{stat}");
     for (status, arguments) in [
         (1, &["cat", "/dayfly/t/none"][..]),
         (1, &["cat", "/dayfly/t/sub"]),
@@ -221,7 +221,7 @@ fn commands_answer_as_those_of_coreutils() {
     }
     assert!(cluster.fails(1, &["cp", "/dayfly/t/sub", "/tmp"]).contains("-r"));
     assert!(cluster.ok(&["df"]).lines().count() == 4);
-    assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 samples"));
+    assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 sample "));
     assert!(cluster.fails(1, &["verify", "/dayfly/none"]).contains("no such file"));
     cluster.down();
 }
@@ -252,7 +252,7 @@ fn sessions_are_told_apart() {
     assert!(message.contains(&first) && message.contains(&second) && message.contains("DAYFLY_SESSION"), "{message}");
     assert!(ground.fails(1, &["down"]).contains(&first));
     let down = |session: &str| text(&output_of(ground.dayfly().arg("down").env("DAYFLY_SESSION", session)).stdout);
-    assert!(down(&second).contains("1 nodes ended"));
+    assert!(down(&second).contains("1 node ended"));
     assert!(down(&second).contains("nothing to do"));
     assert!(ground.ok(&["status"]).contains(&first));
     // One that lives elsewhere but shares the data dir is not swept away, though its folders look empty.
@@ -266,7 +266,7 @@ fn sessions_are_told_apart() {
     for session in
         ground.fails(1, &["down"]).split(|character: char| !character.is_ascii_hexdigit()).filter(|word| word.len() == 16)
     {
-        assert!(down(session).contains("1 nodes ended"));
+        assert!(down(session).contains("1 node ended"));
     }
     ground.assert_clean();
     other.assert_clean();
@@ -365,7 +365,7 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
     assert_eq!(line, "ready\ntold\n");
     assert_eq!(harness::wait_for(&mut child, harness::COMMAND_TIMEOUT).unwrap().code(), Some(3));
     let message = ground.fails(2, &["run", "--stage-in", "a.tar:/dayfly/x", "--stage-in", "b.tar:/dayfly/x", "--", "true"]);
-    assert!(message.contains("'/dayfly/x' is staged in to twice"), "{message}");
+    assert!(message.contains("'/dayfly/x' is the target of two --stage-in"), "{message}");
     ground.assert_clean();
 }
 

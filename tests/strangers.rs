@@ -151,7 +151,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
             "is a symbolic link of user 65531",
         ),
     ];
-    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {
         let trap = commons.at(&format!("{place}/dayfly-{OWNER}"));
         for (script, what) in traps {
             assert_eq!(commons.python(STRANGER, script, &trap), "done");
@@ -195,7 +195,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
 fn a_folder_that_others_could_move_away_is_refused() {
     let Some(commons) = Commons::new() else { return };
     let mode = |place: &str, mode: u32| fs::set_permissions(commons.at(place), fs::Permissions::from_mode(mode)).unwrap();
-    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {
         mode(place, 0o777);
         let up = commons.dayfly(OWNER, &["up"]);
         let said = text(&up.stderr);
