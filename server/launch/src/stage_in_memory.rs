@@ -6,7 +6,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, stage_memory_min};
+use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, stage_in_memory_min};
 
 use crate::error::LaunchError;
 
@@ -15,7 +15,7 @@ const GROUP_DIVISOR: u64 = 4;
 
 /// Checks that the memory suffices for the number of workers, or for one worker if the number is not given.
 pub(crate) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), LaunchError> {
-    let minimum = stage_memory_min(workers.map_or(1, usize::from));
+    let minimum = stage_in_memory_min(workers.map_or(1, usize::from));
     match wanted {
         Some(wanted) if wanted < minimum => Err(LaunchError::StageInMemoryTooSmall { minimum, workers }),
         _ => Ok(()),
@@ -24,14 +24,14 @@ pub(crate) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), Lau
 
 /// Returns the bytes that each of `servers` servers in this process's control group may take.
 pub(crate) fn per_server(wanted: Option<u64>, servers: u16, workers: Option<u16>) -> u64 {
-    let minimum = stage_memory_min(workers.map_or(1, usize::from));
+    let minimum = stage_in_memory_min(workers.map_or(1, usize::from));
     let default = || default(group_limit(Path::new("/proc/self/cgroup"), Path::new("/sys/fs/cgroup")), servers);
     wanted.unwrap_or_else(|| default().max(minimum))
 }
 
 fn default(limit: Option<u64>, servers: u16) -> u64 {
     let share = limit.map_or(u64::MAX, |limit| limit / GROUP_DIVISOR / u64::from(servers.max(1)));
-    share.clamp(STAGE_MEMORY_MIN, STAGE_MEMORY_DEFAULT)
+    share.clamp(STAGE_IN_MEMORY_MIN, STAGE_IN_MEMORY_DEFAULT)
 }
 
 /// Returns the lowest memory limit of the control groups that this process is in, or `None` if there is none.
@@ -82,7 +82,7 @@ mod tests {
         check("0::/not/here\n", None);
         check("4:cpu,memory:/a\n1:cpuset:/a\n", Some(1000));
         assert_eq!(group_limit(&at("nothing"), &at("fs")), None);
-        assert_eq!((default(None, 4), default(Some(8 << 30), 4)), (STAGE_MEMORY_DEFAULT, 512 << 20));
-        assert_eq!(default(Some(1 << 20), 1), STAGE_MEMORY_MIN);
+        assert_eq!((default(None, 4), default(Some(8 << 30), 4)), (STAGE_IN_MEMORY_DEFAULT, 512 << 20));
+        assert_eq!(default(Some(1 << 20), 1), STAGE_IN_MEMORY_MIN);
     }
 }

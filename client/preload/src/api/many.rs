@@ -37,8 +37,8 @@ fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
     if flags & !(TELL_MISSING | AS_THEY_COME) != 0 {
         return Err(libc::EINVAL);
     }
-    let delivery = if flags & AS_THEY_COME == 0 { Delivery::Given } else { Delivery::Arrival };
-    Ok((delivery, if flags & TELL_MISSING == 0 { OnMissing::Fail } else { OnMissing::Tell }))
+    let delivery = if flags & AS_THEY_COME == 0 { Delivery::InOrder } else { Delivery::AsAvailable };
+    Ok((delivery, if flags & TELL_MISSING == 0 { OnMissing::Fail } else { OnMissing::Report }))
 }
 
 fn errno(error: &ClientError) -> Errno {

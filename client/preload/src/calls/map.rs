@@ -96,7 +96,7 @@ fn map(view: &View, file: &OpenFile, request: &Request) -> Result<*mut c_void, F
 fn fill(view: &View, file: &OpenFile, request: &Request, base: *mut c_void) -> Result<(), Fault> {
     let mut copied: Vec<Part> = Vec::new();
     for part in parts(file, request)? {
-        let place = file.dataset().place(part.block).filter(|_| may_lie_in_place(view, file, &part));
+        let place = file.dataset().segment_position(part.block).filter(|_| may_lie_in_place(view, file, &part));
         match place {
             Some((segment, place)) if in_place::note(base as usize + part.start as usize, part.len as usize) => {
                 put(request, base, part.start, part.len, segment.as_raw_fd(), place + part.within)?;

@@ -9,7 +9,7 @@ use std::thread;
 use dayfly_client::ClientError;
 use dayfly_client::locate::{self, Location};
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{DECODERS_MAX, stage_workers_max};
+use dayfly_meta::limits::{DECODERS_MAX, stage_in_workers_max};
 use nix::fcntl::Flock;
 
 use crate::cleanup;
@@ -61,7 +61,7 @@ impl ServerEnvironment {
         }
         // Only the cores that this process's cpuset and control group allow.
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_workers_max(stage_in_memory));
+        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_in_workers_max(stage_in_memory));
         let workers = settings.stage_in_workers.map_or(share, usize::from);
         // A single source is decoded by all cores. With many sources the workers keep the cores busy, and share the decoder threads.
         let decoders = cores.clamp(1, DECODERS_MAX);

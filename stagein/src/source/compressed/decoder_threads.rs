@@ -21,7 +21,7 @@ use dayfly_meta::wire::control::Step;
 
 use super::frames::Walk;
 use super::{Streams, decoder, xz_dictionary_len};
-use crate::gauge::Gauge;
+use crate::progress::ProgressMonitor;
 use crate::source::plain::{PlainReader, Skip};
 use independent::{Inflated, Markers, inflate};
 
@@ -33,7 +33,7 @@ const PIECE_LEN_MIN: usize = 1 << 20;
 const INPUT_CHUNKS: usize = 8;
 /// Chunks that are kept though nobody uses them.
 const POOL_CHUNKS_MAX: usize = 16;
-/// Decoders with a larger window than this run one at a time on a node.
+/// DecoderLimits with a larger window than this run one at a time on a node.
 const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
 
 /// Bytes, or why there are no more.
@@ -64,7 +64,7 @@ impl Pool {
 
 /// How many threads may decode one source, and how many bytes they may be ahead.
 #[derive(Clone, Copy, Debug)]
-pub struct Decoders {
+pub struct DecoderLimits {
     /// At least one.
     pub threads: usize,
     /// Of all threads together.
@@ -76,7 +76,7 @@ pub(crate) struct Decoded<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     file: File,
     compression: Compression,
-    decoders: Decoders,
+    decoders: DecoderLimits,
     pool: Pool,
     pieces: Receiver<Receiver<Output>>,
     piece: Option<Receiver<Output>>,
@@ -84,7 +84,7 @@ pub(crate) struct Decoded<'scope, 'env> {
     at: usize,
     /// Of a stream in independent parts: what the worker has had, by number and checksum.
     independent: Option<(u64, crc32fast::Hasher)>,
-    gauge: Arc<Gauge>,
+    monitor: Arc<ProgressMonitor>,
     waited: Duration,
     /// After a failure there is nothing more, whatever other decoders have.
     has_failed: bool,
@@ -95,10 +95,10 @@ pub(crate) fn start<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     compression: Compression,
     file: File,
-    decoders: Decoders,
-    gauge: Arc<Gauge>,
+    decoders: DecoderLimits,
+    monitor: Arc<ProgressMonitor>,
 ) -> io::Result<Decoded<'scope, 'env>> {
-    let mut input = PlainReader::new(file.try_clone()?, 0, u64::MAX, gauge.clone())?;
+    let mut input = PlainReader::new(file.try_clone()?, 0, u64::MAX, monitor.clone())?;
     let (sender, pieces) = sync_channel(decoders.threads.saturating_sub(1));
     let cuts = match Walk::new(compression) {
         _ if decoders.threads == 1 => Cuts::None,
@@ -107,7 +107,7 @@ pub(crate) fn start<'scope, 'env>(
     };
     let independent = matches!(cuts, Cuts::Markers(_)).then(|| (0, crc32fast::Hasher::new()));
     let pool = Pool::default();
-    let splitter = Splitter { scope, compression, decoders, pool: pool.clone(), gauge: gauge.clone(), pieces: sender };
+    let splitter = Splitter { scope, compression, decoders, pool: pool.clone(), monitor: monitor.clone(), pieces: sender };
     scope.spawn(move || splitter.run(input, cuts));
     let (piece, chunk, at, waited) = (None, Vec::new(), 0, Duration::ZERO);
     Ok(Decoded {
@@ -121,7 +121,7 @@ pub(crate) fn start<'scope, 'env>(
         chunk,
         at,
         independent,
-        gauge,
+        monitor,
         waited,
         has_failed: false,
     })
@@ -165,8 +165,8 @@ impl Decoded<'_, '_> {
 
     /// Decodes again, in one piece, up to where the worker is.
     fn restart(&mut self, passed: u64) -> io::Result<()> {
-        let decoders = Decoders { threads: 1, ..self.decoders };
-        let mut again = start(self.scope, self.compression, self.file.try_clone()?, decoders, self.gauge.clone())?;
+        let decoders = DecoderLimits { threads: 1, ..self.decoders };
+        let mut again = start(self.scope, self.compression, self.file.try_clone()?, decoders, self.monitor.clone())?;
         again.skip(passed)?;
         again.waited += self.waited;
         *self = again;
@@ -209,7 +209,7 @@ impl Read for Decoded<'_, '_> {
             if self.has_failed {
                 return Ok(0);
             }
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(io::Error::other("cancelled"));
             }
             let start = Instant::now();
@@ -247,16 +247,16 @@ impl Skip for Decoded<'_, '_> {}
 struct Splitter<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     compression: Compression,
-    decoders: Decoders,
+    decoders: DecoderLimits,
     pool: Pool,
-    gauge: Arc<Gauge>,
+    monitor: Arc<ProgressMonitor>,
     pieces: SyncSender<Receiver<Output>>,
 }
 
 impl<'scope> Splitter<'scope, '_> {
     /// Ends early when nobody wants the bytes any more.
     fn run(self, mut input: PlainReader, mut cuts: Cuts) {
-        let gauge = self.gauge.clone();
+        let monitor = self.monitor.clone();
         let alone;
         let mut threads = self.decoders.threads;
         let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
@@ -272,7 +272,7 @@ impl<'scope> Splitter<'scope, '_> {
         }
         if needs_much {
             // Held until the whole file is decoded. The frames then are not told apart, so there is one decoder.
-            alone = gauge.large_window();
+            alone = monitor.wait_for_large_window();
             if alone.is_none() {
                 // It was cancelled; the worker that has this stream looks at that itself.
                 return;
@@ -332,11 +332,11 @@ impl<'scope> Splitter<'scope, '_> {
         let ahead = self.decoders.ahead_len / CHUNK_LEN / threads.max(1);
         let (sender, output) = sync_channel(ahead.max(1));
         self.pieces.send(output).ok()?;
-        let (compression, gauge) = (self.compression, self.gauge.clone());
+        let (compression, monitor) = (self.compression, self.monitor.clone());
         let compressed = ChunkReader::new(compressed, self.pool.clone());
         let decoding = self.scope.spawn(move || match part {
-            Part::Whole => decode(compression, compressed, &sender, threads, &gauge),
-            Part::Independent { is_first } => decode_part(is_first, compressed, &sender, &gauge),
+            Part::Whole => decode(compression, compressed, &sender, threads, &monitor),
+            Part::Independent { is_first } => decode_part(is_first, compressed, &sender, &monitor),
         });
         Some((input, decoding))
     }
@@ -351,7 +351,7 @@ enum Part {
     Independent { is_first: bool },
 }
 
-fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Output>, gauge: &Gauge) {
+fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Output>, monitor: &ProgressMonitor) {
     let start = Instant::now();
     let mut sending = Duration::ZERO;
     let inflated = inflate(&mut input, is_first, CHUNK_LEN, &mut |inflated| {
@@ -364,10 +364,16 @@ fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Outpu
         // Whoever would be told may be gone.
         let _ = output.send(Err(error));
     }
-    gauge.busy(Step::Decoding, start.elapsed().saturating_sub(input.waited + sending));
+    monitor.add_busy_time(Step::Decoding, start.elapsed().saturating_sub(input.waited + sending));
 }
 
-fn decode(compression: Compression, mut input: ChunkReader, output: &SyncSender<Output>, threads: usize, gauge: &Gauge) {
+fn decode(
+    compression: Compression,
+    mut input: ChunkReader,
+    output: &SyncSender<Output>,
+    threads: usize,
+    monitor: &ProgressMonitor,
+) {
     let pool = input.pool.clone();
     let mut busy = Duration::ZERO;
     let mut failure = None;
@@ -394,7 +400,7 @@ fn decode(compression: Compression, mut input: ChunkReader, output: &SyncSender<
         // Whoever would be told may be gone.
         let _ = output.send(Err(error));
     }
-    gauge.busy(Step::Decoding, busy.saturating_sub(input.waited));
+    monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));
 }
 
 /// As many bytes as there are, up to the chunk's length, or to a failure.
@@ -473,7 +479,7 @@ mod tests {
     fn unpack(compression: Compression, packed: &[u8], threads: usize) -> io::Result<Vec<u8>> {
         let mut file = tempfile::tempfile()?;
         file.write_all(packed)?;
-        let decoders = Decoders { threads, ahead_len: 1 << 20 };
+        let decoders = DecoderLimits { threads, ahead_len: 1 << 20 };
         std::thread::scope(|scope| {
             let mut all = Vec::new();
             start(scope, compression, file, decoders, Arc::default())?.read_to_end(&mut all)?;
@@ -547,7 +553,7 @@ mod tests {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&packed).unwrap();
         std::thread::scope(|scope| {
-            let decoders = Decoders { threads: 2, ahead_len: 1 << 20 };
+            let decoders = DecoderLimits { threads: 2, ahead_len: 1 << 20 };
             let mut decoded = start(scope, Compression::Zstd, file, decoders, Arc::default()).unwrap();
             decoded.read_exact(&mut [0; 1000]).unwrap();
         });
