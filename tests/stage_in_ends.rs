@@ -82,7 +82,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
         let start = Instant::now();
         let message = cluster.fails(1, &["stage-in", source, "/dayfly/x"]);
         assert!(start.elapsed() >= Duration::from_secs(2), "{message}");
-        for word in ["nothing went forward", "2 s", "--stage-in-timeout", "node ", "reading", held] {
+        for word in ["no progress", "2 s", "--stage-in-timeout", "node ", "reading", held] {
             assert!(message.contains(word), "{word:?} is not in {message}");
         }
         drop(holding);

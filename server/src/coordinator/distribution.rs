@@ -1,4 +1,4 @@
-//! How a finished dataset is spread over nodes, sizes and directories.
+//! How the samples of a finished dataset are distributed over nodes, sizes and directories.
 
 use std::collections::HashMap;
 
@@ -10,26 +10,28 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// Numbers of classes by nodes that fit a summary, and classes that a reader can tell apart.
+/// Classes times nodes that fit a summary.
 const SHARES_MAX: usize = 16 << 10;
+/// Classes that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;
-/// Top directories looked at; a dataset with more of them has no classes.
+/// Top directories that are counted. Samples in further ones are of no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
-/// What a summary tells of the whole catalog.
-pub(super) struct Spread {
+/// Figures of the whole catalog, for the summary.
+pub(super) struct Distribution {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,
     pub(super) classes: Vec<ClassShare>,
-    /// Samples that are archives by their names.
+    /// Samples whose names end like those of archives.
     pub(super) archives: u64,
 }
 
-impl Spread {
-    /// Reads the whole catalog.
+impl Distribution {
+    /// Reads the whole catalog. Blocks.
     pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
         let catalog = dataset.catalog();
-        let mut spread = Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
+        let mut distribution =
+            Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
         let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
         let root = EntryId(0);
         let (mut top, mut top_end) = (root, root);
@@ -39,17 +41,17 @@ impl Spread {
                 (top, top_end) = (id, entry.next);
             }
             let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
-            spread.archives += u64::from(has_archive_ending(entry.name));
-            spread.sizes[64 - size.leading_zeros() as usize] += 1;
+            distribution.archives += u64::from(has_archive_ending(entry.name));
+            distribution.sizes[64 - size.leading_zeros() as usize] += 1;
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let Some(owner) = catalog.owner(block) else { continue };
-                let Some(node) = spread.nodes.get_mut(owner.index()) else { continue };
+                let Some(node) = distribution.nodes.get_mut(owner.index()) else { continue };
                 node.bytes += block_len(size, part);
                 if part > 0 {
                     continue;
                 }
                 node.samples += 1;
-                // What lies in the root is of no class.
+                // A sample directly in the root is of no class.
                 if top != id && (classes.len() < DIRECTORIES_MAX || classes.contains_key(&top)) {
                     classes.entry(top).or_insert_with(|| vec![0; nodes])[owner.index()] += 1;
                 }
@@ -59,12 +61,12 @@ impl Spread {
         let mut largest: Vec<(EntryId, Vec<u64>)> = classes.into_iter().collect();
         largest.sort_by_key(|(id, samples)| (std::cmp::Reverse(samples.iter().sum::<u64>()), *id));
         largest.truncate((SHARES_MAX / nodes.max(1)).clamp(1, CLASSES_MAX));
-        spread.classes = largest.into_iter().map(|(id, samples)| ClassShare { name: name(id), samples }).collect();
-        spread
+        distribution.classes = largest.into_iter().map(|(id, samples)| ClassShare { name: name(id), samples }).collect();
+        distribution
     }
 }
 
-/// How much the fullest node holds over the mean, in tenths of a percent.
+/// How much more the fullest node holds than the mean, in thousandths of the mean.
 pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
     let all: u64 = nodes.iter().map(|node| node.bytes).sum();
     let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;
