@@ -143,8 +143,8 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         ("os.mkdir(path); os.chmod(path, 0o777)", "belongs to user 65531"),
         ("os.mkdir(path); os.chmod(path, 0o700)", "belongs to user 65531"),
         ("os.mkdir(path); os.chmod(path, 0)", "belongs to user 65531"),
-        ("open(path, 'w').close()", "is no directory of user 65531"),
-        ("os.mkfifo(path)", "is no directory of user 65531"),
+        ("open(path, 'w').close()", "is not a directory of user 65531"),
+        ("os.mkfifo(path)", "is not a directory of user 65531"),
         // Neither is it followed elsewhere.
         (
             "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)",
