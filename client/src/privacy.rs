@@ -32,7 +32,7 @@ enum Exposure {
     Link { owner: u32 },
     #[error("it is not a directory{}", of(*.owner))]
     NoDirectory { owner: u32 },
-    #[error("it belongs to user {owner}, who made it before you could")]
+    #[error("it belongs to user {owner}, who created it before you could")]
     Foreign { owner: u32 },
     #[error("its mode is {mode:04o}, which lets others in: 'chmod 700' makes it private")]
     Open { mode: u32 },
@@ -42,7 +42,7 @@ enum Exposure {
 
 /// The end of a message: whose file it is, and what this user can do about it.
 fn of(owner: u32) -> String {
-    if owner == geteuid().as_raw() { ", of your own: remove it".to_owned() } else { format!(" of user {owner}") }
+    if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }
 
 impl NotPrivate {
@@ -122,8 +122,8 @@ mod tests {
         assert_eq!(said("good"), None);
         for (name, word) in [
             ("open", "mode is 0750"),
-            ("file", "not a directory, of your own: remove it"),
-            ("link", "a symbolic link, of your own"),
+            ("file", "not a directory; it is yours: remove it"),
+            ("link", "a symbolic link; it is yours"),
             ("none", "No such file"),
         ] {
             assert!(said(name).is_some_and(|said| said.contains(word) && said.contains("not a private folder")), "{name}");
