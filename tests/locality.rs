@@ -13,6 +13,8 @@ use dayfly_meta::id::SampleId;
 use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, read_epoch, session};
 use harness::wait_until;
 
+/// SEMANTICS: "Blocks that came from other nodes are cached on the node's drives where there is room,
+/// so that they are local from the next epoch on."
 #[test]
 fn with_room_for_all_the_second_epoch_asks_nobody() {
     let lens: Vec<usize> = (0..800).map(|number| 100 + number * 37 % 30_000).chain([9 << 20, 5 << 20, 70_000]).collect();
@@ -51,6 +53,8 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     cluster.down();
 }
 
+/// SEMANTICS: "Cached blocks make way for `tune --cache`; concurrent changes take effect one after
+/// another."
 #[test]
 fn what_is_kept_is_thought_over_by_one_at_a_time() {
     let cluster = session(3, &[], &[50_000; 300]);
@@ -83,6 +87,8 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
     cluster.down();
 }
 
+/// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
+/// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
 fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let cluster = session(3, &[], &[20_000; 1500]);
@@ -103,6 +109,7 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     cluster.down();
 }
 
+/// SEMANTICS: "Cached blocks make way for stage-ins."
 #[test]
 fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     let lens = vec![100_000; 60];
@@ -118,7 +125,7 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     cluster.down();
 }
 
-/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it.
+/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     let cluster = session(2, &[], &[60_000; 200]);
@@ -139,7 +146,7 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     cluster.down();
 }
 
-/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it, those with the highest hashes first.
+/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
     // Of 32 MiB a node owns 10 and keeps 10; 16 more on each node leave 6 of what is kept.
@@ -193,6 +200,9 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
     hits as f64 / all as f64
 }
 
+/// SEMANTICS: "If there is not room for all of them, a hash of the block selects the same ones in every
+/// epoch: with room for four fifths, four fifths of each later epoch are local, where an LRU cache
+/// would have fewer. `status` shows the predicted and the observed share."
 #[test]
 fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     const FILES: usize = 1500;
@@ -234,6 +244,8 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     cluster.down();
 }
 
+/// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
+/// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
 fn what_is_ordered_is_there_before_it_is_read() {
     let lens: Vec<usize> = (0..2000).map(|number| 2000 + number * 13 % 3000).collect();
@@ -272,6 +284,7 @@ fn what_is_ordered_is_there_before_it_is_read() {
     cluster.down();
 }
 
+/// SEMANTICS: "A large file that a client reads sequentially, without an order, is read ahead."
 #[test]
 fn a_large_file_is_read_ahead_of_who_goes_through_it() {
     let len = 40 << 20;

@@ -112,6 +112,10 @@ fn finish(child: Child) {
     assert!(output.status.success(), "{}{}", harness::text(&output.stdout), harness::text(&output.stderr));
 }
 
+/// SEMANTICS: "A block that another node owns comes through the node's server, in chunks of at most 4
+/// MiB, into the arena, which all processes of the node share. Requests for one chunk are joined:
+/// sixteen processes cause one transfer. While the chunk is in the arena, processes find it without
+/// asking the server."
 #[test]
 fn sixteen_processes_that_want_one_block_cause_one_transfer() {
     let lens: Vec<usize> = (0..40).map(|number| 3_500_000 + number).collect();
@@ -132,6 +136,10 @@ fn sixteen_processes_that_want_one_block_cause_one_transfer() {
     cluster.down();
 }
 
+/// SEMANTICS: "Many samples at once: `read_many` in Rust takes samples or paths; C has
+/// `dayfly_read_many` and `dayfly_batch_*`. Blocks that the node holds are used in place; the others
+/// take one message to the server and one to each owner. Samples are delivered in the order requested,
+/// or as they arrive."
 #[test]
 fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     let lens: Vec<usize> = (0..400).map(|number| number * number % 9001).chain([5 << 20, 9 << 20]).collect();
@@ -173,6 +181,8 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     cluster.down();
 }
 
+/// SEMANTICS: "A sample that cannot be read ends the batch, or is reported by itself, as the caller
+/// chooses."
 #[test]
 fn what_is_missing_ends_the_batch_or_is_told() {
     let cluster = session(2, &[], &[100; 60]);
@@ -221,6 +231,8 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     assert!(errors.iter().all(|sample| far.contains(sample)));
 }
 
+/// SEMANTICS: "While the arena is full of leases, requests wait for at most 15 s, first come, first
+/// served. A batch that is larger than the arena comes in parts."
 #[test]
 fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     let memory = ARENA_LEN_MIN.to_string();
@@ -259,6 +271,8 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     cluster.down();
 }
 
+/// SEMANTICS: "A batch that gets its parts releases them, keeping copies, rather than wait for others
+/// that do the same."
 #[test]
 fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
     let memory = ARENA_LEN_MIN.to_string();
@@ -286,6 +300,7 @@ fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
     cluster.down();
 }
 
+/// SEMANTICS: "A batch ends when its session ends."
 #[test]
 fn a_batch_under_way_ends_when_the_session_does() {
     let cluster = session(2, &[], &[20_000; 3000]);
@@ -304,6 +319,8 @@ fn a_batch_under_way_ends_when_the_session_does() {
     assert!(!batch.is_good() && start.elapsed() < Duration::from_secs(5));
 }
 
+/// SEMANTICS: "A batch or an order belongs to the process that made it. A forked child's use of its
+/// copy does not affect the parent."
 #[test]
 fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
     let ground = Ground::new();
@@ -330,6 +347,7 @@ fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
     cluster.down();
 }
 
+/// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
 fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
     let cluster = session(2, &[], &[200_000; 60]);
@@ -353,6 +371,7 @@ fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
     cluster.down();
 }
 
+/// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
 fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
     let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());

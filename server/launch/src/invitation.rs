@@ -1,64 +1,89 @@
-//! What is said between who starts servers, the *supervisor*, and each server: the invitation, by standard input or a file, which has the
-//! key; all else on a channel that the key seals, in which the server is the guest.
+//! The invitation: what a server gets from its launcher before it connects to the supervisor.
+//!
+//! It is one line of JSON on standard input, or in the key file, and the only message that carries the session's key in the clear.
+//! Everything else goes over the control channel, which the key seals (see [`crate::control`]).
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_server::{Ability, Agreement, Preference};
+use dayfly_server::Preference;
 use serde::{Deserialize, Serialize};
 use zeroize::Zeroizing;
 
-use crate::failure::Failure;
+use crate::error::LaunchError;
 
-/// Room for all that is said but for names of hosts.
-const LINE_LEN: usize = 64 << 10;
+/// Room for everything in an invitation except the names of hosts.
+const BASE_LEN: usize = 64 << 10;
 
-/// Told first: what all servers of a session are told alike, and, where each is started by itself, which it is.
+/// What a server needs to find its supervisor and to start. All servers of a session get the same, except for `host` and `below`.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Invitation {
+    /// The launcher's version, so that a server of another version can name both.
+    pub(crate) version: String,
+    /// Session id, in hexadecimal.
     pub(crate) session: String,
     pub(crate) key: Zeroizing<[u8; 32]>,
-    /// Where the supervisor listens.
+    /// Addresses at which the supervisor listens.
     pub(crate) supervisor: Vec<SocketAddr>,
-    /// The name of the guest's node in the list, if it is meant for one.
+    /// The server's host as the list names it, if the invitation is for one server only.
     pub(crate) host: Option<String>,
-    /// The variable that has the name, if it is meant for all.
-    pub(crate) node_name: Option<String>,
-    /// Whether the manager tells it of the job's end, and perhaps some time before.
-    pub(crate) is_step: bool,
+    /// The variable that holds the host's name, if the invitation is for all servers.
+    pub(crate) node_name_variable: Option<String>,
+    /// Whether the server runs as a job step (see `Launcher::is_job_step`).
+    pub(crate) is_job_step: bool,
+    /// Whether all servers run on one machine (see `Launcher::is_local`).
+    pub(crate) is_local: bool,
     /// The manager's name of the job.
     pub(crate) job: Option<String>,
+    /// The folder that holds each user's folder of sessions.
     pub(crate) runtime_dir: PathBuf,
     pub(crate) settings: Settings,
-    /// How long the session goes on without its supervisor.
+    /// How long the session continues without its supervisor.
     pub(crate) keep_ms: u64,
-    /// How long nodes may take to come together.
+    /// How long the nodes may take to join.
     pub(crate) start_timeout_ms: u64,
-    /// Others for the guest to start.
+    /// Hosts on which this server starts further servers, along the tree of launchers.
     pub(crate) below: Vec<String>,
-    /// And how.
+    /// The launcher for the servers in `below`.
     pub(crate) launcher: String,
     pub(crate) launcher_args: Vec<String>,
-    /// What servers log.
+    /// The log filter, as in `DAYFLY_LOG`.
     pub(crate) log: Option<String>,
 }
 
 impl Invitation {
-    /// As it is told, in one piece, for what a buffer has grown out of is not overwritten.
-    pub(super) fn to_line(&self) -> Result<Zeroizing<Vec<u8>>, Failure> {
+    /// Encodes the invitation as one line. The buffer is allocated once, because a buffer that is outgrown is not overwritten and
+    /// would leave the key in memory.
+    pub(crate) fn to_line(&self) -> Result<Zeroizing<Vec<u8>>, LaunchError> {
         let names: usize = self.below.iter().map(|name| name.len() + 3).sum();
-        let mut line = Zeroizing::new(Vec::with_capacity(LINE_LEN + names));
-        serde_json::to_writer(&mut *line, self).map_err(Failure::new)?;
+        let mut line = Zeroizing::new(Vec::with_capacity(BASE_LEN + names));
+        serde_json::to_writer(&mut *line, self)
+            .map_err(|error| LaunchError::io("cannot encode the invitation")(std::io::Error::from(error)))?;
         line.push(b'\n');
         Ok(line)
     }
+
+    /// Decodes a line.
+    ///
+    /// # Errors
+    /// Fails if the line is not an invitation, or is one of another version.
+    pub(crate) fn from_line(line: &[u8]) -> Result<Self, LaunchError> {
+        #[derive(Deserialize)]
+        struct VersionOnly {
+            version: String,
+        }
+        serde_json::from_slice(line).map_err(|_| match serde_json::from_slice::<VersionOnly>(line) {
+            Ok(VersionOnly { version }) => LaunchError::VersionMismatch { launcher: version },
+            Err(_) => LaunchError::NoInvitation,
+        })
+    }
 }
 
-/// What the user has said of each server.
+/// The user's options that concern each server.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Settings {
-    /// Servers that share a machine.
+    /// Number of servers that share the machine.
     pub(crate) servers_here: u16,
     pub(crate) data_dirs: Vec<PathBuf>,
     pub(crate) allow_network_data_dir: bool,
@@ -77,45 +102,14 @@ pub(crate) struct Settings {
     pub(crate) deadlines: Deadlines,
 }
 
-/// From a server.
-#[derive(Serialize, Deserialize)]
-pub(crate) enum FromServer {
-    /// It can do what it was told, and waits for its place.
-    Hello {
-        /// Names by which its node may be listed.
-        names: Vec<String>,
-        /// Addresses by which it may.
-        addresses: Vec<IpAddr>,
-        /// For the user.
-        warnings: Vec<String>,
-    },
-    /// Its server is there.
-    Started { address: SocketAddr, ability: Ability },
-    /// From node 0: all have met; some not in the way that was tried.
-    Met { fallen_back: Vec<String> },
-    /// From node 0: all do as was agreed.
-    Ready,
-    /// It lives.
-    Alive,
-    /// It ends, as it was told to.
-    Ended,
-    /// It cannot.
-    Failed { names: Vec<String>, reason: String },
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// To a server.
-#[derive(Serialize, Deserialize)]
-pub(crate) enum FromSupervisor {
-    /// Its place. An address, if it is not to listen where its channel is.
-    Orders { node: u16, listen: Option<IpAddr> },
-    /// There is one on its node already.
-    Surplus,
-    /// To node 0: who all are, and how they try to reach each other.
-    Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
-    /// To node 0: how they do from now on.
-    Agree(Agreement),
-    /// The session goes on.
-    Renew,
-    /// It does not.
-    End,
+    #[test]
+    fn an_invitation_of_another_version_names_it_and_other_input_does_not() {
+        let other = Invitation::from_line(b"{\"version\":\"9.9.9\",\"unknown\":1}\n");
+        assert!(matches!(other, Err(LaunchError::VersionMismatch { launcher }) if launcher == "9.9.9"));
+        assert!(matches!(Invitation::from_line(b"\n"), Err(LaunchError::NoInvitation)));
+    }
 }

@@ -1,36 +1,38 @@
-//! The invitation in a file, for launchers that pass no standard input on to all.
+//! The key file: the invitation in a file, for launchers that do not pass standard input to every server.
 
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use super::invitation::Invitation;
-use crate::failure::{Failure, complain};
+use crate::error::LaunchError;
+use crate::invitation::Invitation;
+use crate::notices::Notices;
 
-/// The invitation in a file that only its owner reads, for as long as servers start.
-pub(super) struct Written(PathBuf);
+/// A key file that only the user can read. Dropping it removes the file, which happens once all servers have joined.
+pub(crate) struct KeyFile {
+    path: PathBuf,
+    notices: Notices,
+}
 
-impl Written {
-    pub(super) fn new(path: &Path, invitation: &Invitation) -> Result<Self, Failure> {
-        let cannot = |error: std::io::Error| {
-            Failure::new(format!(
-                "cannot write '{}', which all nodes must see (--key-file names another): {error}",
-                path.display()
-            ))
-        };
+impl KeyFile {
+    /// Writes the invitation to a new file.
+    pub(crate) fn create(path: &Path, invitation: &Invitation, notices: Notices) -> Result<Self, LaunchError> {
+        let cannot = |source| LaunchError::WriteKeyFile { path: path.to_owned(), source };
         let mut file = fs::OpenOptions::new().create_new(true).write(true).mode(0o600).open(path).map_err(cannot)?;
-        let written = Self(path.to_owned());
+        let key_file = Self { path: path.to_owned(), notices };
         let line = invitation.to_line()?;
         file.write_all(&line).and_then(|()| file.sync_all()).map_err(cannot)?;
-        Ok(written)
+        Ok(key_file)
     }
 }
 
-impl Drop for Written {
+impl Drop for KeyFile {
     fn drop(&mut self) {
-        if let Err(error) = fs::remove_file(&self.0) {
-            complain(format_args!("cannot remove '{}', which has the session's key: {error}", self.0.display()));
+        if let Err(error) = fs::remove_file(&self.path) {
+            let path = self.path.display();
+            self.notices
+                .show(format_args!("cannot remove '{path}', which contains the session's key: {error}; remove it yourself"));
         }
     }
 }

@@ -5,18 +5,17 @@ use std::process::ExitCode;
 use dayfly_client::Session;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
-use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
 use serde_json::{Value, json};
 
-use crate::args::Status;
+use super::{policy, query};
+use crate::args::StatusArguments;
 use crate::failure::Failure;
 use crate::failure::say;
-use crate::namespace;
 use crate::size::show;
 
-pub(super) fn run(arguments: Status) -> Result<ExitCode, Failure> {
-    let (session, status) = ask()?;
+pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
+    let (session, status) = query::status()?;
     if arguments.json {
         say!("{}", as_json(&session, &status))
     } else {
@@ -24,18 +23,6 @@ pub(super) fn run(arguments: Status) -> Result<ExitCode, Failure> {
     }
     let all_answer = status.nodes.iter().all(|entry| entry.status.is_ok());
     if all_answer { Ok(ExitCode::SUCCESS) } else { Err(Failure::silent()) }
-}
-
-/// What all nodes say, by way of this process's own.
-pub(super) fn ask() -> Result<(Session, SessionStatus), Failure> {
-    let session = Session::attach(&namespace::location()?)?;
-    let mut status = None;
-    session.control(Command::Status, &mut |event| {
-        if let Event::Status(told) = event {
-            status = Some(told);
-        }
-    })?;
-    Ok((session, status.ok_or_else(|| Failure::new("the server told no status"))?))
 }
 
 /// Bytes held by all nodes.
@@ -113,7 +100,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
-        say!("{}", super::tune::told(&node.policy));
+        say!("{}", policy::describe(&node.policy));
     }
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));

@@ -1,4 +1,4 @@
-//! Stage-ins of a run: their sources, the command, what is done to either, and what may come of it.
+//! Stage-ins of a run: their sources, the command, disturbances of both, and the expected results.
 
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -12,8 +12,8 @@ use crate::deadlines::{of_schedule, of_stage_in};
 use crate::harness::{Cluster, pack, signal};
 use crate::schedule::{Fault, Form, StageIn, Step, Twist, Victim};
 
-/// A stage-in under way.
-pub(crate) struct Stage {
+/// A `dayfly stage-in` command that is running.
+pub(crate) struct RunningStageIn {
     pub(crate) plan: StageIn,
     child: Child,
     source: PathBuf,
@@ -21,19 +21,19 @@ pub(crate) struct Stage {
     errors: PathBuf,
     begin: Instant,
     is_twisted: bool,
-    /// The last thing that was done to it or to the nodes: from here its deadline counts.
+    /// When the command or the nodes were last disturbed; the command's limit counts from here.
     pub(crate) disturbed: Instant,
 }
 
-/// How it ended.
+/// The result of a stage-in.
 pub(crate) struct Ended {
     pub(crate) is_success: bool,
-    /// By a signal, or by what it took for one.
+    /// Whether a signal ended the command, or its exit status says that a signal interrupted it.
     pub(crate) was_interrupted: bool,
     pub(crate) message: String,
 }
 
-/// What must come of a stage-in.
+/// The result that a stage-in must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Expected {
     Success,
@@ -41,7 +41,7 @@ pub(crate) enum Expected {
     Either,
 }
 
-impl Stage {
+impl RunningStageIn {
     pub(crate) fn start(cluster: &Cluster, contents: &mut Contents, plan: StageIn, is_replacing: bool) -> Self {
         let version = plan.version;
         let name = format!("s{}-{}", version.tag, version.generation);
@@ -72,14 +72,14 @@ impl Stage {
         Self { plan, child, source, output, errors, begin: now, is_twisted: false, disturbed: now }
     }
 
-    /// Does to it what its plan says, once the time has come.
+    /// Disturbs the command as planned, once the time has come.
     fn twist(&mut self) {
         let is_due = |at: u32| self.begin.elapsed() >= of_schedule(at);
-        let is_planned = || fs::read_to_string(&self.output).is_ok_and(|told| told.contains("\"planned\""));
+        let is_planned = || fs::read_to_string(&self.output).is_ok_and(|events| events.contains("\"planned\""));
         match self.plan.twist {
             Twist::Interrupt(at) if is_due(at) => signal(self.child.id() as i32, Signal::SIGTERM),
             Twist::Kill(at) if is_due(at) => signal(self.child.id() as i32, Signal::SIGKILL),
-            // What is gone before it was listed is no fault of anyone's.
+            // A source that disappears before it was listed is simply missing, so wait until the stage-in is planned.
             Twist::SourceVanishes(at) if is_due(at) && is_planned() => remove(&self.source),
             Twist::SourceShrinks(at) if is_due(at) && is_planned() => shrink(&self.source),
             _ => return,
@@ -88,7 +88,7 @@ impl Stage {
         self.disturbed = Instant::now();
     }
 
-    /// Whether it has ended, and how; or that it does not.
+    /// Returns the result if the command has exited, and an error if it hangs.
     pub(crate) fn look(&mut self) -> Result<Option<Ended>, String> {
         if let Some(status) = self.child.try_wait().unwrap() {
             remove(&self.source);
@@ -105,15 +105,15 @@ impl Stage {
         Ok(None)
     }
 
-    /// At least so long it takes because it may read no more in a second.
+    /// The time that its rate limit adds.
     fn at_its_rate(&self) -> Duration {
         Duration::from_secs(100 / u64::from(self.plan.rate.unwrap_or(100)))
     }
 }
 
-impl Drop for Stage {
+impl Drop for RunningStageIn {
     fn drop(&mut self) {
-        // It has ended, unless the run failed.
+        // It has exited already, unless the run failed.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -121,7 +121,7 @@ impl Drop for Stage {
 
 fn remove(source: &Path) {
     if source.is_dir() {
-        // Whether it is read right now is the point.
+        // Files may be read at this very moment; that is what this tests.
         let _ = fs::remove_dir_all(source);
     } else {
         let _ = fs::remove_file(source);
@@ -142,9 +142,9 @@ fn shrink(source: &Path) {
     }
 }
 
-/// What must come of the stage-in of a step, as nodes stand when it begins.
+/// Returns the result that the stage-in of a step must have, given the nodes that are dead when it begins.
 pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
-    let Some(stage) = step.stage else { return Expected::Either };
+    let Some(stage_in) = step.stage_in else { return Expected::Either };
     if !dead.is_empty() {
         return Expected::Failure;
     }
@@ -155,5 +155,5 @@ pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
         }
         Some(_) => false,
     };
-    if is_harmless && stage.twist == Twist::None { Expected::Success } else { Expected::Either }
+    if is_harmless && stage_in.twist == Twist::None { Expected::Success } else { Expected::Either }
 }
