@@ -9,8 +9,7 @@ use dayfly_meta::catalog::{
 use dayfly_meta::id::NodeId;
 use dayfly_meta::path::walk_order;
 
-use crate::Failure;
-use crate::measure::{Numbers, median, time};
+use crate::measure::{Failure, Numbers, median, time};
 
 /// Measure a catalog of many samples in 1,000 directories.
 #[derive(Args)]

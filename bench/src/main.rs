@@ -33,9 +33,6 @@ enum What {
     Placement(placement::Spread),
 }
 
-/// Whatever goes wrong ends a measurement.
-type Failure = Box<dyn std::error::Error>;
-
 fn main() -> ExitCode {
     let done = match Arguments::parse().what {
         What::Catalog(arguments) => catalog::run(&arguments),

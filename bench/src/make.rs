@@ -6,8 +6,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::Failure;
-use crate::measure::Numbers;
+use crate::measure::{Failure, Numbers};
 
 /// Make a tree of samples in 1,000 directories, with incompressible content.
 #[derive(Args)]

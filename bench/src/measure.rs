@@ -1,6 +1,9 @@
-//! Timing, and numbers to draw from.
+//! What all measurements share: their error, timing, and a random number generator.
 
 use std::time::Instant;
+
+/// Any error ends a measurement.
+pub(crate) type Failure = Box<dyn std::error::Error>;
 
 /// Seconds that `work` takes.
 pub(crate) fn time<T>(work: impl FnOnce() -> T) -> (f64, T) {

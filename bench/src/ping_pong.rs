@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use clap::Args;
 
-use crate::Failure;
+use crate::measure::Failure;
 
 /// A request's length: about that of one for a block.
 const REQUEST_LEN: usize = 32;

@@ -6,7 +6,7 @@ use clap::Args;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::placement::{Member, Placement};
 
-use crate::Failure;
+use crate::measure::Failure;
 
 const CLASSES: usize = 1000;
 const SAMPLES: usize = 100;

@@ -12,7 +12,7 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::stat::{Mode, fstat, stat};
 use nix::unistd::{close, read};
 
-use crate::Failure;
+use crate::measure::Failure;
 
 /// Measure calls on files; prints nanoseconds a file.
 #[derive(Args)]

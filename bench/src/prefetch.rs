@@ -11,7 +11,7 @@ use dayfly_meta::id::{NodeId, SampleId};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::status::PrefetchStatus;
 
-use crate::Failure;
+use crate::measure::Failure;
 
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 

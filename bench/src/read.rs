@@ -11,8 +11,7 @@ use dayfly_client::{Dataset, Delivery, OnMissing, Samples, Session, View, fault,
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::path::join;
 
-use crate::Failure;
-use crate::measure::Numbers;
+use crate::measure::{Failure, Numbers};
 use crate::posix::read_file;
 
 /// Read samples of a session's first dataset once, in random order; prints samples and bytes a second.

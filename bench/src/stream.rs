@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::Args;
 
-use crate::Failure;
+use crate::measure::Failure;
 
 /// Bytes of one call.
 const CALL_LEN: usize = 1 << 20;
