@@ -316,8 +316,8 @@ impl Session {
         self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
-    /// Whether a batch is assumed to be cold, that is, not in memory. With a number, this batch and
-    /// those after it, so many in all, are.
+    /// Whether a batch is assumed to be cold, that is, not in memory. With a number, that many batches
+    /// are assumed to be cold, beginning with this one.
     pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
         // Threads may race here; an approximate count is enough.
         let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));

@@ -92,7 +92,7 @@ impl Socket {
         self.timeouts
     }
 
-    /// From now on, no wait is longer than the heartbeat's timeout if the server stands still.
+    /// From now on, a wait ends early if the server's heartbeat stands still for its timeout.
     pub(crate) fn watch(&mut self, heartbeat: Arc<Heartbeat>) {
         self.heartbeat = Some(heartbeat);
     }

@@ -337,10 +337,10 @@ impl Client {
                 };
                 self.sender.send(&FromServer::Event(event), &[]).await
             }
-            Command::Down { but } => {
+            Command::Down { except: but } => {
                 let all = || (0..=u16::MAX).collect();
                 let (nodes, freed_bytes, untold) = self.server.end_all_but(&but.unwrap_or_else(all)).await;
-                let sent = self.sender.send(&FromServer::Event(Event::Down { nodes, freed_bytes, untold }), &[]).await;
+                let sent = self.sender.send(&FromServer::Event(Event::Down { nodes, freed_bytes, unreached: untold }), &[]).await;
                 self.server.end();
                 sent
             }
