@@ -33,7 +33,7 @@ enum Need {
 
 /// Looks at the lists. Not across a fork, lest the child have a lock that nobody opens.
 fn with_lists<R>(look: impl FnOnce(&mut Vec<(usize, Need)>) -> R) -> R {
-    let _no_fork = fork::hold();
+    let _no_fork = fork::lock();
     look(&mut LISTS.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
