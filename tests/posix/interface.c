@@ -50,7 +50,7 @@ int main(int argument_count, char **arguments) {
         requests[i].buffer = buffers[i] = calloc(1, 400000);
         requests[i].len = i == 1 ? 100 : 400000;
     }
-    printf("failed %zd\n", dayfly_read_many(session, requests, 4, DAYFLY_TELL_MISSING));
+    printf("failed %zd\n", dayfly_read_many(session, requests, 4, DAYFLY_REPORT_MISSING));
     for (int i = 0; i < 4; i++) printf("%s %ld\n", names[i], (long)requests[i].result);
     printf("cut %d %d\n", buffers[1][99] != 0 || buffers[1][98] != 0, buffers[1][100]);
     printf("same %d\n", memcmp(buffers[3] + 1, bytes, 300000) == 0);

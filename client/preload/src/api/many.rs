@@ -10,10 +10,10 @@ use super::bytes;
 use crate::fault::Fault;
 use crate::memory::{Errno, FromC};
 
-/// `DAYFLY_TELL_MISSING`.
-const TELL_MISSING: c_int = 1;
-/// `DAYFLY_AS_THEY_COME`.
-const AS_THEY_COME: c_int = 2;
+/// `DAYFLY_REPORT_MISSING`.
+const REPORT_MISSING: c_int = 1;
+/// `DAYFLY_ANY_ORDER`.
+const ANY_ORDER: c_int = 2;
 
 /// A path in a program's array.
 type Path<'a> = FromC<'a, *const c_char>;
@@ -39,11 +39,11 @@ pub(crate) struct SampleView {
 }
 
 fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
-    if flags & !(TELL_MISSING | AS_THEY_COME) != 0 {
+    if flags & !(REPORT_MISSING | ANY_ORDER) != 0 {
         return Err(libc::EINVAL);
     }
-    let delivery = if flags & AS_THEY_COME == 0 { Delivery::Given } else { Delivery::Arrival };
-    Ok((delivery, if flags & TELL_MISSING == 0 { OnMissing::Fail } else { OnMissing::Tell }))
+    let delivery = if flags & ANY_ORDER == 0 { Delivery::Given } else { Delivery::Arrival };
+    Ok((delivery, if flags & REPORT_MISSING == 0 { OnMissing::Fail } else { OnMissing::Tell }))
 }
 
 fn errno(error: &ClientError) -> Errno {
