@@ -1,8 +1,10 @@
-//! Chaos: sessions of four nodes, readers on all of them that check every byte, and faults of every kind in an order that a seed
-//! decides. No wrong byte, no wait above its deadline, no error without a cause that was given one; and nothing is left.
+//! Chaos: sessions of four nodes, readers on all nodes that check every byte, and faults of every kind in an order that a seed
+//! determines. The test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected, and on
+//! anything left behind.
 //!
-//! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` many; `DAYFLY_CHAOS_JOBS` says how many at once. A seed that fails
-//! is printed with its steps. The steps are the same each time; what meets what within a step is the machine's affair.
+//! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` a range of seeds, and `DAYFLY_CHAOS_JOBS` sets how many run at
+//! once. A failing seed is printed with its steps. A seed always has the same steps, but the timing within a step depends on the
+//! machine, so a failure may need several runs to show again.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -29,8 +31,8 @@ mod readers;
 mod run;
 #[path = "chaos/schedule.rs"]
 mod schedule;
-#[path = "chaos/stages.rs"]
-mod stages;
+#[path = "chaos/stage_ins.rs"]
+mod stage_ins;
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,12 +42,12 @@ use std::time::Instant;
 
 use schedule::Schedule;
 
-/// What CI runs.
+/// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
-/// Runs at once: most of a run is waiting.
+/// Seeds that run at once, even on a machine with more cores. A run mostly waits.
 const JOBS_MAX: usize = 4;
 
-/// No test by itself: with the variable set, this process is a reader of a run.
+/// Not a test by itself: if the variable is set, this process is a reader of a run.
 #[test]
 fn a_reader_in_a_process_of_its_own() {
     if let Ok(task) = std::env::var(reader::VARIABLE) {
@@ -63,7 +65,12 @@ fn seeds() -> Range<u64> {
     number(from)..number(to)
 }
 
-/// SEMANTICS, the three tenets: never wrong bytes, nothing hangs, nothing is left.
+/// SEMANTICS: "Never wrong bytes. A read returns the bytes that were staged in, or an error. It never
+/// returns zeros, a part of the data, or another version."
+/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the
+/// object and the way out."
+/// SEMANTICS: "Nothing is left behind. However a session ends, its space is freed and its files are
+/// gone."
 #[test]
 fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_cause() {
     let seeds = seeds();
@@ -77,11 +84,9 @@ fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_caus
                 while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| seeds.contains(seed)) {
                     let start = Instant::now();
                     let result = catch_unwind(AssertUnwindSafe(|| run::run(seed))).unwrap_or_else(|panic| {
-                        let words = panic.downcast_ref::<String>().cloned();
-                        Err(format!(
-                            "PANIC: {}",
-                            words.or(panic.downcast_ref::<&str>().map(|&words| words.to_owned())).unwrap_or_default()
-                        ))
+                        let owned = panic.downcast_ref::<String>().cloned();
+                        let message = owned.or(panic.downcast_ref::<&str>().map(|&message| message.to_owned()));
+                        Err(format!("PANIC: {}", message.unwrap_or_default()))
                     });
                     let took = start.elapsed().as_secs_f64();
                     match result {
@@ -90,9 +95,7 @@ fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_caus
                             tally.operations, tally.errors, tally.injected, tally.skipped
                         ),
                         Err(failure) => {
-                            let words =
-                                format!("{}  DAYFLY_CHAOS_SEED={seed} FAILED after {took:.1} s: {failure}", Schedule::new(seed));
-                            eprintln!("{words}");
+                            eprintln!("{}  DAYFLY_CHAOS_SEED={seed} FAILED after {took:.1} s: {failure}", Schedule::new(seed));
                             failures.lock().unwrap().push(seed);
                         }
                     }

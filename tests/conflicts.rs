@@ -1,5 +1,5 @@
-//! Duplicates, hard links and conflicts across sources come out as if the sources had been unpacked one after another in
-//! the order given. The reference is GNU tar itself; the schedule differs from run to run by the number of nodes.
+//! Duplicates, hard links and conflicts across sources give the same result as unpacking the sources one after another in the order
+//! given. GNU tar itself is the reference; the number of nodes varies which node reads what.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -22,17 +22,17 @@ harness::with_few_and_many_workers! {
     strip_include_and_exclude_select_as_tar_does,
 }
 
-/// Few names, so that they meet.
+/// Few names, so that paths collide.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
-/// A random tree; every file says which source it is of.
+/// Makes a random tree. The content of each file names its source.
 fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     fs::create_dir_all(folder).unwrap();
     for _ in 0..random.random_range(1..12) {
         let depth = random.random_range(1..4);
         let path = (0..depth).map(|_| *NAMES.choose(random).unwrap()).collect::<Vec<_>>().join("/");
         let full = folder.join(&path);
-        // What cannot be made in a plain folder cannot be in one archive either; conflicts are between sources.
+        // A path that cannot exist in a plain folder cannot be in one archive either: conflicts are only between sources.
         let parent_is_real = full.ancestors().skip(1).take_while(|at| *at != folder).all(|at| !at.is_symlink());
         if !parent_is_real || fs::create_dir_all(full.parent().unwrap()).is_err() || fs::symlink_metadata(&full).is_ok() {
             continue;
@@ -40,7 +40,7 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         match random.random_range(0..10) {
             0..5 => fs::write(&full, format!("{path} of source {source}").repeat(random.random_range(0..400))).unwrap(),
             5..7 => fs::create_dir(&full).unwrap(),
-            // Never to where a later member could follow it: a member below a symlink is refused here, as SEMANTICS.md says.
+            // The target never exists: stage-in refuses members below a symlink, where tar would follow it (see SEMANTICS.md).
             7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
             _ => {
                 let file = fs::read_dir(full.parent().unwrap())
@@ -61,6 +61,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     }
 }
 
+/// SEMANTICS: "Where sources overlap, the result equals that of unpacking one after another in the
+/// order given, with the matches of a glob in the order of their bytes, whichever node reads which."
 fn sources_come_out_as_if_unpacked_one_after_another() {
     let seeds = 0..12_u64;
     for nodes in [1, 4] {
@@ -76,7 +78,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
                 random_tree(&tree, &mut random, source);
                 let archive = base.join(format!("{source}.tar"));
                 pack(&archive, &tree, &[["--format=gnu", "--format=pax"][source % 2]]);
-                // It fails where members cannot be unpacked and goes on, which is what is wanted.
+                // Where a member cannot be unpacked, tar continues and fails at the end, which is the wanted reference.
                 output_of(Command::new("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
                 archives.push(archive);
             }
@@ -86,7 +88,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
             cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
             let mut expected = read_tree(&reference);
             let mut found = read_tree(&exported);
-            // Times of directories: tar sets each when it leaves it, and what it unpacks there later changes them again.
+            // Times of directories differ: tar sets each when it leaves the directory, and later members change it again.
             for tree in [&mut expected, &mut found] {
                 tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
             }
@@ -96,6 +98,8 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
     }
 }
 
+/// SEMANTICS: "Names that leave the tree by `..` are refused, absolute names are made relative, and
+/// devices, FIFOs and sockets are skipped. All of them are counted."
 fn members_that_cannot_be_kept_are_counted_and_named() {
     let ground = Ground::new();
     fs::create_dir(ground.at("t")).unwrap();
@@ -122,21 +126,24 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
     let cluster = ground.up(2);
     let stage =
         |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
-    let told = stage(&["leaves.tar"], "/dayfly/leaves");
+    let summary = stage(&["leaves.tar"], "/dayfly/leaves");
     assert!(
-        told.contains("1 members refused") && told.contains("../outside") && told.contains("1 devices, FIFOs or sockets"),
-        "{told}"
+        summary.contains("1 members refused")
+            && summary.contains("../outside")
+            && summary.contains("1 devices, FIFOs or sockets"),
+        "{summary}"
     );
     assert_eq!(cluster.ok(&["ls", "/dayfly/leaves"]), "file\n");
-    let told = stage(&["absolute.tar"], "/dayfly/absolute");
-    assert!(told.contains("1 absolute names made relative"), "{told}");
+    let summary = stage(&["absolute.tar"], "/dayfly/absolute");
+    assert!(summary.contains("1 absolute names made relative"), "{summary}");
     let path = format!("/dayfly/absolute{}", cluster.at("t/file").display());
     assert_eq!(cluster.ok(&["cat", &path]), "inside");
-    let told = stage(&["below-symlink-1.tar", "below-symlink-2.tar"], "/dayfly/symlink");
-    assert!(told.contains("1 members refused") && told.contains("t/x"), "{told}");
+    let summary = stage(&["below-symlink-1.tar", "below-symlink-2.tar"], "/dayfly/symlink");
+    assert!(summary.contains("1 members refused") && summary.contains("t/x"), "{summary}");
     cluster.down();
 }
 
+/// SEMANTICS: "`--strip-components`, `--include` and `--exclude` work as those of tar."
 fn strip_include_and_exclude_select_as_tar_does() {
     let ground = Ground::new();
     for path in ["t/x/a.jpg", "t/x/b.txt", "t/y/c.jpg", "t/top"] {
@@ -156,7 +163,7 @@ fn strip_include_and_exclude_select_as_tar_does() {
         tree.map(|(path, _)| harness::text(&path)).collect::<Vec<_>>().join(" ")
     };
     for source in ["t.tar", "t"] {
-        // A tree is named from below its root, an archive's members as they stand.
+        // Paths of a tree begin below its root; paths of archive members are used as they are.
         let (prefix, strip) = if source == "t" { ("", "0") } else { ("t/", "1") };
         assert_eq!(files(&[], source), format!("{prefix}top {prefix}x/a.jpg {prefix}x/b.txt {prefix}y/c.jpg"));
         assert_eq!(files(&["--strip-components", strip, "--include", "*.jpg"], source), "x/a.jpg y/c.jpg");
@@ -164,10 +171,10 @@ fn strip_include_and_exclude_select_as_tar_does() {
     }
     assert_eq!(files(&["--strip-components", "1"], "t"), "a.jpg b.txt c.jpg");
     assert_eq!(files(&["--strip-components", "2"], "t.tar"), "a.jpg b.txt c.jpg");
-    let told = cluster.output(&["stage-in", "--include", "*.none", "t.tar", "/dayfly/empty"]);
-    assert!(told.status.success() && harness::text(&told.stderr).contains("the dataset is empty"));
-    let told = cluster.ok(&["stage-in", "--json", "t.tar", "/dayfly/json"]);
-    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    let summary = cluster.output(&["stage-in", "--include", "*.none", "t.tar", "/dayfly/empty"]);
+    assert!(summary.status.success() && harness::text(&summary.stderr).contains("the dataset is empty"));
+    let summary = cluster.ok(&["stage-in", "--json", "t.tar", "/dayfly/json"]);
+    let last: serde_json::Value = serde_json::from_str(summary.lines().last().unwrap()).unwrap();
     assert_eq!((last["samples"].as_u64(), last["source_bytes"].as_u64() > Some(0)), (Some(4), true), "{last}");
     cluster.down();
 }

@@ -1,7 +1,6 @@
-//! What `meta/src/deadlines.rs` promises, as one table: for each kind of request and each thing that the far side may do to it, which
-//! error comes after how long. Sessions have a tenth of the deadlines
-//! (`DAYFLY_TEST_DEADLINES_DIVISOR` says otherwise). A machine with much else to do is slower, never faster: so a
-//! row has its deadline as the least time, and much more as the most.
+//! The promises of `meta/src/deadlines.rs` as one table: for each kind of request and each fault of the far side, which error the
+//! request gets, and after how long. Sessions run with a tenth of the default deadlines, or with the divisor in
+//! `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum and a generous maximum.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -22,15 +21,15 @@ use nix::sys::signal::Signal;
 
 const DIVISOR: u32 = 10;
 const FILES: usize = 40;
-/// Above the deadline: for a machine with much else to do, and for what comes before and after the wait.
+/// Added to each deadline, for a busy machine and for the work before and after the wait.
 const SLACK: Duration = Duration::from_secs(8);
-/// Rows at once: nearly all of each is waiting.
+/// Rows that run at once; each of them mostly waits.
 const JOBS: usize = 8;
 
 /// Calls that wait for a drive.
 const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";
 
-/// What is asked, always of node 0 if nothing else is said.
+/// A request. It goes to node 0 unless stated otherwise. Names in backquotes are the messages that it causes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
     /// A process attaches: `Hello`.
@@ -41,7 +40,7 @@ enum Ask {
     Batch,
     /// An order is submitted.
     Order,
-    /// A nameless file for a program.
+    /// A client requests a nameless file to hand to another program.
     Spill,
     /// `dayfly status`: `Control`, and `Status` between servers.
     Status,
@@ -49,45 +48,46 @@ enum Ask {
     Tune,
     /// `dayfly stage-in`: `Begin`, `NextUnit`, `Ship`, `Finish`, `ReadRun`, `Prepare`, `Commit` ... between servers.
     StageIn,
-    /// The same, and it is already being shipped when the far side begins.
+    /// A stage-in that is already shipping blocks when the fault begins.
     Shipping,
-    /// The same as `StageIn`, asked of node 1, which asks the coordinator: `StageIn`, `Follow`.
+    /// A stage-in requested on node 1, which forwards it to the coordinator: `StageIn`, `Follow`.
     StageInByAnother,
     /// `dayfly down`: `End`.
     Down,
 }
 
-/// What a server does to requests.
+/// A fault of the server that receives the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Far {
-    /// Nothing at all.
+    /// The server is stopped and sends nothing.
     Silent,
-    /// It is dead: its connections are reset, new ones refused.
+    /// The server is dead: its connections are reset, and new ones are refused.
     Reset,
     /// One of the connections that node 0 has dialed to it is dead: 0 is for small messages, 1 and 2 are for bulk.
     DeadFlow(u8),
-    /// Its drive answers, late, but before any deadline.
+    /// Its drive answers late, but before any deadline.
     Slow,
     /// Its drive does not answer.
     DriveHangs,
     /// Its drive fails.
     DriveFails,
-    /// It has no room.
+    /// Its drive is full.
     Full,
-    /// It cannot begin.
+    /// It cannot begin a stage-in.
     Refuses,
 }
 
-/// One line of the table. `after`: the least time, and the deadline to which slack is added.
+/// One row of the table.
 struct Row {
     ask: Ask,
-    /// Whose server it is done to.
+    /// The node whose server has the fault.
     node: u16,
     far: Far,
+    /// The least time that the request takes, and its deadline, to which [`SLACK`] is added.
     after: fn(&Deadlines) -> (Duration, Duration),
-    /// What the error names; without one it is no error.
+    /// Words that the error contains; `None` if the request must succeed.
     names: Option<&'static [&'static str]>,
-    /// Whether it may also work, for the fault may be found and mended before it is asked.
+    /// Whether the request may also succeed, because the servers may find and repair the fault before the request is sent.
     may_work: bool,
 }
 
@@ -116,44 +116,44 @@ const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration
 }
 
 impl Row {
-    /// What is only slow must not be taken for dead, on whatever machine: nobody waits for a deadline there.
+    /// A slow server must not be declared dead on any machine, so those rows run with the full deadlines; they wait for none.
     fn divisor(&self) -> u32 {
         let given = std::env::var("DAYFLY_TEST_DEADLINES_DIVISOR").ok().and_then(|given| given.parse().ok());
         if self.far == Far::Slow { 1 } else { given.unwrap_or(DIVISOR) }
     }
 }
 
-/// At once: nobody waits for anything.
+/// At once: nothing waits.
 fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// A client looks at the heartbeat that its server shares with it; the first look may be late, for it asks first.
+/// The client watches its server's heartbeat in shared memory. It sends its request first, so its first look may be late.
 fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
 
-/// Whoever has not been welcomed yet knows neither the session's deadlines nor its heartbeat.
+/// A client that the server has not welcomed yet knows neither the session's deadlines nor the heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
     (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
-/// The last byte of the peer may have come just before it fell silent, and that is seen at the next look.
+/// The last byte of the peer may have arrived just before it fell silent, and the silence is noticed at the next check.
 fn peer_lost(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.peer_lost + deadlines.request)
 }
 
-/// A dead connection is found by the pings on its siblings.
+/// A dead connection is detected because pings still arrive on the other connections to the same peer.
 fn link_silent(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.link_silent + 2 * deadlines.ping_interval)
 }
 
-/// A peer that lives and makes no progress.
+/// The peer lives but makes no progress.
 fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
 
-/// Peers and coordinator find each other silent, and tell each other so.
+/// Peers and the coordinator detect each other's silence, and report it to each other.
 fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
 }
@@ -168,23 +168,23 @@ fn stall(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.stall + deadlines.offer + deadlines.node_silent)
 }
 
-/// What is shipped is written some MiB at a time, and comes no faster than the rate of the row's stage-in.
+/// Shipped blocks are written some MiB at a time, and arrive no faster than the rate limit of the row's stage-in.
 fn next_write(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// As long as a drive takes that is slow.
+/// The time that a slow drive takes.
 fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The program waits for an answer as one that has not been welcomed, then for servers to end, then it kills them.
+/// The command waits for an answer as a client that was not welcomed, then for servers to exit, and then kills them.
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
 }
 
 const TABLE: &[Row] = &[
-    // The longest first.
+    // The longest row first.
     row(Ask::Shipping, 1, Far::DriveHangs, stall, &["node 1"]),
     // The node's own server.
     row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
@@ -219,7 +219,7 @@ const TABLE: &[Row] = &[
     works(Ask::Order, 1, Far::Silent, at_once),
     works(Ask::Spill, 1, Far::Silent, at_once),
     works(Ask::Attach, 1, Far::Silent, at_once),
-    // One of its connections. What may have been carried out is not asked again.
+    // One of its connections. A request that the peer may already have carried out is not sent again.
     works(Ask::Read, 1, Far::DeadFlow(0), link_silent),
     works(Ask::Read, 1, Far::DeadFlow(1), link_silent),
     works(Ask::Read, 1, Far::DeadFlow(2), link_silent),
@@ -239,7 +239,7 @@ const TABLE: &[Row] = &[
     row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
     row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
     row(Ask::StageIn, 1, Far::DriveFails, at_once, &["node 1"]),
-    // Room, and leave.
+    // Space, and permission.
     row(Ask::StageIn, 1, Far::Full, at_once, &["no node has room left"]),
     row(Ask::StageIn, 1, Far::Refuses, at_once, &["node 1", "cannot begin"]),
 ];
@@ -249,7 +249,7 @@ fn are_all_stopped(pid: i32) -> bool {
     fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten().all(|task| stat(task).contains(") T "))
 }
 
-/// A session of two nodes with a dataset on both, and what the row asks, ready to be asked.
+/// A session of two nodes with a dataset on both, ready for the request of a row.
 struct Scene {
     cluster: Cluster,
     view: View,
@@ -264,7 +264,7 @@ impl Scene {
         fs::create_dir(ground.at("e")).unwrap();
         (0..400).for_each(|number| fs::write(ground.at(format!("e/{number}")), content(number, 100_000)).unwrap());
         if row.far == Far::Full {
-            // Only who unpacks it sees how much it is.
+            // The size of the archive does not show how much it unpacks to.
             fs::create_dir(ground.at("full")).unwrap();
             (0..3).for_each(|number| fs::write(ground.at(format!("full/{number}")), vec![0; 40 << 20]).unwrap());
             pack(&ground.at("full.tar.gz"), &ground.at("full"), &[]);
@@ -278,16 +278,16 @@ impl Scene {
         Self { cluster, view, far }
     }
 
-    /// Has the row's node do what it says, until the result is dropped.
+    /// Begins the row's fault. Faults of a drive last until the returned tracer is dropped.
     fn begin(&self, row: &Row) -> Option<Tracer> {
         let pid = self.cluster.pids()[&row.node];
         let drive = |faults: &[(&str, &str)]| Some(Tracer::inject(pid, faults, self.cluster.work.path()).unwrap());
-        // What is in the page cache is asked of no drive; so nothing seems to be there.
+        // The page cache must look empty, because cached pages never reach the drive.
         let waits = |how: &str| drive(&[("preadv2", "error=EAGAIN"), (DRIVE_WAITS, how)]);
         match row.far {
             Far::Silent => {
                 signal(pid, Signal::SIGSTOP);
-                wait_until("all its threads stand still", || are_all_stopped(pid));
+                wait_until("all of its threads are stopped", || are_all_stopped(pid));
             }
             Far::Reset => self.cluster.kill(row.node),
             Far::DeadFlow(number) => self.kill_flow(row.node, number),
@@ -303,7 +303,7 @@ impl Scene {
         None
     }
 
-    /// Lets nothing arrive any more over one of the connections from node 0 to a node.
+    /// Drops everything that arrives over one of the connections from node 0 to a node.
     fn kill_flow(&self, node: u16, number: u8) {
         let status = self.cluster.status();
         let address = status["nodes"][usize::from(node)]["address"].as_str().unwrap().to_owned();
@@ -314,7 +314,7 @@ impl Scene {
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
 
-    /// Begins a stage-in that takes a while; once bytes of it lie on the nodes, the thread that waits for its end.
+    /// Begins a slow stage-in, waits until the nodes hold some of its bytes, and returns the thread that waits for its result.
     fn ship(&self) -> std::thread::JoinHandle<Result<(), String>> {
         let before = self.cluster.used_bytes();
         let mut command = self.cluster.dayfly();
@@ -323,17 +323,17 @@ impl Scene {
             let output = output_of(&mut command);
             if output.status.success() { Ok(()) } else { Err(text(&output.stderr)) }
         });
-        wait_until("batches have come", || self.cluster.used_bytes() > before + (4 << 20));
+        wait_until("batches have arrived", || self.cluster.used_bytes() > before + (4 << 20));
         shipping
     }
 
-    /// Asks; what the error says.
+    /// Sends the request, and returns its error message.
     fn ask(&self, ask: Ask) -> Result<(), String> {
         let session = self.view.session();
         let command = |arguments: &[&str], node: u16| {
             let output = output_of(self.cluster.dayfly().args(arguments).env("DAYFLY_NODE", node.to_string()));
-            let said = text(&output.stdout) + &text(&output.stderr);
-            if output.status.success() { Ok(()) } else { Err(said) }
+            let printed = text(&output.stdout) + &text(&output.stderr);
+            if output.status.success() { Ok(()) } else { Err(printed) }
         };
         match ask {
             Ask::Attach => Session::attach_to(&self.cluster.location(), NodeId(0)).map(drop).map_err(|error| error.to_string()),
@@ -348,7 +348,7 @@ impl Scene {
             Ask::Batch => {
                 let paths: Vec<Vec<u8>> = (0..FILES).map(path).collect();
                 let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-                let batch = self.view.read_many(&paths, Delivery::Given, OnMissing::Fail);
+                let batch = self.view.read_many(&paths, Delivery::InOrder, OnMissing::Fail);
                 let mut batch = batch.map_err(|error| error.to_string())?;
                 batch.wait().map_err(|error| error.to_string())?;
                 (0..FILES).for_each(|number| assert!(batch.get(number) == Some(&content(number, 100_000)[..]), "wrong bytes"));
@@ -375,7 +375,7 @@ impl Scene {
             Ask::Tune => command(&["tune", "--cache", "off"], 0),
             Ask::StageIn if self.cluster.at("full.tar.gz").exists() => command(&["stage-in", "full.tar.gz", "/dayfly/e"], 0),
             Ask::StageIn => command(&["stage-in", "e", "/dayfly/e"], 0),
-            Ask::Shipping => unreachable!("it is under way"),
+            Ask::Shipping => unreachable!("the stage-in is already running"),
             Ask::StageInByAnother => command(&["stage-in", "e", "/dayfly/e"], 1),
             Ask::Down => command(&["down"], 0),
         }
@@ -386,15 +386,15 @@ fn has_python() -> bool {
     std::process::Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// Plays a row; what is wrong with it.
+/// Plays a row, and returns how it differs from the table.
 fn play(row: &Row) -> Result<(), String> {
     let takes_strace = matches!(row.far, Far::Slow | Far::DriveHangs | Far::DriveFails);
     if takes_strace && !strace::is_possible() {
         return Ok(());
     }
-    // What lets strace attach lets the script in, too.
+    // The script needs the same permission as strace.
     if matches!(row.far, Far::DeadFlow(_)) && !(strace::is_possible() && has_python()) {
-        eprintln!("dead connections are NOT tested: that takes python3, and the right to trace processes");
+        eprintln!("dead connections are NOT tested: they need python3 and permission to trace processes");
         return Ok(());
     }
     let scene = Scene::new(row);
@@ -411,17 +411,20 @@ fn play(row: &Row) -> Result<(), String> {
     }
     let (least, deadline) = (row.after)(&deadlines);
     if took < least || took > deadline + SLACK {
-        return Err(format!("took {took:?}, and should have taken {least:?} to {deadline:?}, {result:?}"));
+        return Err(format!("took {took:?} instead of {least:?} to {deadline:?}, {result:?}"));
     }
-    eprintln!("{:?} of node {} that is {:?}: {took:?}, {result:?}", row.ask, row.node, row.far);
+    eprintln!("{:?} with node {} {:?}: {took:?}, {result:?}", row.ask, row.node, row.far);
     match (row.names, &result) {
         (_, Ok(())) if row.may_work => Ok(()),
         (Some(names), Err(error)) if names.iter().all(|name| error.contains(name)) => Ok(()),
-        (names, result) => Err(format!("{result:?} after {took:?}, and it should name {names:?}")),
+        (names, result) => Err(format!("{result:?} after {took:?}, which should contain {names:?}")),
     }
 }
 
-/// `meta/src/deadlines.rs`, SEMANTICS: every wait ends, with an answer or with an error that names the node.
+/// `meta/src/deadlines.rs` declares the deadlines.
+///
+/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the
+/// object and the way out."
 #[test]
 fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_side_does() {
     let (next, wrong) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));
@@ -431,9 +434,9 @@ fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_si
                 loop {
                     let Some(row) = next.lock().unwrap().next() else { break };
                     let played =
-                        std::panic::catch_unwind(|| play(row)).unwrap_or_else(|_| Err("it panicked, see above".to_owned()));
+                        std::panic::catch_unwind(|| play(row)).unwrap_or_else(|_| Err("the row panicked, see above".to_owned()));
                     if let Err(why) = played {
-                        let line = format!("{:?} of node {} that is {:?}: {why}", row.ask, row.node, row.far);
+                        let line = format!("{:?} with node {} {:?}: {why}", row.ask, row.node, row.far);
                         eprintln!("{line}");
                         wrong.lock().unwrap().push(line);
                     }

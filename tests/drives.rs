@@ -1,5 +1,5 @@
-//! Drives that fail or hang under a server: its system calls are made to, by `strace`. What that drive holds cannot be read, and the
-//! error says so; all else goes on, also on that node.
+//! Drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive cannot be read,
+//! and the error says so. Everything else continues, also on that node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -19,27 +19,27 @@ use nix::sys::signal::Signal;
 struct Tampering(Child);
 
 impl Tampering {
-    /// `None`, with a word on standard error, where there is no strace or it may not trace.
+    /// Returns `None`, with a message on standard error, if there is no strace or it may not trace.
     fn with(pid: i32, inject: &str) -> Option<Self> {
         let (calls, pid) = (inject.split(':').next().unwrap(), pid.to_string());
         let (trace, inject) = (format!("trace={calls}"), format!("inject={inject}"));
         let mut command = Command::new("strace");
         command.args(["-f", "-o", "/dev/null", "-e", &trace, "-e", &inject, "-p", &pid]);
         let started = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn();
-        let mut said = String::new();
+        let mut printed = String::new();
         if let Ok(mut child) = started {
             let mut lines = BufReader::new(child.stderr.take().unwrap());
-            while lines.read_line(&mut said).unwrap() > 0 {
-                if said.contains(" attached") {
-                    // Its further words are nobody's.
+            while lines.read_line(&mut printed).unwrap() > 0 {
+                if printed.contains(" attached") {
+                    // Drain the pipe, so that strace never blocks on it.
                     std::thread::spawn(move || while lines.read_line(&mut String::new()).is_ok_and(|len| len > 0) {});
                     return Some(Self(child));
                 }
             }
             let _ = child.wait();
         }
-        let words = format!("NOT tested: strace cannot trace a server here (apt-get install strace; root): {said}\n");
-        let _ = std::io::stderr().write_all(words.as_bytes());
+        let message = format!("NOT tested: strace cannot trace a server here (apt-get install strace; root): {printed}\n");
+        let _ = std::io::stderr().write_all(message.as_bytes());
         None
     }
 }
@@ -64,20 +64,20 @@ fn ground(files: usize, len: usize) -> Ground {
     ground
 }
 
-/// The nameless files on its drives that a server has open.
+/// Returns the nameless files on its drives that a server has open.
 fn files_of(cluster: &Cluster, pid: i32) -> Vec<fs::File> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
     let is_ours = |path: &std::path::PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(cluster.data.path()));
     open.filter(is_ours).filter_map(|path| fs::File::open(path).ok()).filter(|file| file.metadata().unwrap().is_file()).collect()
 }
 
-/// Has the page cache forget a file.
+/// Drops a file's pages from the page cache.
 fn evict(file: &fs::File) {
     file.sync_all().unwrap();
     nix::fcntl::posix_fadvise(file, 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
 }
 
-/// Reads a file on node 0, all of it.
+/// Reads a whole file and checks its bytes.
 fn read(view: &dayfly_client::View, number: usize, len: usize) -> Result<(), String> {
     let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
     let mut buffer = vec![0; len + 1];
@@ -98,18 +98,20 @@ fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)>
     (0..files).filter_map(|number| Some((number, read(&view, number, len).err()?))).collect()
 }
 
-/// `docs/SEMANTICS.md`: what a drive does not give cannot be read, and the error names the drive of that node; the node is not lost.
+/// SEMANTICS: "A drive that returns I/O errors affects only the data that it does not return. Each
+/// chunk is requested twice and then fails alone, with `EIO` and a message that says which node's drive
+/// failed. The node does not count as lost, and stage-ins continue."
 #[test]
 fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
     const LEN: usize = 100_000;
     let cluster = ground(150, LEN).up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    // Now and then: asked for once more, each chunk comes.
+    // Occasional errors: each chunk arrives when it is requested again.
     let Some(tampering) = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO:when=5+20") else { return };
     let failed = read_all(&cluster, 50, LEN);
     assert!(failed.is_empty(), "{failed:?}");
     drop(tampering);
-    // Always: what lies on node 1 fails, and is told so.
+    // Permanent errors: blocks on node 1 fail, and the error says so.
     let tampering = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO").unwrap();
     let failed = read_all(&cluster, 150, LEN);
     assert!(failed.len() > 20 && failed.len() < 90, "{} of 150", failed.len());
@@ -126,7 +128,7 @@ fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
     cluster.down();
 }
 
-/// `docs/SEMANTICS.md`: a drive that hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
+/// SEMANTICS: "Blocks of healthy nodes are read as before."
 #[test]
 fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
     const FILES: usize = 90;
@@ -140,7 +142,7 @@ fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
     let view = cluster.view(0);
     let (start, hung, reads) = (Instant::now(), Mutex::new(BTreeSet::new()), Mutex::new(0));
     std::thread::scope(|scope| {
-        // What node 1 has to send is not in memory: its drive is asked.
+        // Keep node 1's blocks out of the page cache, so that it reads its drive.
         scope.spawn(|| {
             while start.elapsed() < Duration::from_secs(20) {
                 files.iter().for_each(evict);
@@ -150,7 +152,7 @@ fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
         for thread in 0..8 {
             let (view, hung, reads) = (&view, &hung, &reads);
             scope.spawn(move || {
-                // For longer than a request's wait for room.
+                // Read for longer than a request waits for room in the arena.
                 loop {
                     for number in (0..FILES).skip(thread % 4 * 20) {
                         if start.elapsed() > Duration::from_secs(20) {
@@ -170,9 +172,10 @@ fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
         }
     });
     let (hung, reads) = (hung.into_inner().unwrap(), reads.into_inner().unwrap());
-    let words = format!("{reads} reads of healthy nodes beside {} files of the hung one, {:?}\n", hung.len(), start.elapsed());
-    let _ = std::io::stderr().write_all(words.as_bytes());
-    assert!(!hung.is_empty() && hung.len() < FILES / 2 + 10 && reads > FILES / 2, "{words}");
+    let summary =
+        format!("{reads} reads from healthy nodes beside {} files of the hung node, {:?}\n", hung.len(), start.elapsed());
+    let _ = std::io::stderr().write_all(summary.as_bytes());
+    assert!(!hung.is_empty() && hung.len() < FILES / 2 + 10 && reads > FILES / 2, "{summary}");
     drop(tampering);
     harness::wait_until("the drive answers again", || hung.iter().all(|&number| read(&view, number, LEN).is_ok()));
     cluster.down();

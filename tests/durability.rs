@@ -1,4 +1,4 @@
-//! Drives that lose what was written to them: never wrong bytes, whatever they do, and an error that names node, drive and way out.
+//! Drives that lose data after they accepted it. Reads never return wrong bytes, and errors name the node, the drive and the way out.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -15,15 +15,15 @@ use harness::samples::{content, count, node, numbers, path, read_epoch, session}
 use harness::{Cluster, Ground, wait_for, wait_until};
 use nix::sys::statvfs::statvfs;
 
-/// Time for copies to be written and synced, with much to spare.
-const KEPT_TIME: Duration = Duration::from_secs(3);
+/// More than enough time for cached blocks to be written and synced.
+const CACHE_TIME: Duration = Duration::from_secs(3);
 
 fn files(ground: &Ground, count: usize, len: usize) {
     fs::create_dir(ground.at("d")).unwrap();
     (0..count).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, len)).unwrap());
 }
 
-/// Reads all files by a process of its own on a node, and compares; how many it could not read.
+/// Reads all files on a node through a new session, and checks their bytes. Returns how many could not be read.
 fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize {
     let view = cluster.view(number);
     let mut bytes = vec![0; len];
@@ -37,7 +37,10 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
     (0..files).filter(is_lost).count()
 }
 
-/// SEMANTICS: a drive that loses what was staged in fails the stage-in.
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
+/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
+/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// space is free again."
 #[test]
 fn a_drive_that_loses_what_was_staged_in_fails_the_stage_in() {
     let ground = Ground::new();
@@ -46,21 +49,24 @@ fn a_drive_that_loses_what_was_staged_in_fails_the_stage_in() {
     let cluster = ground.up_with(2, &["--data-dir", drive.path().to_str().unwrap()]);
     let staged = cluster.output(&["stage-in", "d", "/dayfly/d"]);
     if staged.status.success() {
-        // What a reader would get.
+        // Find out what a reader would get.
         drive.sync();
         cluster.pids().values().for_each(|&pid| evict(pid, drive.path()));
         let lost = check_all(&cluster, 0, 300, 200_000);
-        panic!("the drive has lost something, the stage-in has succeeded, and {lost} of 300 files cannot be read");
+        panic!("the drive lost data, the stage-in succeeded, and {lost} of 300 files cannot be read");
     }
     let message = harness::text(&staged.stderr);
     let drive_name = drive.path().to_str().unwrap();
     assert!(message.contains("node ") && message.contains(drive_name) && message.contains("--data-dir"), "{message}");
-    assert_eq!(cluster.ok(&["ls"]), "", "nothing is shown");
-    wait_until("its room is free again", || cluster.used_bytes() == 0);
+    assert_eq!(cluster.ok(&["ls"]), "", "no dataset is visible");
+    wait_until("its space is free again", || cluster.used_bytes() == 0);
     cluster.down();
 }
 
-/// SEMANTICS: an error of a sync, and of the calls before it, ends the stage-in; it is not tried again.
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
+/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
+/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// space is free again."
 #[test]
 fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     for (nodes, call) in [(1, "fdatasync"), (2, "sync_file_range"), (4, "fdatasync"), (4, "sync_file_range")] {
@@ -68,14 +74,14 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
         files(&ground, 400, 100_000);
         let cluster = ground.up(nodes);
         let last = nodes - 1;
-        // The kernel tells an error once: a second sync succeeds.
+        // The kernel reports an error once: a second sync succeeds.
         let Some(injected) = Injected::into(cluster.pids()[&last], &format!("{call}:error=EIO:when=1")) else { return };
         let message = cluster.fails(1, &["stage-in", "d", "/dayfly/d"]);
         let data_dir = node(&cluster, last.into())["data_dirs"][0].as_str().unwrap().to_owned();
         assert!(message.contains(&data_dir) && message.contains("dmesg") && message.contains("--data-dir"), "{call}: {message}");
         assert!(nodes == 1 || message.contains(&format!("node {last}")), "{call}: {message}");
-        assert_eq!(cluster.ok(&["ls"]), "", "nothing is shown");
-        wait_until("its room is free again", || cluster.used_bytes() == 0);
+        assert_eq!(cluster.ok(&["ls"]), "", "no dataset is visible");
+        wait_until("its space is free again", || cluster.used_bytes() == 0);
         drop(injected);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
@@ -83,7 +89,8 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     }
 }
 
-/// SEMANTICS: a copy of another node's block is found once the drive has it, and never if the drive loses it.
+/// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
+/// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
 fn copies_that_a_drive_has_lost_are_never_read() {
     let ground = Ground::new();
@@ -93,25 +100,26 @@ fn copies_that_a_drive_has_lost_are_never_read() {
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     drive.fill();
     read_epoch(&cluster.view(0), 0);
-    std::thread::sleep(KEPT_TIME);
+    std::thread::sleep(CACHE_TIME);
     drive.sync();
     evict(cluster.pids()[&0], drive.path());
     assert_eq!(check_all(&cluster, 0, 300, 70_000), 0);
-    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
     cluster.down();
 }
 
-/// SEMANTICS: after an error, what was written since the last good sync is no copy, even if the next sync succeeds.
+/// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
+/// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
 fn copies_whose_sync_failed_are_given_up() {
     for call in ["fdatasync", "sync_file_range"] {
         let cluster = session(2, &[], &[50_000; 200]);
         let Some(injected) = Injected::into(cluster.pids()[&0], &format!("{call}:error=EIO:when=1")) else { return };
         read_epoch(&cluster.view(0), 0);
-        std::thread::sleep(KEPT_TIME);
+        std::thread::sleep(CACHE_TIME);
         drop(injected);
-        assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0, "{call}");
-        // Another dataset's copies are in another file.
+        assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0, "{call}");
+        // Cached blocks of another dataset are in another file.
         cluster.stage(&[&cluster.at("d")], "/dayfly/e");
         let view = cluster.view(0);
         for number in 0..100 {
@@ -119,13 +127,13 @@ fn copies_whose_sync_failed_are_given_up() {
             view.read_at(&view.open(format!("/dayfly/e/{number}").as_bytes()).unwrap(), 0, &mut bytes).unwrap();
             assert!(bytes == content(number, 50_000));
         }
-        wait_until("they are kept", || count(&node(&cluster, 0)["kept_bytes"]) > 1_000_000);
+        wait_until("they are cached", || count(&node(&cluster, 0)["cached_bytes"]) > 1_000_000);
         assert_eq!(check_all(&cluster, 0, 200, 50_000), 0, "{call}");
         cluster.down();
     }
 }
 
-/// SEMANTICS: a reader that is slow does not take what lies now where a copy was for what it was.
+/// SEMANTICS: "A read whose block was dropped meanwhile sees that and starts over."
 #[test]
 fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
     let len = 300_000;
@@ -137,10 +145,10 @@ fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
         let file = view.open(&path(number)).unwrap();
         view.read_at(&file, 0, &mut vec![0; lens[number]]).unwrap();
     };
-    let is_kept = || count(&node(&cluster, 0)["kept_blocks"]) == 1;
-    // One copy alone: when it comes again, the room that it had is free.
+    let is_cached = || count(&node(&cluster, 0)["cached_blocks"]) == 1;
+    // One cached block alone: when it is cached again, the space that it had is free.
     read(far[0]);
-    wait_until("it is kept", is_kept);
+    wait_until("it is cached", is_cached);
     let source = format!("/dayfly/d/{}", far[0]);
     let copy = |inject: &[&str]| {
         let mut strace = Command::new("strace");
@@ -150,40 +158,39 @@ fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
         strace.spawn()
     };
     let Ok(mut copying) = copy(&[]) else {
-        eprintln!("not run, for there is no strace");
+        eprintln!("NOT tested: there is no strace");
         return;
     };
     assert!(copying.wait().unwrap().success());
     fs::remove_file(cluster.at("copied")).unwrap();
-    // The loader reads by this call too: which one is the copy's?
+    // The loader uses this call too. Find the one that reads the cached block.
     let trace = fs::read_to_string(cluster.at("trace")).unwrap();
     let got = |line: &str| line.rsplit_once(" = ").and_then(|(_, got)| got.trim().parse::<usize>().ok());
     let calls = trace.lines().filter(|line| line.contains("pread64("));
-    let first = 1 + calls.map(|line| got(line).unwrap_or(0)).position(|got| got > 50_000).expect("it is read out of the copy");
-    // A reader that has found the copy stands still before it reads, and again before it looks whether the copy is still there.
+    let first = 1 + calls.map(|line| got(line).unwrap_or(0)).position(|got| got > 50_000).expect("a call reads the cached block");
+    // A reader that has found the cached block is delayed before it reads, and again before it checks that the block is still there.
     let delay = Duration::from_secs(5).as_micros();
     let mut copying = copy(&["-e", &format!("inject=pread64:delay_enter={delay}:delay_exit={delay}:when={first}")]).unwrap();
     std::thread::sleep(Duration::from_secs(2));
     cluster.ok(&["tune", "--cache", "off"]);
-    // These have it evicted from the arena.
+    // These reads evict it from the arena.
     far[1..].iter().for_each(|&number| read(number));
     std::thread::sleep(Duration::from_secs(4));
     cluster.ok(&["tune", "--cache", "all"]);
     read(far[0]);
-    wait_until("it is kept again", is_kept);
-    let status = wait_for(&mut copying, Duration::from_secs(120)).expect("a copy never hangs");
+    wait_until("it is cached again", is_cached);
+    let status = wait_for(&mut copying, Duration::from_secs(120)).expect("`cp` never hangs");
     assert!(status.success());
     assert!(fs::read(cluster.at("copied")).unwrap() == content(far[0], len), "wrong bytes");
     drop(view);
     cluster.down();
 }
 
-/// OPERATIONS: `status` says what the files take, copies among them.
-/// A file system in memory with little room, unmounted when dropped.
+/// A small file system in memory, unmounted when dropped.
 struct Small(PathBuf);
 
 impl Small {
-    /// `None`, and a word on standard error, where this user cannot mount.
+    /// Returns `None`, with a message on standard error, if this user cannot mount.
     fn new(folder: PathBuf, mib: u32) -> Option<Self> {
         fs::create_dir(&folder).unwrap();
         let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "none"]).arg(&folder).output();
@@ -191,11 +198,11 @@ impl Small {
             return Some(Self(folder));
         }
         assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "no file system can be mounted here");
-        eprintln!("not run, for no file system can be mounted here");
+        eprintln!("NOT tested: no file system can be mounted here");
         None
     }
 
-    /// As another program that takes all that is left.
+    /// Takes all space that is left, as another program would.
     fn fill(&self) {
         let mut filler = fs::File::create(self.0.join("filler")).unwrap();
         while filler.write_all(&[1; 4096]).is_ok() {}
@@ -204,18 +211,21 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // Lazily: a server that is ending may have it open.
+        // Lazily, because a server that is exiting may still have files open.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
 
-/// Files of 100,000 bytes for a stage-in of their own.
+/// Makes a folder of files of 100,000 bytes for another stage-in.
 fn more(ground: &Ground, name: &str, count: usize) {
     fs::create_dir(ground.at(name)).unwrap();
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
 }
 
-/// SEMANTICS: copies make way for a stage-in also where others have filled the drive.
+/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during
+/// a stage-in, each node drops cached blocks until a sixteenth of the drive's share, at most 256 MiB,
+/// is free there for what is written beside blocks (plan, sorted runs, catalog), and blocks leave that
+/// much free as long as there are cached blocks."
 #[test]
 fn copies_make_way_where_others_have_filled_the_drive() {
     for nodes in [2, 3] {
@@ -226,16 +236,16 @@ fn copies_make_way_where_others_have_filled_the_drive() {
         let cluster = ground.up_with(nodes, &["--data-dir", drive.0.to_str().unwrap()]);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
-        let kept = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["kept_bytes"])).sum::<u64>();
-        wait_until("much is kept", || kept() > 30_000_000);
+        let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
+        wait_until("much is cached", || cached() > 30_000_000);
         drive.fill();
-        let before = kept();
+        let before = cached();
         for target in ["x", "y", "z"] {
             cluster.stage(&[&cluster.at("more")], &format!("/dayfly/{target}"));
             let free = statvfs(&drive.0).map(|stat| stat.blocks_available() * stat.fragment_size()).unwrap();
-            eprintln!("{nodes} nodes: {} of {before} bytes are still kept, {free} are free", kept());
+            eprintln!("{nodes} nodes: {} of {before} bytes are still cached, {free} are free", cached());
         }
-        assert!(kept() < before, "the room for blocks was what was kept");
+        assert!(cached() < before, "cached blocks made room for the stage-ins");
         cluster.ok(&["verify"]);
         assert_eq!(check_all(&cluster, 0, 300, 200_000), 0);
         cluster.down();
@@ -243,7 +253,8 @@ fn copies_make_way_where_others_have_filled_the_drive() {
     }
 }
 
-/// SEMANTICS: where no copy can make way, the message names the data dir and the way out.
+/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s,
+/// reports the full drive: the error names the data dir and the way out."
 #[test]
 fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
     let ground = Ground::new();
@@ -263,36 +274,39 @@ fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
     drop(drive);
 }
 
+/// OPERATIONS.md: `status` shows the space that files take, including cached blocks.
 #[test]
 fn status_says_what_the_files_take() {
     let cluster = session(2, &[], &[100_000; 300]);
     let data_dir = fs::canonicalize(cluster.data.path()).unwrap();
     let check = |what: &str| {
         for (number, &pid) in &cluster.pids() {
-            let told = node(&cluster, (*number).into());
-            let (taken, files) = (count(&told["taken_bytes"]), taken_by(pid, &data_dir));
-            // Small tables aside.
-            assert!(taken.abs_diff(files) < 1 << 20, "{what}, node {number}: {taken} told, {files} taken: {told}");
-            let owned = count(&told["used_bytes"]) + count(&told["kept_room_bytes"]);
-            assert!(owned <= files + (1 << 20), "{what}, node {number}: {owned} counted, {files} taken: {told}");
+            let status = node(&cluster, (*number).into());
+            let (taken, files) = (count(&status["taken_bytes"]), taken_by(pid, &data_dir));
+            // Small tables are not counted.
+            assert!(taken.abs_diff(files) < 1 << 20, "{what}, node {number}: {taken} reported, {files} taken: {status}");
+            let owned = count(&status["used_bytes"]) + count(&status["cached_room_bytes"]);
+            assert!(owned <= files + (1 << 20), "{what}, node {number}: {owned} counted, {files} taken: {status}");
         }
     };
     check("staged in");
     let before = node(&cluster, 0);
     read_epoch(&cluster.view(0), 0);
-    wait_until("all is kept", || count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000);
-    check("kept");
+    wait_until("all is cached", || {
+        count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 30_000_000
+    });
+    check("cached");
     let after = node(&cluster, 0);
-    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["kept_bytes"]), "{after}");
-    assert_eq!(before["used_bytes"], after["used_bytes"], "what is kept makes way, and is counted apart");
-    assert!(count(&after["kept_room_bytes"]) >= count(&after["kept_bytes"]));
+    assert!(count(&after["taken_bytes"]) >= count(&before["taken_bytes"]) + count(&after["cached_bytes"]), "{after}");
+    assert_eq!(before["used_bytes"], after["used_bytes"], "cached blocks make way, so they are counted separately");
+    assert!(count(&after["cached_room_bytes"]) >= count(&after["cached_bytes"]));
     cluster.ok(&["tune", "--cache", "off"]);
-    check("given up");
+    check("dropped from the cache");
     assert!(count(&node(&cluster, 0)["taken_bytes"]) < count(&before["taken_bytes"]) + (1 << 20));
     cluster.down();
 }
 
-/// OPERATIONS: a capacity that the drives do not have is not believed.
+/// OPERATIONS.md: a capacity that exceeds the drives' is reduced to theirs.
 #[test]
 fn a_capacity_beyond_what_the_drives_have_is_told_and_not_believed() {
     let ground = Ground::new();
@@ -303,7 +317,7 @@ fn a_capacity_beyond_what_the_drives_have_is_told_and_not_believed() {
     assert!(up.status.success() && message.contains("--capacity 100.0TiB is more than the data dirs have"), "{message}");
     let cluster = Cluster { ground, id: harness::text(&up.stdout).trim().to_owned() };
     let capacity: u64 = (0..2).map(|number| count(&node(&cluster, number)["capacity_bytes"])).sum();
-    // Others write there too, meanwhile.
+    // Other programs write there too.
     assert!(capacity <= free + (8 << 30), "{capacity} of {free}");
     assert!(count(&node(&cluster, 0)["free_bytes"]) <= capacity);
     cluster.down();

@@ -1,5 +1,5 @@
-//! Servers that die: at random points of a stage-in and of reads, one and all. An error that names the node, within the
-//! deadline; never a hang, never wrong or short bytes; and no space stays taken.
+//! Servers that die at arbitrary points of a stage-in and of reads, one or all of them. Errors name the node within the deadline,
+//! nothing hangs, no read returns wrong or short bytes, and all space is freed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -34,11 +34,12 @@ fn ground() -> Ground {
     ground
 }
 
+/// SEMANTICS: "A dataset appears at once and whole on all nodes, or not at all."
 fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
-    let mut met = 0;
+    let mut hits = 0;
     for round in 0..9_u64 {
         let cluster = ground().up(3);
-        // Each node is asked, and each is killed meanwhile.
+        // Each node gets the request in turn, and each node is killed in turn.
         let mut command = cluster.dayfly();
         command.args(["stage-in", "d", "/dayfly/d"]).env("DAYFLY_NODE", (round / 3).to_string());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
@@ -52,34 +53,34 @@ fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
         if was_done || status.success() {
             continue;
         }
-        met += 1;
+        hits += 1;
         let mut message = String::new();
         std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
         let node = format!("node {killed}");
         assert!(message.contains(&node), "{node} is not named in: {message}");
         if killed > 0 && round / 3 == u64::from(killed) {
-            // The node that was asked is the one that died, and the others may have had the last word just then.
+            // The node with the request died, perhaps after the others had already agreed to publish.
             wait_until("nothing is visible, or all of it", || {
-                let shown = cluster.output(&["ls", "/dayfly/d"]);
-                !shown.status.success() || harness::text(&shown.stdout).lines().count() == FILES
+                let listed = cluster.output(&["ls", "/dayfly/d"]);
+                !listed.status.success() || harness::text(&listed.stdout).lines().count() == FILES
             });
             if !cluster.ok(&["ls"]).is_empty() {
                 continue;
             }
         }
-        assert_eq!(cluster.ok(&["ls"]), "", "nothing half-visible");
-        wait_until("its room is free again", || {
-            // From a node that lives: the lead may be the one that does not.
+        assert_eq!(cluster.ok(&["ls"]), "", "nothing is half-visible");
+        wait_until("its space is free again", || {
+            // `status` from any live node, because the coordinator may be dead.
             let nodes = cluster.output(&["status", "--json"]).stdout;
             let status: serde_json::Value = serde_json::from_slice(&nodes).unwrap();
             status["nodes"].as_array().unwrap().iter().filter_map(|node| node["used_bytes"].as_u64()).all(|used| used == 0)
         });
         cluster.down();
     }
-    assert!(met >= 3, "the kill came too late in nearly every round");
+    assert!(hits >= 3, "the kill came too late in nearly every round");
 }
 
-/// Reads everything from node 0; how many were whole and how many failed with a word about the node.
+/// Reads everything on node 0. Returns how many files were whole, and how many reads failed with an error that names `node`.
 fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
     let view = cluster.view(0);
     let (mut whole, mut failed) = (0, 0);
@@ -104,6 +105,9 @@ fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
     (whole, failed)
 }
 
+/// SEMANTICS: "If a block cannot be fetched within the deadline, the read fails with `EIO` and the
+/// message names the node. The deadline is 5 s after the last progress; a node that has died is
+/// reported at once."
 #[test]
 fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
     for delay_ms in [0, 30] {
@@ -117,7 +121,7 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
         });
         assert!(whole > FILES / 2 && failed > 0, "{whole} whole, {failed} failed");
         assert!(cluster.output(&["verify"]).status.code() == Some(1));
-        // What cannot be copied whole is not there at all.
+        // `cp` leaves no partial files.
         assert_eq!(cluster.output(&["cp", "-r", "/dayfly/d", "out"]).status.code(), Some(1));
         let copied: Vec<_> = fs::read_dir(cluster.at("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(copied.len() > FILES / 2 && copied.len() < FILES);
@@ -131,6 +135,9 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
     }
 }
 
+/// SEMANTICS: "If a block cannot be fetched within the deadline, the read fails with `EIO` and the
+/// message names the node. The deadline is 5 s after the last progress; a node that has died is
+/// reported at once."
 #[test]
 fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     let cluster = ground().up(2);
@@ -150,7 +157,7 @@ fn a_server_that_stands_still_is_given_up_within_the_deadline() {
     cluster.down();
 }
 
-/// The error names the deadline that ran out: no clock is needed to see that it was the session's own.
+/// The error names the deadline that expired, which shows without a clock that it was the session's own.
 #[test]
 fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     let cluster = ground().up_with(2, &["--deadlines-divisor", "10"]);
@@ -168,6 +175,7 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     cluster.down();
 }
 
+/// SEMANTICS: "It also works after the server has died."
 #[test]
 fn the_own_server_dead_local_blocks_are_read_and_the_rest_fails() {
     let cluster = ground().up(2);
@@ -196,13 +204,16 @@ fn the_own_server_dead_local_blocks_are_read_and_the_rest_fails() {
     cluster.down();
 }
 
-/// Bytes taken by the nameless files that this very process has open: those of a session that it is attached to.
+/// Returns the bytes in nameless files that this process itself has open because it is attached to a session.
 fn taken_by_nameless_files(ground: &Ground) -> u64 {
     let descriptors = fs::read_dir("/proc/self/fd").unwrap().flatten().map(|entry| entry.path());
     let in_data_dir = |path: &PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(ground.data.path()));
     descriptors.filter(in_data_dir).map(|path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)).sum()
 }
 
+/// SEMANTICS: "`down` frees all blocks at once, also while processes still have files open: their reads
+/// fail with `EIO`. Catalogs and locations (about 90 bytes per sample) are freed when the last process
+/// that maps them unmaps them. `down` may be given twice."
 #[test]
 fn down_gives_everything_back_while_clients_still_live() {
     let ground = ground();
@@ -216,9 +227,9 @@ fn down_gives_everything_back_while_clients_still_live() {
         assert_eq!(view.read_at(file, 0, &mut buffer).unwrap(), 100);
     }
     assert!(taken_by_nameless_files(&cluster.ground) > 100 << 20);
-    let told = cluster.ok(&["down"]);
-    assert!(told.contains("2 nodes ended") && told.contains("MiB freed"), "{told}");
-    // What is left are the catalogs and locations of 3,001 samples, mapped here twice.
+    let printed = cluster.ok(&["down"]);
+    assert!(printed.contains("2 nodes ended") && printed.contains("MiB freed"), "{printed}");
+    // Only the catalogs and locations of 3,001 samples are left, mapped here twice.
     let taken = taken_by_nameless_files(&cluster.ground);
     assert!(taken < 2 << 20, "{taken} bytes are still taken");
     for (view, file) in views.iter().zip(&files) {
@@ -228,7 +239,8 @@ fn down_gives_everything_back_while_clients_still_live() {
     cluster.ground.assert_clean();
 }
 
-/// SEMANTICS: `down` frees all blocks at once; reads of open files, and opens, give `EIO`.
+/// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
+/// gets `EIO`, not `ENOENT`."
 #[test]
 fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
     for _ in 0..6 {
@@ -241,7 +253,7 @@ fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
         let looks: usize = std::thread::scope(|scope| {
             let look = || {
                 let mut looks = 0;
-                // Each time as a process that has just begun, which knows no dataset yet.
+                // Attach each time like a new process, which knows no dataset yet.
                 while let Ok(session) = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(0)) {
                     let found = dayfly_client::View::new(session).stat(b"/dayfly/d/f");
                     assert!(found.as_ref().map_or_else(|error| error.errno() == nix::libc::EIO, |_| true), "{:?}", found.err());
@@ -259,11 +271,12 @@ fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
     }
 }
 
-/// SEMANTICS: the server dead, what is not on the node is `EIO`. Its socket may go while a program attaches to it.
+/// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
+/// gets `EIO`, not `ENOENT`."
 #[test]
 fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
     if Command::new("strace").arg("--version").output().is_err() {
-        eprintln!("NOT tested, for there is no strace: a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file");
+        eprintln!("NOT tested: there is no strace");
         return;
     }
     let ground = Ground::new();
@@ -278,15 +291,18 @@ fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
     let output = harness::output_of(&mut command);
     let message = harness::text(&output.stderr);
     assert!(!output.status.success() && message.contains("Input/output error"), "{message}{}", harness::text(&output.stdout));
-    assert!(message.contains("dayfly: ") && message.contains("node 0"), "the cause is named: {message}");
+    assert!(message.contains("dayfly: ") && message.contains("node 0"), "the cause is not named: {message}");
     cluster.down();
 }
 
+/// SEMANTICS: "If every server and client is killed by `kill -9`, the kernel frees the space, because
+/// segments and catalogs have no names. Empty folders and sockets remain until the next `up` or `dayfly
+/// clean`."
 #[test]
 fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     let ground = ground();
     fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
-    // A file system of its own, for other tests fill and free the common one meanwhile; without root, a coarser look at that.
+    // A file system of its own, because other tests use the common one meanwhile. Without root, the check is coarser.
     let own = ground.at("own");
     fs::create_dir(&own).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=400m", "none"]).arg(&own).output();
@@ -300,12 +316,12 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     let cluster = ground.up_with(3, &["--data-dir", data_dir.to_str().unwrap()]);
     cluster.stage(&[&cluster.at("large")], "/dayfly/l");
     assert!(taken() > before + (90 << 20) - tolerance);
-    // Stopped first, or those that are killed last would clean up after those that are killed first.
+    // Stop all first; otherwise the servers that are killed last would clean up after those killed first.
     let all: Vec<i32> = cluster.pids().into_values().chain([cluster.location().supervisor().unwrap()]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGKILL));
-    wait_until("the kernel has freed it", || taken() <= before + tolerance);
-    assert!(cluster.folder().exists(), "what a killed session leaves is its runtime folder");
+    wait_until("the kernel has freed the space", || taken() <= before + tolerance);
+    assert!(cluster.folder().exists(), "a killed session leaves its runtime folder");
     let second = cluster.ok(&["up", "--data-dir", data_dir.to_str().unwrap()]).trim().to_owned();
     assert!(!cluster.folder().exists() && second != cluster.id, "the next up removes it");
     cluster.ok(&["down"]);
@@ -316,6 +332,8 @@ fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
     }
 }
 
+/// SEMANTICS: "A node whose folder in a data dir is removed continues to serve the blocks it has, and
+/// stage-ins fail with its name until the folder exists again."
 fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();

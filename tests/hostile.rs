@@ -1,4 +1,4 @@
-//! Input that nobody should give: a clear error that names the place, nothing half-visible, and servers that live on.
+//! Hostile and damaged input. Errors are clear and name the position, nothing is half-visible, and servers survive.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,7 +23,7 @@ harness::with_few_and_many_workers! {
     a_full_file_system_is_an_error_too,
 }
 
-/// A cluster with a good dataset, which must survive everything.
+/// A session with a good dataset, which must survive everything.
 fn cluster() -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("good")).unwrap();
@@ -37,11 +37,11 @@ fn cluster() -> Cluster {
     cluster
 }
 
-/// Nothing of a failed stage-in is left, and all else is as it was.
+/// Asserts that nothing of a failed stage-in is left, and that everything else is unchanged.
 fn assert_unharmed(cluster: &Cluster, used_before: u64) {
     assert_eq!(cluster.ok(&["ls"]), "good\n");
     cluster.ok(&["verify", "--from-every-node"]);
-    harness::wait_until("its room is free again", || cluster.used_bytes() == used_before);
+    harness::wait_until("its space is free again", || cluster.used_bytes() == used_before);
     assert_eq!(cluster.pids().len(), 2);
 }
 
@@ -53,6 +53,8 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
     path
 }
 
+/// SEMANTICS: "A damaged archive is an error that names the archive and the place of the damage."
+/// SEMANTICS: "The archive's own checksums detect it, where its format has any."
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -92,7 +94,7 @@ fn damaged_archives_are_named_with_the_place() {
     cluster.down();
 }
 
-/// A tar header for a regular file, with a right checksum.
+/// A tar header of a regular file, with a correct checksum.
 fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
     let mut block = vec![0; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());
@@ -109,14 +111,14 @@ fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
 fn a_header_that_lies_takes_no_memory_and_no_server() {
     let cluster = cluster();
     let used = cluster.used_bytes();
-    // 2^61 bytes, in base 256; and 2^40.
+    // 2^61 and 2^40 bytes, in base 256.
     for (size, words) in [(b"\x80\0\0\0\x20\0\0\0\0\0\0\0", "at most"), (b"\x80\0\0\0\0\0\x01\0\0\0\0\0", "")] {
         fs::write(cluster.at("lie.tar"), header("lie", size)).unwrap();
         let message = cluster.fails(1, &["stage-in", "lie.tar", "/dayfly/lie"]);
         assert!(message.contains("lie") && message.contains(words), "{message}");
         assert_unharmed(&cluster, used);
     }
-    // A name of nearly a megabyte is refused, and told in few words.
+    // A name of nearly a megabyte is refused, and shortened in the message.
     let name = format!("./{}", "x/".repeat(400_000));
     let record = format!(" path={name}\n");
     let len = record.len() + 6;
@@ -139,10 +141,11 @@ fn a_header_that_lies_takes_no_memory_and_no_server() {
     cluster.down();
 }
 
+/// SEMANTICS: "A source that cannot be read is an error that names it."
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
     let used = cluster.used_bytes();
-    // Readable in name only, even for root: a read at its start fails.
+    // `/proc/self/mem` can be opened, but even root cannot read it at offset 0.
     for (source, words) in
         [("/nowhere", "/nowhere"), ("/proc/self/mem", "/mem'"), ("no-match-*.tar", "no-match-*.tar"), ("good/7/x", "good/7")]
     {
@@ -150,7 +153,7 @@ fn sources_that_cannot_be_read_are_named() {
         assert!(message.contains(words), "{message}");
         assert_unharmed(&cluster, used);
     }
-    // What is no source at all is wrong usage; a descriptor's name means the caller's, never the server's.
+    // Arguments that cannot be sources are wrong usage.
     assert!(Command::new("mkfifo").arg(cluster.at("fifo")).status().unwrap().success());
     for (source, words) in
         [("", "empty"), ("fifo", "neither a file nor a directory"), ("/dev/null", "neither a file nor a directory")]
@@ -162,6 +165,7 @@ fn sources_that_cannot_be_read_are_named() {
         let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
         assert!(message.contains("no regular file"), "{message}");
     }
+    // The name of a descriptor means the caller's, never the server's.
     for descriptor in 3..40 {
         let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);
         assert!(!output.status.success(), "the server's descriptor {descriptor} was staged in");
@@ -176,6 +180,7 @@ fn sources_that_cannot_be_read_are_named() {
     cluster.down();
 }
 
+/// SEMANTICS: "Nodes that are full are an error that names the way out."
 fn full_nodes_are_an_error_with_a_way_out() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -184,12 +189,12 @@ fn full_nodes_are_an_error_with_a_way_out() {
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("--capacity"), "{message}");
     assert_unharmed(&cluster, used);
-    // Compressed, its size shows only while it is unpacked.
+    // The size of a compressed archive shows only while it is unpacked.
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("no node has room left") && message.contains("--capacity"), "{message}");
     assert_unharmed(&cluster, used);
-    // One node full is no error: the next on the ring takes its blocks.
+    // One full node is no error: the next node on the ring takes its blocks.
     fs::create_dir(cluster.at("some")).unwrap();
     (0..20).for_each(|number| fs::write(cluster.at(format!("some/{number}")), vec![1; 1 << 19]).unwrap());
     cluster.stage(&[&cluster.at("some")], "/dayfly/some");
@@ -203,7 +208,7 @@ fn a_full_file_system_is_an_error_too() {
     fs::create_dir(&small).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&small).output();
     if !mounted.is_ok_and(|mounted| mounted.status.success()) {
-        eprintln!("not run: mounting a small file system needs root");
+        eprintln!("NOT tested: mounting a small file system needs root");
         return;
     }
     fs::create_dir(ground.at("much")).unwrap();
@@ -214,21 +219,21 @@ fn a_full_file_system_is_an_error_too() {
     fs::write(ground.at("large/file"), vec![1; 9 << 20]).unwrap();
     pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
-    // What is known to be too much is not begun; an archive's content is known only when it is read.
+    // A stage-in that is known to be too large does not start; the size of an archive's content is known only when it is read.
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("free on all nodes"), "{message}");
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // A large block is shipped in pieces: it must be found out before the first of them that there is no room for the last.
+    // A large block is shipped in pieces. The owner must find out before the first piece that there is no room for the last.
     let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!((cluster.ok(&["ls"]), cluster.pids().len()), (String::new(), 2));
-    // What failed has left the room that it found.
+    // Failed stage-ins have freed their space.
     cluster.stage(&[&cluster.at("few")], "/dayfly/few");
     cluster.ok(&["verify", "--from-every-node"]);
-    // Unmounted before the folder that it is in is removed.
+    // Unmount it before the folder around it is removed.
     cluster.ok(&["down"]);
     harness::wait_until("the kernel has closed the servers' files", || {
         Command::new("umount").arg(&small).status().unwrap().success()
@@ -246,12 +251,13 @@ fn noise() -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> =
         [1_usize, 4, 24, 100, 5000, 100_000].iter().map(|&len| (0..len).map(|_| byte()).collect()).collect();
     all.extend([vec![0; 64], vec![0xff; 64], b"GET / HTTP/1.0\r\n\r\n".to_vec(), 0x00ff_ffff_u32.to_le_bytes().to_vec()]);
-    // A well-formed length before noise.
+    // Noise behind a well-formed length.
     all.push([&50_u32.to_le_bytes()[..], &(0..50).map(|_| byte()).collect::<Vec<_>>()].concat());
     all.push([&80_u16.to_le_bytes()[..], &(0..80).map(|_| byte()).collect::<Vec<_>>()].concat());
     all
 }
 
+/// SEMANTICS: "Noise on the peer port or on the local socket changes nothing."
 #[test]
 fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     let cluster = cluster();
@@ -261,15 +267,15 @@ fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     for noise in noise() {
         let mut peer = TcpStream::connect(&address).unwrap();
         peer.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        // Either may be refused in the middle.
+        // The server may close either connection in the middle of the noise.
         let _ = peer.write_all(&noise);
         let mut answer = Vec::new();
         let _ = peer.read_to_end(&mut answer);
-        assert!(answer.is_empty(), "a stranger was told {answer:?}");
+        assert!(answer.is_empty(), "a stranger got the answer {answer:?}");
         let mut local = UnixStream::connect(&socket).unwrap();
         let _ = local.write_all(&noise);
     }
-    // Strangers who connect and say nothing are shown the door in time, and members are served meanwhile.
+    // The server closes silent connections in time, and serves members meanwhile.
     let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     assert_unharmed(&cluster, used);
     let mut stream = &silent[0];
@@ -278,6 +284,9 @@ fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     cluster.down();
 }
 
+/// SEMANTICS: "The local socket serves the same user only. Folders have mode 0700. The key is on no
+/// command line and in no log; it is in a file, readable by the user alone, only while servers start
+/// and only with launchers that pass no standard input."
 #[test]
 fn no_secret_is_in_sight_and_folders_are_private() {
     use std::os::unix::fs::PermissionsExt;
@@ -288,7 +297,7 @@ fn no_secret_is_in_sight_and_folders_are_private() {
     for pid in cluster.pids().values() {
         let command_line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
         assert_eq!(command_line.split(|&byte| byte == 0).nth(1), Some(&b"serve"[..]));
-        assert!(command_line.ends_with(b"serve\0"), "nothing but its name");
+        assert!(command_line.ends_with(b"serve\0"), "the command line holds nothing but the command's name");
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
         assert!(!environment.windows(4).any(|word| word.eq_ignore_ascii_case(b"key=")));
     }

@@ -1,5 +1,5 @@
-//! One bit flips at each place where a sample's bytes rest or travel, and it is seen who notices: `docs/SEMANTICS.md`, "Checksums,
-//! hop by hop".
+//! Flips one bit at each place where a sample's bytes rest or travel, and checks who detects it: see "Checksums, hop by hop" in
+//! `docs/SEMANTICS.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -25,8 +25,8 @@ use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
 
-/// Samples of none, one and several batches, pieces and chunks. None is longer than what may wait to be kept (an eighth of the
-/// arena), or a loaded machine would not keep it the first time.
+/// Samples of zero, one and several batches, pieces and chunks. None is longer than the bytes that may wait to be cached (an eighth of
+/// the arena), because a busy machine would not cache such a sample the first time.
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
@@ -61,30 +61,32 @@ fn assert_all_is_right(session: &Inside, nodes: u16) {
     }
 }
 
-/// A session of two nodes in which all is staged in.
+/// A session of two nodes with all samples staged in.
 fn staged(verify_reads: bool) -> Inside {
     let session = Inside::new(2, verify_reads);
     session.stage(&session.write(&LENS)).unwrap();
     session
 }
 
-/// A file of more than 64 bytes that another node owns, and one whose blocks are the node's own.
+/// Returns a file of more than 64 bytes that another node owns, and one that this node owns.
 fn far_and_near(view: &View) -> (usize, usize) {
     let one = |is_here| numbers(view, LENS.len(), is_here).into_iter().find(|&number| LENS[number] >= 300).unwrap();
     (one(false), one(true))
 }
 
-fn wait_until_kept(view: &View, number: usize) {
+fn wait_until_cached(view: &View, number: usize) {
     let dataset = dataset(view);
     let file = view.open(&path(number)).unwrap();
     let (_, blocks) = dataset.catalog().sample(file.sample()).unwrap();
-    wait_until("it is kept", || blocks.clone().all(|block| dataset.is_here(BlockId(block))));
+    wait_until("it is cached", || blocks.clone().all(|block| dataset.is_here(BlockId(block))));
 }
 
+/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
-    // Every batch and piece, when it is sent for the first time.
+    // Damage every batch and piece when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
     session.meddle(move |seen| {
         let is_meant = ships(seen) && flipped.lock().unwrap().insert(seen.message.to_vec());
@@ -97,6 +99,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     assert_eq!(found(&session, Hop::Fetched), 0);
 }
 
+/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
 #[test]
 fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
@@ -107,6 +110,7 @@ fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     assert!(session.view(1).session().datasets().unwrap().is_empty());
 }
 
+/// SEMANTICS: "A worker whose own memory has changed ends the stage-in. Both errors name the node."
 #[test]
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
@@ -119,10 +123,12 @@ fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     assert!(reason.contains("changed in the memory of node"), "{reason}");
 }
 
+/// SEMANTICS: "The reader's server checks every chunk before a process can see it or it is cached. A
+/// bad chunk is fetched once more."
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
-    // The first chunk of each answer, when it comes for the first time.
+    // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
     session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
         Ok(Request::Read { chunks, .. }) if flipped.lock().unwrap().insert(chunks[0]) => Some(Fault::FlipOnWire),
@@ -137,7 +143,10 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     assert_all_is_right(&session, 2);
 }
 
-/// On 2d0daba such bytes were read as good, and kept.
+/// Commit 2d0daba read such bytes as good, and cached them.
+///
+/// SEMANTICS: "If that is bad too, the read fails with `EIO`, which names owner, block and both
+/// checksums."
 #[test]
 fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_kept() {
     let session = staged(false);
@@ -147,18 +156,21 @@ fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is
         let reason = read(&view, number).unwrap_err();
         assert!(reason.contains("node 1") && reason.contains("damaged 2 times") && reason.contains("checksum"), "{reason}");
         let samples = [view.open(&path(number)).unwrap().sample()];
-        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Tell).unwrap();
+        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Report).unwrap();
         assert!(batch.next().unwrap().unwrap().bytes.is_err());
     }
-    assert_eq!(session.status()[0].kept.count, 0);
+    assert_eq!(session.status()[0].cached.count, 0);
     session.leave_alone();
     assert_all_is_right(&session, 2);
 }
 
+/// SEMANTICS: "The chunk is checked again just before it is written to the drive; a bad chunk is
+/// dropped."
+/// SEMANTICS: "A bad chunk is dropped and fetched again."
 #[test]
 fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads() {
     let session = staged(true);
-    // What is prefetched is not kept before it is read; here nothing may be kept at all, so that the arena is what is read.
+    // Nothing may be cached, so that reads come from the arena.
     tune_cache(&session, 0);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
@@ -167,13 +179,16 @@ fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads
     assert!(session.flip(Rest::Arenas, &expected) > 0);
     assert!(read(&view, far).unwrap() == expected, "it was fetched again");
     assert_eq!(found(&session, Hop::Arena), 1);
-    // Views of many samples are compared too.
+    // Views of a batch are checked too.
     assert!(session.flip(Rest::Arenas, &expected) > 0);
     let samples = [view.open(&path(far)).unwrap().sample()];
-    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Fail).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
     assert!(batch.next().unwrap().unwrap().bytes.unwrap() == expected);
 }
 
+/// SEMANTICS: "Every reader detects it: `EIO` that names the block and the node, because no other copy
+/// exists."
+/// SEMANTICS: "`--verify-reads` checks the chunks that a read touches,"
 #[test]
 fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verified_reads() {
     for verify_reads in [false, true] {
@@ -186,7 +201,7 @@ fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verifi
         assert!(reason.contains("node 0 sent it damaged"), "{reason}");
         let read_here = read(&here, near);
         match verify_reads {
-            // The tenet's one exception, of which SEMANTICS tells: its own drive is believed, unless it is told not to be.
+            // The one exception to tenet 1 in SEMANTICS.md: a node trusts its own drive without `--verify-reads`.
             false => assert!(read_here.is_ok_and(|bytes| bytes != expected)),
             true => {
                 let reason = read_here.unwrap_err();
@@ -199,7 +214,10 @@ fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verifi
     }
 }
 
-/// On 2d0daba a verified read of a bad kept copy was EIO for ever.
+/// In commit 2d0daba, a verified read of a bad cached block returned EIO forever.
+///
+/// SEMANTICS: "A bad cached block is dropped, and its reader gets the owner's bytes."
+/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
     let session = staged(true);
@@ -207,28 +225,30 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
     for number in numbers(&view, LENS.len(), false).into_iter().filter(|&number| LENS[number] >= 300) {
         let expected = content(number, LENS[number]);
         assert!(read(&view, number).unwrap() == expected);
-        wait_until_kept(&view, number);
+        wait_until_cached(&view, number);
         let before = found(&session, Hop::Cached);
         assert_eq!(session.flip(Rest::Segments(session.data_dir(0)), &expected), 1);
         assert!(read(&view, number).unwrap() == expected, "file {number}");
         assert_eq!(found(&session, Hop::Cached), before + 1);
         if LENS[number] as u64 <= CHUNK_LEN {
-            // A larger one is kept again at once only where all of its chunks are in the arena still.
-            wait_until_kept(&view, number);
+            // A larger block is cached again at once only if all of its chunks are still in the arena.
+            wait_until_cached(&view, number);
         }
-        assert!(read(&view, number).unwrap() == expected, "file {number}, kept again");
+        assert!(read(&view, number).unwrap() == expected, "file {number}, cached again");
         assert_eq!(found(&session, Hop::Cached), before + 1);
     }
 }
 
-/// `verify` reads through this.
+/// `dayfly verify` uses this call.
+///
+/// SEMANTICS: "`dayfly verify` checks everything, and replaces bad cached blocks."
 #[test]
 fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
     let session = staged(false);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
     assert!(read(&view, far).unwrap() == content(far, LENS[far]));
-    wait_until_kept(&view, far);
+    wait_until_cached(&view, far);
     assert_eq!(session.flip(Rest::Segments(session.data_dir(0)), &content(far, LENS[far])), 1);
     let mut bad = 0;
     let mut see = |data: dayfly_client::BlockData<'_>| {
@@ -240,6 +260,7 @@ fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
     assert_all_is_right(&session, 2);
 }
 
+/// SEMANTICS: "A cached block that cannot be read is dropped, and its reader gets the owner's bytes."
 #[test]
 fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
     let session = staged(false);
@@ -247,42 +268,44 @@ fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
     let (far, _) = far_and_near(&view);
     let expected = content(far, LENS[far]);
     assert!(read(&view, far).unwrap() == expected);
-    wait_until_kept(&view, far);
-    // Its bytes are gone from the file: for a reader that is a drive's error.
+    wait_until_cached(&view, far);
+    // Cut its bytes off the file, which is a drive error for a reader.
     session.cut(session.data_dir(0), &expected);
     assert!(read(&session.view(0), far).unwrap() == expected);
     assert_eq!(found(&session, Hop::Cached), 1);
 }
 
-/// A process whose own memory is bad costs nobody a good copy: the server looks for itself.
+/// SEMANTICS: "A process that finds a cached block bad reports it to its server, and the server reads
+/// the block itself before it drops it. So a process with bad memory costs other processes nothing."
 #[test]
 fn a_good_copy_that_a_process_calls_bad_stays() {
     let session = staged(true);
     let view = session.view(0);
     let (far, near) = far_and_near(&view);
     assert!(read(&view, far).unwrap() == content(far, LENS[far]));
-    wait_until_kept(&view, far);
+    wait_until_cached(&view, far);
     let dataset = dataset(&view);
     let blocks = [far, near].map(|number| {
         let sample = view.open(&path(number)).unwrap().sample();
         BlockId(dataset.catalog().sample(sample).unwrap().1.start)
     });
     let mut socket = UnixStream::connect(session.socket(0)).unwrap();
-    tell(&mut socket, &FromClient::Hello { version: VERSION });
-    assert!(matches!(hear(&mut socket), FromServer::Welcome { .. }));
+    send(&mut socket, &FromClient::Hello { version: VERSION });
+    assert!(matches!(receive(&mut socket), FromServer::Welcome { .. }));
     let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
-    tell(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
-    let FromServer::Fetched { chunks, is_last: true, .. } = hear(&mut socket) else { panic!("not all at once") };
+    send(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
+    let FromServer::Fetched { chunks, is_last: true, .. } = receive(&mut socket) else { panic!("the answer came in parts") };
     assert_eq!(chunks, [(0, FetchedChunk::Here), (1, FetchedChunk::Here)]);
-    // Nor can one message have much read again.
+    // One message cannot make the server read too many chunks again.
     let chunks = vec![Chunk { block: blocks[0], index: 0 }; RECHECKED_CHUNKS_MAX + 1];
-    tell(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
-    assert!(matches!(hear(&mut socket), FromServer::Refused { .. }));
+    send(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
+    assert!(matches!(receive(&mut socket), FromServer::Refused { .. }));
     assert!(blocks.iter().all(|&block| dataset.is_here(block)));
     assert_eq!((found(&session, Hop::Cached), found(&session, Hop::Owned)), (0, 0));
 }
 
-/// Promise: "while it is being shown, for some milliseconds one node may show it before another". Whoever it is shown to can read it.
+/// SEMANTICS: "Where a dataset is visible it can be read, also from owners on which it is not visible
+/// yet."
 #[test]
 fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     let session = Arc::new(Inside::new(3, false));
@@ -299,21 +322,22 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
         move || session.stage(&folder).map(drop)
     });
     let view = session.view(0);
-    wait_until("node 0 shows it", || !view.session().datasets().unwrap().is_empty());
-    let shown = Instant::now();
+    wait_until("it is visible on node 0", || !view.session().datasets().unwrap().is_empty());
+    let visible_since = Instant::now();
     for (number, &len) in LENS.iter().enumerate() {
         let bytes = read(&view, number).unwrap_or_else(|reason| panic!("file {number}: {reason}"));
         assert!(bytes == content(number, len), "file {number}");
     }
-    // If this took longer than the others were held back, nothing was seen; the machine is too slow to tell.
+    // If the reads took longer than the delay of the commits, the machine is too slow to prove anything.
     assert_eq!(held.load(Ordering::SeqCst), 2);
-    if shown.elapsed() < Duration::from_secs(4) {
-        assert!(session.view(1).session().datasets().unwrap().is_empty(), "node 1 has not shown it yet");
+    if visible_since.elapsed() < Duration::from_secs(4) {
+        assert!(session.view(1).session().datasets().unwrap().is_empty(), "it is not visible on node 1 yet");
     }
     staging.join().unwrap().unwrap();
 }
 
-/// Until a node shows the new dataset it reads the old one, also what lies on nodes that show the new one already.
+/// SEMANTICS: "A dataset is replaced node by node: on a node where the old one is still visible, all of
+/// the old one can be read."
 #[test]
 fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     let session = Arc::new(Inside::new(3, false));
@@ -329,14 +353,14 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
         let session = session.clone();
         move || session.stage_over(&other, true).map(drop)
     });
-    wait_until("node 0 shows the new one", || {
+    wait_until("the new dataset is visible on node 0", || {
         first.session().datasets().unwrap().first().is_some_and(|dataset| dataset.id() != old)
     });
     let late = session.view(1);
     for (number, &len) in LENS.iter().enumerate() {
         let bytes = read(&late, number);
         if late.session().datasets().unwrap().first().is_none_or(|dataset| dataset.id() != old) {
-            // A machine so slow that the new one is shown meanwhile tells nothing.
+            // The new one is visible already: the machine is too slow to prove anything.
             break;
         }
         assert!(bytes.unwrap_or_else(|reason| panic!("file {number}: {reason}")) == content(number, len), "file {number}");
@@ -347,7 +371,8 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     }
 }
 
-/// A dataset that one node has shown and that is then undone: errors, never other bytes.
+/// SEMANTICS: "If one node fails to make a dataset visible, the dataset is withdrawn from all nodes.
+/// Reads in between return its bytes or `EIO`."
 #[test]
 fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));
@@ -375,18 +400,18 @@ fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_b
             }
         }
     }
-    assert_eq!(wrong, 0, "beside {right} that were right");
+    assert_eq!(wrong, 0, "besides {right} reads with the right bytes");
     assert!(staging.join().unwrap().is_err());
     assert!(view.session().datasets().unwrap().is_empty());
 }
 
-fn tell(socket: &mut UnixStream, message: &FromClient) {
+fn send(socket: &mut UnixStream, message: &FromClient) {
     let bytes = encode(message);
     socket.write_all(&(bytes.len() as u32).to_le_bytes()).unwrap();
     socket.write_all(&bytes).unwrap();
 }
 
-fn hear(socket: &mut UnixStream) -> FromServer {
+fn receive(socket: &mut UnixStream) -> FromServer {
     let mut len = [0; 4];
     socket.read_exact(&mut len).unwrap();
     let mut bytes = vec![0; u32::from_le_bytes(len) as usize];

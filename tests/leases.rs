@@ -72,6 +72,8 @@ fn churn(view: &View, others: &[(usize, SampleId)]) {
     }
 }
 
+/// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
+/// an error."
 #[test]
 fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back() {
     let (cluster, target) = cluster_of_long_names();
@@ -82,7 +84,7 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     assert!(others.len() as u64 * LARGE_LEN as u64 > ARENA_LEN_MIN && stopped.len() > 120);
     stop(cluster.pids()[&2]);
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
-    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
     // waits for this process, which does not read.
     std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
@@ -100,6 +102,8 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     assert_eq!(whole, alive.len(), "what was lost is read again");
 }
 
+/// SEMANTICS: "For views that were already delivered, `is_good` returns false and `get` returns
+/// nothing, also in a child that inherited them from a parent that has exited."
 #[test]
 fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
     let (cluster, target) = cluster_of_long_names();
@@ -129,6 +133,8 @@ fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
     cluster.down();
 }
 
+/// SEMANTICS: "The 64 MiB window of a segment in which a drive failed under a view is read by `pread`
+/// from then on, so that no later reader takes those zeros for data."
 #[test]
 fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     dayfly_client::fault::install(nix::libc::sigaction).unwrap();
@@ -137,19 +143,19 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     let dataset = dataset(&view);
     let paths: Vec<Vec<u8>> = (0..20).map(path).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-    let (segment, _) = dataset.place(BlockId(0)).unwrap();
+    let (segment, _) = dataset.segment_position(BlockId(0)).unwrap();
     // As if the drive failed for a moment: the segment is cut short, and is whole again.
     let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
     let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
     segment.read_exact_at(&mut whole, 0).unwrap();
-    let mut before = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+    let mut before = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
     before.wait().unwrap();
     segment.set_len(0).unwrap();
     assert!((0..20).any(|index| before.get(index).unwrap() != content(index, 100_000)) && !before.is_good());
     segment.set_len(whole.len() as u64).unwrap();
     segment.write_all_at(&whole, 0).unwrap();
     let check = || {
-        let mut after = view.read_many(&paths, Delivery::Arrival, OnMissing::Fail).unwrap();
+        let mut after = view.read_many(&paths, Delivery::AsAvailable, OnMissing::Fail).unwrap();
         after.wait().unwrap();
         let wrong = (0..20).filter(|&index| after.get(index).unwrap() != content(index, 100_000)).count();
         assert!(wrong == 0, "{wrong} of 20 files are zeros, and the batch says that it is good: {}", after.is_good());
@@ -166,6 +172,9 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     cluster.down();
 }
 
+/// SEMANTICS: "While the node's own server stands still (stopped, or hung as a whole), a read that
+/// needs it fails once the server's heartbeat in shared memory has not advanced for 5 s during which
+/// the reader waited. Every further such read fails at once, until the heartbeat advances again."
 #[test]
 fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     let cluster = session(2, &[], &[20_000; 60]);
@@ -190,7 +199,7 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     read(near[0]).unwrap();
     let start = Instant::now();
     far[2..12].iter().for_each(|&number| drop(read(number).unwrap_err()));
-    let batch = view.read_many(&[&path(far[12])], Delivery::Given, OnMissing::Fail).map(|_| ());
+    let batch = view.read_many(&[&path(far[12])], Delivery::InOrder, OnMissing::Fail).map(|_| ());
     let others = start.elapsed();
     signal(server, Signal::SIGCONT);
     assert!(matches!(batch, Err(ClientError::Server(_))), "{batch:?}");
@@ -255,7 +264,7 @@ fn child_of_the_leases() {
     match words[0] {
         // Holds a batch without a word until it is told to look at it.
         "hold" => {
-            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
             println!("ready");
             std::io::stdin().read_line(&mut String::new()).unwrap();
@@ -282,7 +291,7 @@ fn child_of_the_leases() {
                     }
                     continue;
                 }
-                let delivery = if random.random() { Delivery::Given } else { Delivery::Arrival };
+                let delivery = if random.random() { Delivery::InOrder } else { Delivery::AsAvailable };
                 let mut batch = view.read_many(&wanted, delivery, OnMissing::Fail).unwrap();
                 while let Some(delivered) = batch.next() {
                     let Delivered { index, bytes } = delivered.unwrap();
@@ -304,7 +313,8 @@ fn words(numbers: &[usize]) -> String {
     numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// SEMANTICS: "an order of which nothing is read for 5 s while others wait for room gives its window back".
+/// SEMANTICS: "An order from which no sample is read for 30 s releases its window, and so does one from
+/// which none is read for 5 s while other requests wait for room."
 #[test]
 fn idle_orders_make_way_for_who_waits() {
     let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
@@ -329,6 +339,8 @@ fn idle_orders_make_way_for_who_waits() {
     drop(order);
 }
 
+/// SEMANTICS: "All batches of one process together lease at most a quarter of the arena, and all
+/// processes at most three quarters, except for one chunk that each connection gets."
 #[test]
 fn idle_batches_of_one_process_leave_room_for_others() {
     let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
@@ -343,7 +355,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
         .map(|numbers| {
             let paths: Vec<Vec<u8>> = numbers.iter().map(|&number| path(number)).collect();
             let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-            let mut batch = view.read_many(&paths, Delivery::Given, OnMissing::Fail).unwrap();
+            let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
             batch
         })
@@ -365,6 +377,9 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     cluster.down();
 }
 
+/// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders to
+/// release theirs. A batch that is asked releases its leases at its next call and keeps copies. A
+/// process that makes no call for 5 s after that loses its leases, the largest holder first."
 #[test]
 fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_know_it() {
     let lens: Vec<usize> = (0..320).map(|number| if number < 300 { 300_000 } else { 4_000_000 }).collect();
@@ -453,6 +468,11 @@ fn a_client_that_sends_while_it_is_sent_something_is_heard() {
     assert_eq!(told, chunks.len());
 }
 
+/// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
+/// an error."
+/// SEMANTICS: "The server revokes the leases of a process that takes no bytes from its socket for 5 s,
+/// because it is stopped or busy elsewhere. The process keeps its connection and continues when it
+/// can."
 #[test]
 fn clients_stopped_at_random_read_on_and_see_no_wrong_byte() {
     let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(12, |seconds| seconds.parse().unwrap());

@@ -13,6 +13,8 @@ use dayfly_meta::id::SampleId;
 use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, read_epoch, session};
 use harness::wait_until;
 
+/// SEMANTICS: "Blocks that came from other nodes are cached on the node's drives where there is room,
+/// so that they are local from the next epoch on."
 #[test]
 fn with_room_for_all_the_second_epoch_asks_nobody() {
     let lens: Vec<usize> = (0..800).map(|number| 100 + number * 37 % 30_000).chain([9 << 20, 5 << 20, 70_000]).collect();
@@ -22,7 +24,7 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     let all: u64 = lens.iter().map(|&len| len as u64).sum();
     wait_until("what came is kept", || {
         let node = node(&cluster, 0);
-        count(&node["held_bytes"]) + count(&node["kept_bytes"]) == all
+        count(&node["held_bytes"]) + count(&node["cached_bytes"]) == all
     });
     let before = node(&cluster, 0);
     assert!(before["predicted_local_percent"].as_f64().unwrap() > 99.0);
@@ -39,11 +41,11 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     }
     // A stage-in comes before what is only kept, and `tune` gives it up; what is read meanwhile is right all the same.
     let mut views =
-        view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::Given, OnMissing::Fail).unwrap();
+        view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::InOrder, OnMissing::Fail).unwrap();
     views.wait().unwrap();
     let seen = [views.get(0).unwrap().to_vec(), views.get(1).unwrap().to_vec()];
     cluster.ok(&["tune", "--cache", "off"]);
-    assert_eq!(count(&node(&cluster, 0)["kept_bytes"]), 0);
+    assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
     assert!(views.get(0).unwrap() == seen[0] && views.get(1).unwrap() == seen[1], "views outlive what is given up");
     drop(views);
     read_epoch(&view, 2);
@@ -51,6 +53,8 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     cluster.down();
 }
 
+/// SEMANTICS: "Cached blocks make way for `tune --cache`; concurrent changes take effect one after
+/// another."
 #[test]
 fn what_is_kept_is_thought_over_by_one_at_a_time() {
     let cluster = session(3, &[], &[50_000; 300]);
@@ -59,7 +63,7 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
     for _ in 0..3 {
         // Somebody looks at what is kept, so that giving it up takes its time; another thinks it over meanwhile.
         let samples: Vec<SampleId> = (0..300).map(SampleId).collect();
-        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Fail).unwrap();
+        let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
         std::thread::scope(|scope| {
             let tuning = ["all", "all", "30MiB"].map(|cache| {
@@ -83,6 +87,8 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
     cluster.down();
 }
 
+/// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
+/// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
 fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let cluster = session(3, &[], &[20_000; 1500]);
@@ -92,24 +98,25 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
     wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
     for samples in samples.chunks(64) {
-        let mut batch = view.session().read_many(&dataset, samples, Delivery::Given, OnMissing::Fail).unwrap();
+        let mut batch = view.session().read_many(&dataset, samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
         std::thread::sleep(Duration::from_millis(10));
     }
     let prefetch = node(&cluster, 0)["prefetch"].clone();
     assert!(count(&prefetch["hits"]) > 700 && count(&prefetch["late"]) < 150, "{prefetch}");
     drop(order);
-    wait_until("what was read is kept", || node(&cluster, 0)["kept_blocks"].as_u64().unwrap() > 800);
+    wait_until("what was read is kept", || node(&cluster, 0)["cached_blocks"].as_u64().unwrap() > 800);
     cluster.down();
 }
 
+/// SEMANTICS: "Cached blocks make way for stage-ins."
 #[test]
 fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     let lens = vec![100_000; 60];
     let cluster = session(2, &["--capacity", "8MiB"], &lens);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("something is kept", || count(&node(&cluster, 0)["kept_bytes"]) > 2_000_000);
+    wait_until("something is kept", || count(&node(&cluster, 0)["cached_bytes"]) > 2_000_000);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..80).for_each(|number| fs::write(cluster.at(format!("more/{number}")), vec![number as u8; 100_000]).unwrap());
     cluster.stage(&[&cluster.at("more")], "/dayfly/more");
@@ -118,14 +125,14 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     cluster.down();
 }
 
-/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it.
+/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     let cluster = session(2, &[], &[60_000; 200]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
     let all = 200 * 60_000;
-    let kept = || count(&node(&cluster, 0)["kept_bytes"]);
+    let kept = || count(&node(&cluster, 0)["cached_bytes"]);
     wait_until("all is kept", || kept() + count(&node(&cluster, 0)["held_bytes"]) == all);
     let before = (kept(), node(&cluster, 0)["remote_reads"].clone());
     for name in ["x", "y"] {
@@ -139,15 +146,17 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     cluster.down();
 }
 
-/// SEMANTICS: a stage-in takes the room of copies only as far as it needs it, those with the highest hashes first.
+/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
     // Of 32 MiB a node owns 10 and keeps 10; 16 more on each node leave 6 of what is kept.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("all is kept", || count(&node(&cluster, 0)["kept_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000);
-    let before = count(&node(&cluster, 0)["kept_bytes"]);
+    wait_until("all is kept", || {
+        count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000
+    });
+    let before = count(&node(&cluster, 0)["cached_bytes"]);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..300).for_each(|number| fs::write(cluster.at(format!("more/{number}")), content(number, 100_000)).unwrap());
     // Readers go on meanwhile, and see no wrong byte.
@@ -164,7 +173,7 @@ fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
         }
         staging.join().unwrap();
     });
-    let left = count(&node(&cluster, 0)["kept_bytes"]);
+    let left = count(&node(&cluster, 0)["cached_bytes"]);
     assert!(left >= 2_000_000 && left < before, "{left} of {before} are left");
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
@@ -191,6 +200,9 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
     hits as f64 / all as f64
 }
 
+/// SEMANTICS: "If there is not room for all of them, a hash of the block selects the same ones in every
+/// epoch: with room for four fifths, four fifths of each later epoch are local, where an LRU cache
+/// would have fewer. `status` shows the predicted and the observed share."
 #[test]
 fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     const FILES: usize = 1500;
@@ -203,13 +215,13 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     let kept = std::cell::Cell::new(0);
     wait_until("what is kept is written", || {
         std::thread::sleep(Duration::from_millis(100));
-        let now = count(&node(&cluster, 0)["kept_bytes"]);
+        let now = count(&node(&cluster, 0)["cached_bytes"]);
         now > 0 && kept.replace(now) == now
     });
     let local = |node: &serde_json::Value| {
         let reads = &node["reads"];
         let bytes = |source: &str| count(&reads[source]["bytes"]) as f64;
-        (bytes("segment") + bytes("kept"), bytes("segment") + bytes("kept") + bytes("arena") + bytes("asked"))
+        (bytes("segment") + bytes("cached"), bytes("segment") + bytes("cached") + bytes("arena") + bytes("asked"))
     };
     let room = 0.8;
     let mut before = local(&node(&cluster, 0));
@@ -232,6 +244,8 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     cluster.down();
 }
 
+/// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
+/// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
 fn what_is_ordered_is_there_before_it_is_read() {
     let lens: Vec<usize> = (0..2000).map(|number| 2000 + number * 13 % 3000).collect();
@@ -270,6 +284,7 @@ fn what_is_ordered_is_there_before_it_is_read() {
     cluster.down();
 }
 
+/// SEMANTICS: "A large file that a client reads sequentially, without an order, is read ahead."
 #[test]
 fn a_large_file_is_read_ahead_of_who_goes_through_it() {
     let len = 40 << 20;

@@ -210,6 +210,8 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
     !at.starts_with(folder)
 }
 
+/// SEMANTICS: "Paths, symlinks, `.` and `..`, trailing slashes and error codes behave as in a directory
+/// on Linux."
 #[test]
 fn random_operations_agree_with_a_plain_directory() {
     for seed in 0..3 {
@@ -359,6 +361,8 @@ fn child_of_the_model() {
     fs::write(out, trace(Path::new(root), seed.parse().unwrap())).unwrap();
 }
 
+/// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they
+/// return for a plain directory, except as named below."
 #[test]
 fn random_calls_through_the_library_agree_with_a_plain_directory() {
     let make = |root: &Path| {

@@ -88,7 +88,7 @@ fn stress(view: &View, files: usize, seed: u64, duration: Duration) {
                 let numbers: Vec<usize> = (0..random.random_range(1..200)).map(|_| random.random_range(0..files)).collect();
                 let paths: Vec<Vec<u8>> = numbers.iter().map(|&number| path(number)).collect();
                 let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-                let delivery = if random.random() { Delivery::Given } else { Delivery::Arrival };
+                let delivery = if random.random() { Delivery::InOrder } else { Delivery::AsAvailable };
                 let mut batch = view.read_many(&paths, delivery, OnMissing::Fail).unwrap();
                 let mut seen = 0;
                 while let Some(delivered) = batch.next() {
@@ -112,6 +112,10 @@ fn finish(child: Child) {
     assert!(output.status.success(), "{}{}", harness::text(&output.stdout), harness::text(&output.stderr));
 }
 
+/// SEMANTICS: "A block that another node owns comes through the node's server, in chunks of at most 4
+/// MiB, into the arena, which all processes of the node share. Requests for one chunk are joined:
+/// sixteen processes cause one transfer. While the chunk is in the arena, processes find it without
+/// asking the server."
 #[test]
 fn sixteen_processes_that_want_one_block_cause_one_transfer() {
     let lens: Vec<usize> = (0..40).map(|number| 3_500_000 + number).collect();
@@ -132,6 +136,10 @@ fn sixteen_processes_that_want_one_block_cause_one_transfer() {
     cluster.down();
 }
 
+/// SEMANTICS: "Many samples at once: `read_many` in Rust takes samples or paths; C has
+/// `dayfly_read_many` and `dayfly_batch_*`. Blocks that the node holds are used in place; the others
+/// take one message to the server and one to each owner. Samples are delivered in the order requested,
+/// or as they arrive."
 #[test]
 fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     let lens: Vec<usize> = (0..400).map(|number| number * number % 9001).chain([5 << 20, 9 << 20]).collect();
@@ -142,7 +150,7 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     wanted.shuffle(&mut StdRng::seed_from_u64(3));
     let paths: Vec<Vec<u8>> = wanted.iter().map(|&number| path(number)).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
-    for delivery in [Delivery::Given, Delivery::Arrival] {
+    for delivery in [Delivery::InOrder, Delivery::AsAvailable] {
         let mut batch = view.read_many(&paths, delivery, OnMissing::Fail).unwrap();
         let mut seen = Vec::new();
         while let Some(delivered) = batch.next() {
@@ -155,7 +163,7 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
         assert!(wanted.iter().enumerate().all(|(index, &number)| batch.get(index).unwrap() == content(number, lens[number])));
         assert!(batch.is_good() && batch.get(wanted.len()).is_none());
         let in_order = seen.is_sorted();
-        assert_eq!(in_order, delivery == Delivery::Given, "this node's samples come first, if they may");
+        assert_eq!(in_order, delivery == Delivery::InOrder, "this node's samples come first, if they may");
         seen.sort_unstable();
         assert!(seen.into_iter().eq(0..wanted.len()), "each once");
     }
@@ -173,6 +181,8 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
     cluster.down();
 }
 
+/// SEMANTICS: "A sample that cannot be read ends the batch, or is reported by itself, as the caller
+/// chooses."
 #[test]
 fn what_is_missing_ends_the_batch_or_is_told() {
     let cluster = session(2, &[], &[100; 60]);
@@ -180,12 +190,12 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     let names: Vec<Vec<u8>> =
         (0..50).map(path).chain([b"/dayfly/d/none".to_vec(), b"/dayfly/d".to_vec()]).chain((50..60).map(path)).collect();
     let names: Vec<&[u8]> = names.iter().map(Vec::as_slice).collect();
-    let mut batch = view.read_many(&names, Delivery::Given, OnMissing::Fail).unwrap();
+    let mut batch = view.read_many(&names, Delivery::InOrder, OnMissing::Fail).unwrap();
     let failed = std::iter::from_fn(|| batch.next().map(|delivered| delivered.err())).flatten().next().unwrap();
     assert!(matches!(&failed, ClientError::Path { path, errno, .. } if path == "/dayfly/d/none" && *errno == nix::libc::ENOENT));
     assert!(batch.next().is_none(), "that was the end");
     drop(batch);
-    let mut batch = view.read_many(&names, Delivery::Arrival, OnMissing::Tell).unwrap();
+    let mut batch = view.read_many(&names, Delivery::AsAvailable, OnMissing::Report).unwrap();
     let (mut whole, mut missing) = (0, Vec::new());
     while let Some(delivered) = batch.next() {
         let delivered = delivered.unwrap();
@@ -199,7 +209,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     let mut room = vec![vec![0; 100]; names.len()];
     let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
     assert!(view.read_many_into(&names, &mut buffers, OnMissing::Fail).is_err());
-    let sizes = view.read_many_into(&names, &mut buffers, OnMissing::Tell).unwrap();
+    let sizes = view.read_many_into(&names, &mut buffers, OnMissing::Report).unwrap();
     assert_eq!(sizes.iter().filter(|size| size.is_err()).count(), 2);
     // A node that has died is the same to those of its samples that are not here.
     cluster.ok(&["tune", "--cache", "off"]);
@@ -208,7 +218,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     cluster.kill(1);
     let fresh = cluster.view(0);
     let samples: Vec<SampleId> = (0..60).map(SampleId).collect();
-    let mut batch = fresh.session().read_many(&dataset(&fresh), &samples, Delivery::Arrival, OnMissing::Tell).unwrap();
+    let mut batch = fresh.session().read_many(&dataset(&fresh), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     let mut errors = HashSet::new();
     while let Some(delivered) = batch.next() {
         let delivered = delivered.unwrap();
@@ -221,6 +231,8 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     assert!(errors.iter().all(|sample| far.contains(sample)));
 }
 
+/// SEMANTICS: "While the arena is full of leases, requests wait for at most 15 s, first come, first
+/// served. A batch that is larger than the arena comes in parts."
 #[test]
 fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     let memory = ARENA_LEN_MIN.to_string();
@@ -236,7 +248,7 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
                 let dataset = dataset(&view);
                 let sizes: u64 = samples.iter().map(|&sample| dataset.catalog().sample(sample).unwrap().0).sum();
                 for _ in 0..2 {
-                    let mut batch = view.session().read_many(&dataset, &samples, Delivery::Given, OnMissing::Fail).unwrap();
+                    let mut batch = view.session().read_many(&dataset, &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
                     batch.wait().unwrap();
                     let all: u64 = (0..samples.len()).map(|index| batch.get(index).unwrap().len() as u64).sum();
                     assert_eq!(all, sizes);
@@ -259,6 +271,8 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     cluster.down();
 }
 
+/// SEMANTICS: "A batch that gets its parts releases them, keeping copies, rather than wait for others
+/// that do the same."
 #[test]
 fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
     let memory = ARENA_LEN_MIN.to_string();
@@ -272,7 +286,8 @@ fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
             scope.spawn(move || {
                 let view = cluster.view(0);
                 let samples: Vec<SampleId> = (reader * 200..reader * 200 + 200).map(SampleId).collect();
-                let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Arrival, OnMissing::Fail).unwrap();
+                let mut batch =
+                    view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Fail).unwrap();
                 all_hold.wait();
                 std::thread::sleep(Duration::from_millis(300));
                 let start = Instant::now();
@@ -285,13 +300,14 @@ fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
     cluster.down();
 }
 
+/// SEMANTICS: "A batch ends when its session ends."
 #[test]
 fn a_batch_under_way_ends_when_the_session_does() {
     let cluster = session(2, &[], &[20_000; 3000]);
     cluster.ok(&["tune", "--cache", "off"]);
     let view = cluster.view(0);
     let samples: Vec<SampleId> = (0..3000).map(SampleId).collect();
-    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::Given, OnMissing::Tell).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Report).unwrap();
     drop(batch.next());
     cluster.ok(&["down"]);
     let start = Instant::now();
@@ -303,6 +319,8 @@ fn a_batch_under_way_ends_when_the_session_does() {
     assert!(!batch.is_good() && start.elapsed() < Duration::from_secs(5));
 }
 
+/// SEMANTICS: "A batch or an order belongs to the process that made it. A forked child's use of its
+/// copy does not affect the parent."
 #[test]
 fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
     let ground = Ground::new();
@@ -329,6 +347,7 @@ fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
     cluster.down();
 }
 
+/// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
 fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
     let cluster = session(2, &[], &[200_000; 60]);
@@ -352,6 +371,7 @@ fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
     cluster.down();
 }
 
+/// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
 fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
     let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());

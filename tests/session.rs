@@ -11,6 +11,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use dayfly_client::View;
 use harness::{Ground, assert_same_tree, output_of, pack, read_tree, signal, text, tool, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
@@ -51,6 +52,9 @@ fn the_main_job() {
     ground.assert_clean();
 }
 
+/// SEMANTICS: "Times have nanoseconds where the source has them."
+/// SEMANTICS: "A staged-in tar equals what GNU tar unpacks: names, bytes, modes, times, symlinks and
+/// hard links."
 #[test]
 fn every_archive_comes_out_as_tar_unpacks_it() {
     let ground = Ground::new();
@@ -91,6 +95,7 @@ fn every_archive_comes_out_as_tar_unpacks_it() {
     cluster.down();
 }
 
+/// SEMANTICS: "A sample of more than 64 MiB is cut into blocks that several nodes hold."
 #[test]
 fn a_sample_larger_than_a_block_is_read_whole_and_by_range_from_every_node() {
     let ground = Ground::new();
@@ -121,6 +126,7 @@ fn a_sample_larger_than_a_block_is_read_whole_and_by_range_from_every_node() {
     cluster.down();
 }
 
+/// SEMANTICS: "A read of a block that the node holds sends no message to the server."
 #[test]
 fn local_reads_send_no_message_and_are_counted() {
     let ground = Ground::new();
@@ -144,6 +150,10 @@ fn local_reads_send_no_message_and_are_counted() {
     cluster.down();
 }
 
+/// SEMANTICS: "The namespace holds datasets. A dataset is an immutable subtree that one `stage-in`
+/// made. Datasets do not overlap, and the directories above them are synthetic."
+/// SEMANTICS: "`stage-in --replace` replaces a dataset by another. Until then, reads return the old
+/// one; afterwards, reads of files of the old one that are still open fail with `EIO`."
 #[test]
 fn datasets_do_not_overlap_and_are_replaced_whole() {
     let ground = Ground::new();
@@ -183,6 +193,69 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
     cluster.down();
 }
 
+/// SEMANTICS: "Names are bytes. A name has at most 255 of them, a path 4,096, and the target of a
+/// symlink 4,095."
+/// SEMANTICS: "Directories are listed in the order of their names' bytes."
+/// SEMANTICS: "Files belong to the session's user. Permission bits are shown but not enforced: every
+/// process that may attach, which is every process of the same user, may read."
+/// SEMANTICS: "A directory that no source names has mode 0755 and the time of its stage-in."
+/// SEMANTICS: "Hard links are several names of one file with one inode number. A file has the same
+/// inode number on all nodes."
+#[test]
+fn attributes_and_the_order_of_entries_are_the_same_on_every_node() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    // An archive that does not name the directories above its members, and whose files nobody may read.
+    let archive = ground.at("partial.tar");
+    let members = ["sub/7.bin", "hard"].map(AsRef::as_ref);
+    let options = ["--mode=0", "-cf"].map(AsRef::as_ref);
+    let folder = ground.at("tree");
+    tool("tar", &[&options[..], &[archive.as_os_str(), "-C".as_ref(), folder.as_os_str()], &members].concat());
+    let cluster = ground.up(2);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    cluster.stage(&[&archive], "/dayfly/partial");
+    let views = [cluster.view(0), cluster.view(1)];
+    let list = |view: &View| {
+        let directory = view.open_directory(b"/dayfly/t/sub").unwrap();
+        directory.entries(0).map(|entry| (entry.name.to_vec(), entry.inode)).collect::<Vec<_>>()
+    };
+    let [listed, listed_elsewhere] = [list(&views[0]), list(&views[1])];
+    assert_eq!(listed.len(), 202);
+    assert!(listed.is_sorted(), "names are listed in the order of their bytes");
+    assert_eq!(listed, listed_elsewhere);
+    for view in &views {
+        let [first, second] = [&b"/dayfly/t/hard"[..], b"/dayfly/t/sub/7.bin"].map(|path| view.stat(path).unwrap());
+        assert_eq!((first.inode, first.links), (second.inode, 2), "two names of one file");
+        assert_eq!(view.stat(b"/dayfly/partial/sub").unwrap().permissions, 0o755, "a directory that no source names");
+        let too_long = [[&b"/dayfly/t/sub/"[..], &[b'n'; 256]].concat(), [&b"/dayfly"[..], &b"/t".repeat(2048)].concat()];
+        for path in too_long {
+            assert_eq!(view.stat(&path).unwrap_err().errno(), nix::libc::ENAMETOOLONG);
+        }
+    }
+    let user = nix::unistd::geteuid();
+    for node in ["0", "1"] {
+        let show = "stat -c '%u %a' /dayfly/partial/sub/7.bin && cksum < /dayfly/partial/sub/7.bin";
+        let shown = cluster.ok(&["exec", "--node", node, "--", "sh", "-c", show]);
+        assert!(shown.starts_with(&format!("{user} 0\n")), "permissions are shown: {shown}");
+    }
+    cluster.down();
+}
+
+/// SEMANTICS: "`--no-unpack` keeps each archive as one file."
+#[test]
+fn an_archive_that_is_not_unpacked_stays_one_file() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    pack(&ground.at("a.tar.gz"), &ground.at("tree"), &["--format=pax"]);
+    let cluster = ground.up(2);
+    cluster.ok(&["stage-in", "--no-unpack", "a.tar.gz", "/dayfly/whole"]);
+    assert_eq!(cluster.ok(&["ls", "-R", "/dayfly/whole"]), "/dayfly/whole:\na.tar.gz\n");
+    let copied = output_of(cluster.dayfly().args(["cat", "/dayfly/whole/a.tar.gz"]));
+    assert!(copied.stdout == fs::read(cluster.at("a.tar.gz")).unwrap());
+    cluster.down();
+}
+
+/// SEMANTICS: "Directories are listed in the order of their names' bytes."
 #[test]
 fn commands_answer_as_those_of_coreutils() {
     let ground = Ground::new();
@@ -272,6 +345,9 @@ fn sessions_are_told_apart() {
     other.assert_clean();
 }
 
+/// SEMANTICS: "`run` ends the session whatever its command does, and on SIGINT, SIGTERM, SIGHUP and
+/// SIGQUIT, after which its command has 30 seconds to exit. If `run` itself is killed, its servers
+/// exit."
 #[test]
 fn run_ends_the_session_whatever_its_command_does() {
     let ground = Ground::new();
@@ -325,6 +401,7 @@ fn down_and_clean_wait_for_what_is_on_its_way_out() {
     }
 }
 
+/// SEMANTICS: "A stage-in that is interrupted, for example by Ctrl-C, leaves nothing behind."
 fn a_cancelled_stage_in_leaves_nothing() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
@@ -349,6 +426,7 @@ fn a_cancelled_stage_in_leaves_nothing() {
     cluster.down();
 }
 
+/// SEMANTICS: "`run` passes SIGUSR1 and SIGUSR2 on to its command."
 #[test]
 fn run_passes_messages_on_and_refuses_a_target_twice() {
     let ground = Ground::new();
@@ -369,6 +447,11 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
     ground.assert_clean();
 }
 
+/// SEMANTICS: "`run` checks what it can before it starts a session. It exits with 127 if CMD does not
+/// exist and with 126 if CMD cannot be run (a CMD in the namespace is checked only later); with 2 if
+/// targets are outside of the prefix or overlap; and with 125 for bad filters, bad lists, a `--report`
+/// that cannot be written, and sources that do not exist, cannot be read or are not the archives that
+/// their names promise (checking the content of the first 256 files of each `--stage-in`)."
 #[test]
 fn run_refuses_before_anything_is_started_what_would_fail_later() {
     let ground = Ground::new();
@@ -404,11 +487,11 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "*.none:/dayfly/b"], &["--", "true"]),
         (125, "not-there", &["good.tar:/dayfly/a", "@list:/dayfly/b"], &["--", "true"]),
         (125, "no-list", &["good.tar:/dayfly/a", "@no-list:/dayfly/b"], &["--", "true"]),
-        (125, "is not a pattern", &["good.tar:/dayfly/a", "a[*:/dayfly/b"], &["--", "true"]),
+        (125, "is not a valid pattern", &["good.tar:/dayfly/a", "a[*:/dayfly/b"], &["--", "true"]),
         (125, "named like an archive", &["good.tar:/dayfly/a", "false.tar:/dayfly/b"], &["--", "true"]),
         (125, "a pipe cannot be staged in", &["good.tar:/dayfly/a", "pipe:/dayfly/b"], &["--", "true"]),
         // Options.
-        (125, "is not a pattern", &["good.tar:/dayfly/a"], &["--include", "a[", "--", "true"]),
+        (125, "is not a valid pattern", &["good.tar:/dayfly/a"], &["--include", "a[", "--", "true"]),
         (
             125,
             "cannot write --report 'no/such/page.html'",
@@ -448,6 +531,11 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
 }
 
 /// Names by which a file could look like another, or speak to the terminal: bytes for a program, escaped for a person.
+///
+/// SEMANTICS: "Names from archives and hosts are escaped (`\u{202e}`, `\x1b` as `\u{1b}`, bytes that
+/// are not UTF-8 as `\xff`) in all error messages, progress, `status` and `stat`, and also in `ls` and
+/// `du` if their output is a terminal, as in `ls` of coreutils. A program that reads these names gets
+/// their bytes."
 #[test]
 fn names_reach_a_terminal_escaped_and_a_program_as_they_are() {
     let ground = Ground::new();

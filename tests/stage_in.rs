@@ -89,6 +89,7 @@ fn as_zipped(mut tree: harness::Tree) -> harness::Tree {
     tree
 }
 
+/// SEMANTICS: "Tars may be ustar, GNU or PAX, plain or compressed with gzip, zstd, xz, bzip2 or lz4."
 fn every_format_comes_out_as_it_went_in() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 400);
@@ -113,6 +114,9 @@ fn every_format_comes_out_as_it_went_in() {
     cluster.down();
 }
 
+/// SEMANTICS: "Zips may be stored or compressed with deflate, bzip2, zstd or xz, and may be zip64.
+/// Their checksums are checked. Encrypted zips and other methods are errors. Names, permissions and
+/// symlinks are as `unzip` leaves them."
 fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     let ground = Ground::new();
     let crates = glob::glob(&format!("{}/registry/cache/*/*.crate", cargo_home())).unwrap().map(Result::unwrap);
@@ -164,6 +168,8 @@ const IN_PARTS: [(&str, &str); 7] = [
     ("bzip2 -c", "tbz2"),
 ];
 
+/// SEMANTICS: "A compressed tar may have one compressed stream or many, as parallel packers write
+/// them."
 fn what_parallel_packers_write_comes_out_as_it_went_in() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 300);
@@ -187,6 +193,9 @@ fn what_parallel_packers_write_comes_out_as_it_went_in() {
     cluster.down();
 }
 
+/// SEMANTICS: "Zips may be stored or compressed with deflate, bzip2, zstd or xz, and may be zip64.
+/// Their checksums are checked. Encrypted zips and other methods are errors. Names, permissions and
+/// symlinks are as `unzip` leaves them."
 fn zips_come_out_as_unzip_unpacks_them() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
@@ -218,6 +227,7 @@ fn cargo_home() -> String {
     std::env::var("CARGO_HOME").unwrap_or_else(|_| format!("{}/.cargo", std::env::var("HOME").unwrap()))
 }
 
+/// SEMANTICS: "Sparse members of a tar are expanded."
 fn sparse_members_are_expanded() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -264,6 +274,7 @@ fn sparse_members_are_expanded() {
     cluster.down();
 }
 
+/// SEMANTICS: "A truncated archive is an error that names it, and leaves nothing behind."
 fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 60);
@@ -294,6 +305,9 @@ fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     cluster.down();
 }
 
+/// SEMANTICS: "`--keep-going` leaves out archive members and sources that cannot be read, counts them,
+/// and lists the first 500 with their positions. If it left out anything, `stage-in` exits with 3, and
+/// `run` continues."
 fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 60);
@@ -323,6 +337,8 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     cluster.down();
 }
 
+/// SEMANTICS: "Up to four stage-ins run at once in a session, none of them below or above another's
+/// target; further ones wait."
 fn several_stage_ins_run_at_once_but_not_over_each_other() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
@@ -379,6 +395,7 @@ fn a_stage_in_may_be_asked_for_on_any_node() {
     cluster.down();
 }
 
+/// SEMANTICS: "`--max-rate` bounds the rate at which all nodes together read the sources."
 fn a_rate_is_kept() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -406,6 +423,10 @@ fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
     (0..nodes).map(of_node).collect()
 }
 
+/// SEMANTICS: "Local shuffling. A node stores its blocks in random order, so reading a segment from
+/// front to back yields the node's samples in random order at the speed of sequential reading.
+/// `Samples::local` in Rust and `dayfly_local` in C return this node's samples in stored order; taken
+/// over all nodes, each sample comes once."
 fn stored_order_is_random_and_complete() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -435,6 +456,9 @@ fn stored_order_is_random_and_complete() {
     cluster.down();
 }
 
+/// SEMANTICS: "`--group stem` keeps together files of one directory whose names differ only after their
+/// last dot (`k.jpg`, `k.json`): they have one owner, lie side by side on its drive, and follow each
+/// other in the orders below."
 fn files_of_one_stem_are_placed_stored_and_listed_together() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -473,6 +497,8 @@ fn files_of_one_stem_are_placed_stored_and_listed_together() {
     cluster.down();
 }
 
+/// SEMANTICS: "`--nested` turns an archive within an archive or a tree into a directory, which has the
+/// archive's name without its ending, up to four levels deep."
 fn nested_archives_become_directories() {
     let ground = Ground::new();
     make_tree(&ground.at("n01"), 30);
@@ -510,6 +536,7 @@ fn a_report_is_written_and_events_tell_each_node() {
     cluster.down();
 }
 
+/// SEMANTICS: "A drive that fills up ends the stage-in, and the stage-in's space is free again."
 fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let disk = ground.at("disk");

@@ -60,6 +60,9 @@ impl Drop for HeldUp {
     }
 }
 
+/// SEMANTICS: "A stage-in that stands still ends: when no node has read, decoded, sent, written or
+/// merged anything for 300 s (`up --stage-in-timeout`), the stage-in fails, and its error names for
+/// each node the pipeline step and the source or drive that the node waits for."
 fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("tree/class-1")).unwrap();
@@ -103,6 +106,15 @@ fn shards(ground: &Ground) {
     }
 }
 
+/// SEMANTICS: "Several sources that *one* pattern or *one* `@LIST` names must not have a path in
+/// common, except for directories and for files of equal size and checksum. A path conflict ends the
+/// stage-in with an error that names the path and both sources, as `cp` refuses to overwrite a file
+/// that it has just created."
+/// SEMANTICS: "`--prefix-by-source` unpacks each archive into a directory that has the archive's name
+/// without its ending; `--on-conflict replace` lets the later source win. Within one archive, and
+/// between sources that are given one by one, the later one wins without an option."
+/// SEMANTICS: "Every sample that is replaced by different content is counted in the summary, the report
+/// and `--json`, and the first few are named."
 fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     let ground = Ground::new();
     shards(&ground);
@@ -146,6 +158,7 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     cluster.down();
 }
 
+/// SEMANTICS: "Most path conflicts are found while sources are still being read."
 fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
     let ground = Ground::new();
     let mut state = 1_u64;
@@ -191,6 +204,8 @@ fn said(child: &mut std::process::Child) -> String {
     message
 }
 
+/// SEMANTICS: "An interrupted `stage-in` prints whether anything was staged in, and exits with the
+/// status that shells expect, 130 after Ctrl-C."
 fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
     let cluster = Ground::new().up(2);
     for (number, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
@@ -206,6 +221,7 @@ fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
     cluster.down();
 }
 
+/// SEMANTICS: "If the session ends meanwhile, `stage-in` prints that the session ended."
 fn a_session_that_ends_says_so_to_who_stages_in() {
     let cluster = Ground::new().up(2);
     let mut child = slow_stage_in(&cluster);
@@ -216,21 +232,27 @@ fn a_session_that_ends_says_so_to_who_stages_in() {
     cluster.ground.assert_clean();
 }
 
+/// SEMANTICS: "A file that has more or fewer bytes than its metadata promise, as files in `/proc` have,
+/// is an error that names it, not an empty sample."
 fn files_whose_sizes_lie_are_an_error() {
     let cluster = Ground::new().up(2);
     // It says that it has no bytes, and gives some.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
-    assert!(message.contains("/proc/version") && message.contains("says that it has 0 bytes and gives more"), "{message}");
+    assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
     // A file of /sys says that it has a page, and gives less.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);
-        assert!(message.contains(short) && message.contains("says that it has 4096 bytes and gives fewer"), "{message}");
+        assert!(message.contains(short) && message.contains("has a size of 4096 bytes but yields fewer"), "{message}");
     }
     cluster.down();
 }
 
+/// SEMANTICS: "A dataset has at most a million directories plus four for each file, counting
+/// directories that no source names, or as many as `--max-directories` allows. More are an error."
+/// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
+/// links than fit there are an error."
 fn more_directories_or_hard_links_than_are_wanted_are_an_error() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("t")).unwrap();
@@ -259,6 +281,8 @@ with tarfile.open('links.tar.gz', 'w:gz') as tar:
     cluster.down();
 }
 
+/// SEMANTICS: "If at least nine of ten samples have the names of archives, the summary suggests
+/// `--nested`."
 fn samples_that_are_archives_give_a_hint() {
     let ground = Ground::new();
     fs::create_dir(ground.at("inner")).unwrap();

@@ -69,6 +69,8 @@ impl Drop for SmallDisk {
     }
 }
 
+/// SEMANTICS: "If a log cannot be written because its file system is full, its lines are lost and
+/// nothing else is: servers continue."
 #[test]
 fn a_server_whose_log_cannot_be_written_goes_on() {
     let ground = Ground::new();
@@ -89,6 +91,8 @@ fn a_server_whose_log_cannot_be_written_goes_on() {
     cluster.down();
 }
 
+/// SEMANTICS: "Messages and progress that cannot be written to standard error are lost, and nothing
+/// else is: `run` exits with CMD's status."
 #[test]
 fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
     let ground = Ground::new();
@@ -106,6 +110,8 @@ fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
     ground.assert_clean();
 }
 
+/// SEMANTICS: "When a signal ends `run`, messages that nobody reads are dropped, and the session ends
+/// all the same."
 #[test]
 fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
     let ground = Ground::new();
@@ -130,6 +136,8 @@ fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
     ground.assert_clean();
 }
 
+/// SEMANTICS: "If standard output cannot be written, a command that would have succeeded exits with 1
+/// and names standard output; if the reader has gone, it prints nothing about that."
 #[test]
 fn output_that_was_not_written_is_a_failure_that_names_it() {
     let ground = Ground::new();
@@ -170,6 +178,7 @@ fn output_that_was_not_written_is_a_failure_that_names_it() {
     cluster.down();
 }
 
+/// SEMANTICS: "If `up` cannot print its session's id, it ends the session and reports that."
 #[test]
 fn a_session_whose_id_was_never_told_is_ended() {
     let ground = Ground::new();
@@ -187,6 +196,7 @@ fn a_session_whose_id_was_never_told_is_ended() {
     }
 }
 
+/// SEMANTICS: "Command-line arguments are escaped in messages."
 #[test]
 fn what_a_user_gave_says_nothing_to_the_terminal() {
     let ground = Ground::new();
@@ -207,6 +217,8 @@ fn what_a_user_gave_says_nothing_to_the_terminal() {
     }
 }
 
+/// SEMANTICS: "A session that finds no room for its folder leaves none behind, and its error asks the
+/// user to make room."
 #[test]
 fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
     let ground = Ground::new();

@@ -1,53 +1,42 @@
-//! What the design says about the code, held by tests: arrows between crates, named absences, where unsafe code is,
-//! what files look like, licences, and that the promises in the docs have their tests.
+//! Holds what the design says about the code: edges between crates and between modules, named absences, where unsafe code
+//! is, what files look like, licenses, and that each promise of the docs has its test.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "tidy/edges.rs"]
+mod edges;
+#[path = "tidy/promises.rs"]
+mod promises;
+#[path = "tidy/source.rs"]
+mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand};
+
+use source::Sources;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-fn metadata() -> Metadata {
-    MetadataCommand::new()
-        .manifest_path(root().join("Cargo.toml"))
-        .other_options(["--offline", "--filter-platform", "x86_64-unknown-linux-gnu"].map(str::to_owned))
-        .exec()
-        .unwrap()
+fn metadata() -> &'static Metadata {
+    static METADATA: OnceLock<Metadata> = OnceLock::new();
+    METADATA.get_or_init(|| {
+        MetadataCommand::new()
+            .manifest_path(root().join("Cargo.toml"))
+            .other_options(["--offline", "--filter-platform", "x86_64-unknown-linux-gnu"].map(str::to_owned))
+            .exec()
+            .unwrap()
+    })
 }
 
-/// All source files of the project, by path below its root.
-fn sources() -> BTreeMap<PathBuf, String> {
-    let mut found = BTreeMap::new();
-    let mut waiting: Vec<PathBuf> =
-        ["meta", "stagein", "server", "client", "bench", "tests"].iter().map(|name| root().join(name)).collect();
-    while let Some(folder) = waiting.pop() {
-        for entry in fs::read_dir(folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                waiting.push(path);
-            } else if path.extension().is_some_and(|kind| kind == "rs") {
-                found.insert(path.strip_prefix(root()).unwrap().to_owned(), fs::read_to_string(&path).unwrap());
-            }
-        }
-    }
-    assert!(found.len() > 50);
-    found
-}
-
-fn is_test(path: &Path) -> bool {
-    let is_simulation = path.starts_with("server/src/simulation") || path.ends_with("server/src/simulation.rs");
-    is_simulation || path.starts_with("tests") || path.ends_with("tests.rs") || path.ends_with("conformance.rs")
-}
-
-/// The part of a file that is shipped.
-fn shipped(text: &str) -> &str {
-    text.split("#[cfg(test)]").next().unwrap()
+fn sources() -> &'static Sources {
+    static SOURCES: OnceLock<Sources> = OnceLock::new();
+    SOURCES.get_or_init(|| Sources::read(&root()))
 }
 
 #[test]
@@ -57,22 +46,22 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-stagein", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-transport", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-server", BTreeSet::from(["dayfly-meta", "dayfly-stagein", "dayfly-transport"])),
+        ("dayfly-launch", BTreeSet::from(["dayfly-meta", "dayfly-server", "dayfly-client"])),
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         // Not for its code, but so that Cargo builds the library beside the program.
-        ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-server", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
+        ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-launch", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
     ]);
-    let metadata = metadata();
-    let packages = metadata.workspace_packages();
-    assert_eq!(packages.len(), allowed.len(), "a new crate needs its place here and in ARCHITECTURE.md");
+    let packages = metadata().workspace_packages();
+    assert_eq!(packages.len(), allowed.len(), "a new crate must be added here and to ARCHITECTURE.md");
     for package in packages {
         let ours = package
             .dependencies
             .iter()
             .filter(|dependency| dependency.kind == DependencyKind::Normal && dependency.path.is_some());
         let found: BTreeSet<&str> = ours.map(|dependency| dependency.name.as_str()).collect();
-        assert_eq!(found, allowed[package.name.as_str()], "what {} depends on", package.name);
+        assert_eq!(found, allowed[package.name.as_str()], "dependencies of {} on other crates of the project", package.name);
     }
 }
 
@@ -85,16 +74,10 @@ fn named_absences() {
         ("client/src", &["tokio", "thread::spawn", "TcpStream"]),
         ("server/src", &["std::thread::sleep", "println!", "eprintln!"]),
     ];
-    for (path, text) in sources().iter().filter(|(path, _)| !is_test(path)) {
-        for (folder, words) in absences {
-            if !path.starts_with(folder) {
-                continue;
-            }
-            // Comments may name what is absent.
-            let code: String =
-                shipped(text).lines().map(|line| line.split("//").next().unwrap_or("")).collect::<Vec<_>>().join("\n");
+    for (path, file) in sources().shipped() {
+        for (_, words) in absences.iter().filter(|(folder, _)| path.starts_with(folder)) {
             for word in *words {
-                assert!(!code.contains(word), "{} mentions '{word}', which {folder} knows nothing of", path.display());
+                assert!(!file.code.contains(word), "{} must not use '{word}' (comments may mention it)", path.display());
             }
         }
     }
@@ -102,10 +85,11 @@ fn named_absences() {
 
 #[test]
 fn verbs_are_named_in_their_folder_only() {
-    for (path, text) in sources() {
+    for (path, file) in sources().all() {
+        let text = &file.text;
         let is_border = path.starts_with("server/transport/src/rdma") || path.starts_with("server/transport/src/async_rdma");
         let is_border = is_border
-            || [Path::new("server/transport/src/rdma.rs"), Path::new("server/transport/src/async_rdma.rs")].contains(&&*path);
+            || [Path::new("server/transport/src/rdma.rs"), Path::new("server/transport/src/async_rdma.rs")].contains(&path);
         let is_free = is_border || path.starts_with("tests");
         assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names a verb", path.display());
     }
@@ -159,22 +143,23 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/calls/vfork.rs",
     ];
     for allowed in allowed {
-        assert!(sources()[Path::new(allowed)].contains("unsafe"), "{allowed} has no unsafe code");
+        let file = sources().get(Path::new(allowed)).unwrap_or_else(|| panic!("{allowed} does not exist"));
+        assert!(file.text.contains("unsafe"), "{allowed} has no unsafe code, and leaves this list");
     }
-    for (path, text) in sources() {
-        let is_allowed = allowed.iter().any(|allowed| path == Path::new(allowed)) || path == Path::new("tests/tidy.rs");
-        assert!(is_allowed || !text.contains("unsafe {"), "{} has unsafe code", path.display());
+    for (path, file) in sources().all() {
+        let is_allowed = allowed.iter().any(|allowed| path == Path::new(allowed));
+        let has_unsafe = source::blanked(&file.text, true).contains("unsafe {");
+        assert!(is_allowed || !has_unsafe, "{} has unsafe code and is not on the list", path.display());
     }
 }
 
 #[test]
 fn files_have_a_purpose_a_bound_and_a_parent() {
-    let all = sources();
-    for (path, text) in &all {
-        assert!(text.starts_with("//!"), "{} does not say what it is for", path.display());
-        assert!(shipped(text).lines().count() <= 600, "{} is too long", path.display());
+    for (path, file) in sources().all() {
+        assert!(file.text.starts_with("//!"), "{} does not begin with a page of documentation", path.display());
+        assert!(file.shipped.lines().count() <= 600, "{} is longer than 600 lines", path.display());
         for banned in ["todo!(", "unimplemented!(", "dbg!(", "#[ignore", "FIXME", "process::exit("] {
-            assert!(path == Path::new("tests/tidy.rs") || !text.contains(banned), "{} has '{banned}'", path.display());
+            assert!(path == Path::new("tests/tidy.rs") || !file.text.contains(banned), "{} has '{banned}'", path.display());
         }
         let name = path.file_stem().unwrap().to_str().unwrap();
         if path.starts_with("tests") || ["lib", "main", "mod", "build"].contains(&name) {
@@ -182,8 +167,9 @@ fn files_have_a_purpose_a_bound_and_a_parent() {
         }
         let folder = path.parent().unwrap();
         let parents = [folder.join("lib.rs"), folder.join("main.rs"), folder.with_extension("rs")];
-        let is_named = parents.iter().filter_map(|parent| all.get(parent)).any(|text| text.contains(&format!("mod {name};")));
-        assert!(is_named, "{} belongs to nothing", path.display());
+        let mut parents = parents.iter().filter_map(|parent| sources().get(parent));
+        let is_named = parents.any(|parent| parent.text.contains(&format!("mod {name};")));
+        assert!(is_named, "{} is a module of no other file", path.display());
     }
 }
 
@@ -202,35 +188,22 @@ fn the_top_level_holds_what_the_readme_says() {
 
 #[test]
 fn nothing_builds_all_features() {
-    // One of them changes the licence of the program, and needs headers.
+    // One of the features changes the license of the program, and needs headers.
     for file in [".ci/run", ".ci/long", "README.md", "tests/vm/rdma"] {
         assert!(!fs::read_to_string(root().join(file)).unwrap().contains("--all-features"), "{file}");
     }
 }
 
 #[test]
-fn every_licence_is_on_the_list() {
+fn every_license_is_on_the_list() {
     let deny: toml::Value = toml::from_str(&fs::read_to_string(root().join("deny.toml")).unwrap()).unwrap();
     let allowed: Vec<&str> =
-        deny["licenses"]["allow"].as_array().unwrap().iter().map(|licence| licence.as_str().unwrap()).collect();
-    for package in metadata().packages {
-        let text = package.license.clone().unwrap_or_else(|| panic!("{} has no licence", package.name));
+        deny["licenses"]["allow"].as_array().unwrap().iter().map(|license| license.as_str().unwrap()).collect();
+    for package in &metadata().packages {
+        let text = package.license.clone().unwrap_or_else(|| panic!("{} has no license", package.name));
         let expression = spdx::Expression::parse_mode(&text, spdx::ParseMode::LAX).unwrap();
         let is_allowed = expression.evaluate(|requirement| allowed.contains(&requirement.to_string().as_str()));
         assert!(is_allowed, "{} is under '{text}', which deny.toml does not allow", package.name);
-    }
-}
-
-#[test]
-fn promises_in_the_docs_name_tests_that_exist() {
-    let code: String = sources().into_values().collect();
-    for page in ["SEMANTICS.md", "FORMATS.md", "PROTOCOL.md"] {
-        let text = fs::read_to_string(root().join("docs").join(page)).unwrap();
-        let names: Vec<&str> = text.split("test: `").skip(1).filter_map(|rest| rest.split('`').next()).collect();
-        assert!(names.len() >= 3, "{page} names too few tests");
-        for name in names {
-            assert!(code.contains(&format!("fn {name}(")), "{page} names the test '{name}', which does not exist");
-        }
     }
 }
 

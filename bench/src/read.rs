@@ -164,7 +164,7 @@ fn views(
         while under_way.len() <= arguments.ahead
             && let Some(samples) = chunks.next()
         {
-            under_way.push_back(session.read_many(dataset, samples, Delivery::Arrival, OnMissing::Fail)?);
+            under_way.push_back(session.read_many(dataset, samples, Delivery::AsAvailable, OnMissing::Fail)?);
         }
         let Some(mut batch) = under_way.pop_front() else { return Ok(bytes) };
         while let Some(delivered) = batch.next() {

@@ -166,7 +166,7 @@ impl Session {
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
-        self.converse(|socket| {
+        self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut all = Vec::new();
             loop {
@@ -185,7 +185,7 @@ impl Session {
 
     /// A nameless file on the node's data dir, for `len` bytes that a program wants as a file of the kernel's.
     pub fn spill(&self, len: u64) -> Result<File, ClientError> {
-        self.converse(|socket| {
+        self.with_connection(|socket| {
             socket.send(&FromClient::Spill { len })?;
             match socket.receive()? {
                 (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("no file came")),
@@ -196,7 +196,7 @@ impl Session {
 
     /// Gives a command; `see` sees each event, the last one included.
     pub fn control(&self, command: Command, see: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
-        self.converse(|socket| {
+        self.with_connection(|socket| {
             socket.send(&FromClient::Control(command))?;
             loop {
                 match socket.receive()?.0 {
@@ -233,9 +233,12 @@ impl Session {
     }
 
     /// Speaks with the server, on an idle connection of this process or a fresh one.
-    pub(crate) fn converse<T>(&self, speak: impl FnOnce(&mut Socket) -> Result<T, ClientError>) -> Result<T, ClientError> {
+    pub(crate) fn with_connection<T>(
+        &self,
+        operation: impl FnOnce(&mut Socket) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
         let mut socket = self.take_socket()?;
-        let result = speak(&mut socket);
+        let result = operation(&mut socket);
         // After a failure an answer may still be under way that belongs to nothing any more.
         if result.is_ok() {
             self.put_socket(socket);

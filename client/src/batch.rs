@@ -1,11 +1,15 @@
-//! Many samples at once: `read_many`. What this node has is looked at where it lies; the rest is asked of the server in one message,
-//! leased where it lands, and can be used as it comes.
+//! Reading many samples at once: `read_many` and `read_many_into`.
 //!
-//! A lease may be revoked under a batch that stands still for long: because its process takes nothing from its socket, or because
-//! others wait for the room. What had not been delivered by then is read again; of what was delivered [`Batch::is_good`] says that
-//! it is not.
+//! A batch lends the samples that are on this node where they lie, in mapped segments. It requests all others from the server
+//! with one message, and lends them in the arena under a lease as they arrive.
+//!
+//! The server may revoke a lease when a batch makes no progress for long: because its process reads nothing from its socket, or
+//! because other processes wait for the room. The batch then reads a sample again if it was not delivered yet. For samples that
+//! were delivered, [`Batch::is_good`] returns `false`.
+//!
+//! A batch belongs to one process: a forked child may look at what its parent's batch lent, but cannot read on in it.
 
-mod far;
+mod remote;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,96 +21,115 @@ use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
 use crate::attach::Views;
+use crate::fetch::LeasedChunk;
 use crate::{ClientError, Dataset, Session, fault};
-use far::{Far, Leased};
+use remote::RemoteChunks;
 
-/// In which order samples of a batch are delivered.
+/// The order in which a batch delivers its samples.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Delivery {
-    /// As they were asked for.
+    /// In the order in which they were requested.
     #[default]
-    Given,
-    /// As they come: those of this node first.
-    Arrival,
+    InOrder,
+    /// As soon as each is available: samples on this node come first.
+    AsAvailable,
 }
 
-/// What is done about a sample that cannot be had.
+/// What a batch does about a sample that cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnMissing {
-    /// The first one is the end of the batch.
+    /// The first such sample ends the batch with its error.
     #[default]
     Fail,
-    /// It is delivered as its error, and the others are read.
-    Tell,
+    /// The batch delivers the error in the sample's place and reads the others.
+    Report,
 }
 
-/// A sample that was asked for.
+/// Names a sample of some dataset.
 #[derive(Clone)]
-pub(crate) struct Item {
+pub(crate) struct SampleRef {
     pub(crate) dataset: Arc<Dataset>,
     pub(crate) sample: SampleId,
 }
 
-/// A sample of a batch.
+/// A sample that a batch delivers.
 #[derive(Debug)]
 pub struct Delivered<'a> {
-    /// Its place in what was asked for.
+    /// The sample's index in the request.
     pub index: usize,
-    /// All its bytes, or why they cannot be had.
+    /// All bytes of the sample, or the reason why they cannot be read.
     pub bytes: Result<&'a [u8], &'a ClientError>,
 }
 
-/// Samples that are being read, and lie where they are until this is dropped. What it delivers may be looked at until then, by
-/// [`Self::get`]; a program that has looked asks [`Self::is_good`] before it believes what it saw.
+/// Samples that are being read, and that stay where they lie until the batch is dropped.
+///
+/// A program may look at delivered samples until then, also through [`Self::get`]. Before it believes what it saw, it asks
+/// [`Self::is_good`].
 pub struct Batch<'a> {
     session: &'a Session,
-    items: Vec<Option<Item>>,
-    states: Vec<State>,
+    items: Vec<Option<SampleRef>>,
+    states: Vec<ItemState>,
     delivery: Delivery,
     on_missing: OnMissing,
-    /// Not delivered yet, in order; with those that come from afar behind, if the order is theirs.
+    /// The first item that was not delivered yet.
     next: usize,
+    /// Remote items that have arrived and were not delivered yet, for [`Delivery::AsAvailable`].
     arrived: VecDeque<usize>,
-    far: Far,
+    remote: RemoteChunks,
     leases: Vec<u64>,
+    /// Whether [`Self::next`] has returned the end or an error.
     is_over: bool,
-    /// The connection failed, and with it ended the leases.
+    /// Whether the connection failed. Its leases ended with it.
     is_broken: bool,
-    /// See [`fault::zeroed`].
+    /// [`fault::zeroed`] when the batch began.
     zeroed: usize,
-    /// What is kept here stays while this lives; without a server nobody gives it up.
+    /// Keeps cached blocks of this node in place while the batch lives. `None` if the server could not be reached; then no server
+    /// is there to drop a block either.
     views: Option<Views<'a>>,
-    /// The process whose connection and views these are.
-    home: u32,
+    /// The process that owns the connection and the views.
+    process: u32,
 }
 
-/// Where an item's bytes are.
-enum State {
-    /// Empty.
+/// Where the bytes of an item are.
+enum ItemState {
+    /// The sample has no bytes, or none that are still wanted.
     Empty,
-    /// In a segment.
-    Segment(DrivePosition, u64),
-    /// In the arena, leased.
-    Leased(Leased),
-    /// In memory of our own.
-    Owned(Vec<u8>),
-    /// To be read when it is its turn: what is cut into pieces is copied together.
-    Later,
-    /// Under way.
-    Far,
+    /// In a mapped segment: position and length.
+    InSegment(DrivePosition, u64),
+    /// In the arena, under a lease.
+    Leased(LeasedSample),
+    /// In memory of this process.
+    Copied(Vec<u8>),
+    /// On this node, but to be copied only when it is delivered: the sample has several chunks, or cannot be viewed in place.
+    Deferred,
+    /// Requested from the server, or about to be.
+    Pending,
+    /// Cannot be read.
     Failed(ClientError),
 }
 
-/// Ranges of a batch that are looked at, whether they are in memory.
-const SAMPLED: usize = 4;
-/// When one is not, so many batches are taken to be cold, this one included.
+/// A sample of one chunk in the arena.
+#[derive(Clone, Copy)]
+struct LeasedSample {
+    chunk: LeasedChunk,
+    len: u64,
+    /// Whether the program may have looked at the bytes.
+    is_delivered: bool,
+}
+
+/// How many items of a batch are probed for whether they are in memory.
+const PROBES: usize = 4;
+/// If a probe finds an item that is not, this batch and those that follow it, so many in all, read ahead without probing.
 const COLD_BATCHES: u32 = 16;
 
-/// What is wanted: a sample, or why it is known that it cannot be had.
-pub(crate) type Wish = Result<Item, ClientError>;
+/// A requested sample, or the error that already excludes it.
+pub(crate) type RequestedSample = Result<SampleRef, ClientError>;
 
 impl Session {
-    /// Begins to read samples whole. Nothing fails here but a connection; what becomes of each sample is told when it is delivered.
+    /// Begins to read whole samples. Each sample's own error comes when it is delivered.
+    ///
+    /// # Errors
+    /// Only if the session has ended or the connection to the server fails.
     pub fn read_many(
         &self,
         dataset: &Arc<Dataset>,
@@ -114,10 +137,15 @@ impl Session {
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Batch<'_>, ClientError> {
-        self.begin_batch(wishes(dataset, samples), delivery, on_missing)
+        self.begin_batch(requested(dataset, samples), delivery, on_missing)
     }
 
-    /// Reads samples whole into buffers, each as far as its buffer reaches; their sizes, in order.
+    /// Reads whole samples into buffers, each as far as its buffer reaches. Returns the samples' sizes, in the order of the
+    /// request.
+    ///
+    /// # Errors
+    /// If the session has ended or the connection fails, and with [`OnMissing::Fail`] the error of the first sample that cannot
+    /// be read.
     pub fn read_many_into(
         &self,
         dataset: &Arc<Dataset>,
@@ -125,84 +153,85 @@ impl Session {
         buffers: &mut [&mut [u8]],
         on_missing: OnMissing,
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        self.fill_buffers(wishes(dataset, samples), buffers, on_missing)
+        self.fill_buffers(requested(dataset, samples), buffers, on_missing)
     }
 
     pub(crate) fn begin_batch(
         &self,
-        wishes: Vec<Wish>,
+        requested: Vec<RequestedSample>,
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Batch<'_>, ClientError> {
-        // Before any location is looked at. Its connection is ours until the end: by it the server knows whose views these are.
+        // The views must begin before any location is looked up. The batch keeps the connection until its end, because the server
+        // knows by it whose views these are.
         let socket = self.take_socket().ok();
         let views = socket.as_ref().map(|socket| self.begin_views(socket.slot()));
         let mut batch = Batch {
             session: self,
-            items: Vec::with_capacity(wishes.len()),
-            states: Vec::with_capacity(wishes.len()),
+            items: Vec::with_capacity(requested.len()),
+            states: Vec::with_capacity(requested.len()),
             delivery,
             on_missing,
             next: 0,
             arrived: VecDeque::new(),
-            far: Far { socket, ..Far::default() },
+            remote: RemoteChunks { socket, ..RemoteChunks::default() },
             leases: Vec::new(),
             is_over: false,
             is_broken: false,
             zeroed: fault::zeroed(),
             views,
-            home: std::process::id(),
+            process: std::process::id(),
         };
-        batch.look_up(wishes);
-        batch.ask()?;
+        batch.look_up(requested);
+        batch.send_request()?;
         batch.read_ahead();
         Ok(batch)
     }
 
     pub(crate) fn fill_buffers(
         &self,
-        wishes: Vec<Wish>,
+        requested: Vec<RequestedSample>,
         buffers: &mut [&mut [u8]],
         on_missing: OnMissing,
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        let mut sizes = Vec::with_capacity(wishes.len());
-        // Large ones, and those that are cut off, go straight to where they are wanted.
+        let mut sizes = Vec::with_capacity(requested.len());
+        // Samples of several chunks, and those that their buffers cut short, are read straight into the buffers.
         let (mut whole, mut whole_at, mut others) = (Vec::new(), Vec::new(), Vec::new());
-        for (at, wish) in wishes.into_iter().enumerate() {
-            let size = wish.as_ref().map_or(0, Item::size);
+        for (at, item) in requested.into_iter().enumerate() {
+            let size = item.as_ref().map_or(0, SampleRef::size);
             sizes.push(Ok(size));
             if size <= CHUNK_LEN && size <= buffers.get(at).map_or(0, |buffer| buffer.len() as u64) {
-                whole.push(wish);
+                whole.push(item);
                 whole_at.push(at);
             } else {
-                others.extend(wish.ok().map(|item| (at, item)));
+                others.extend(item.ok().map(|item| (at, item)));
             }
         }
         let zeroed = fault::zeroed();
-        let mut batch = self.begin_batch(whole, Delivery::Arrival, OnMissing::Tell)?;
+        let mut batch = self.begin_batch(whole, Delivery::AsAvailable, OnMissing::Report)?;
         while let Some(index) = batch.advance()? {
             let at = whole_at[index];
             match (batch.bytes(index), buffers.get_mut(at)) {
                 (Ok(bytes), Some(buffer)) => {
                     buffer[..bytes.len()].copy_from_slice(bytes);
-                    if let State::Leased(leased) = &batch.states[index] {
-                        // What was copied may not be what was meant.
+                    if let ItemState::Leased(leased) = &batch.states[index] {
+                        // If the lease was revoked, the bytes just copied may be another chunk's.
                         if !batch.holds(leased)
                             && let Err(error) = batch.read_into(index, &mut buffer[..bytes.len()])
                         {
                             sizes[at] = Err(error);
                         }
-                        // It is not looked at again.
-                        batch.states[index] = State::Empty;
+                        // Nobody looks at the leased bytes again.
+                        batch.states[index] = ItemState::Empty;
                     }
                 }
-                // Nothing was wanted of it.
+                // The caller passed no buffer for this sample.
                 (Ok(_), None) => {}
                 (Err(_), _) => sizes[at] = Err(batch.take_error(index)),
             }
         }
         if fault::zeroed() != zeroed {
-            // Some page was missing, of whatever file: that is so rare that all is read again.
+            // Some page of some file was missing. That is so rare that all samples are read again.
             for (index, &at) in whole_at.iter().enumerate() {
                 let Some(buffer) = buffers.get_mut(at) else { continue };
                 if let Ok(len) = sizes[at]
@@ -229,28 +258,28 @@ impl Session {
     }
 }
 
-fn wishes(dataset: &Arc<Dataset>, samples: &[SampleId]) -> Vec<Wish> {
-    samples.iter().map(|&sample| Ok(Item { dataset: dataset.clone(), sample })).collect()
+fn requested(dataset: &Arc<Dataset>, samples: &[SampleId]) -> Vec<RequestedSample> {
+    samples.iter().map(|&sample| Ok(SampleRef { dataset: dataset.clone(), sample })).collect()
 }
 
-impl Item {
+impl SampleRef {
     fn size(&self) -> u64 {
         self.dataset.catalog().sample(self.sample).map_or(0, |(size, _)| size)
     }
 }
 
 impl<'a> Batch<'a> {
-    /// Number of samples that were asked for.
+    /// The number of samples that were requested.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether none were.
+    /// Whether no sample was requested.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
 
-    /// The next sample; waits for it. `None` at the end.
+    /// Waits for the next sample and delivers it; `None` after the last.
     #[expect(clippy::should_implement_trait, reason = "what it delivers borrows from the batch")]
     pub fn next(&mut self) -> Option<Result<Delivered<'_>, ClientError>> {
         if self.is_over {
@@ -267,14 +296,18 @@ impl<'a> Batch<'a> {
                 return Some(Err(error));
             }
         };
-        if self.on_missing == OnMissing::Fail && matches!(self.states[index], State::Failed(_)) {
+        if self.on_missing == OnMissing::Fail && matches!(self.states[index], ItemState::Failed(_)) {
             self.is_over = true;
             return Some(Err(self.take_error(index)));
         }
         Some(Ok(Delivered { index, bytes: self.bytes(index) }))
     }
 
-    /// Waits until all have come.
+    /// Waits until all samples have been delivered.
+    ///
+    /// # Errors
+    /// If the connection fails or has failed before, and with [`OnMissing::Fail`] the error of the first sample that cannot be
+    /// read.
     pub fn wait(&mut self) -> Result<(), ClientError> {
         if self.is_broken {
             return Err(ClientError::Protocol("the batch has failed before"));
@@ -285,28 +318,30 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// A sample that has been delivered, by its place in what was asked for.
+    /// The bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or lost its
+    /// lease.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         let is_there = match self.states.get(index) {
-            None | Some(State::Far | State::Later) => false,
-            Some(State::Leased(leased)) => self.holds(leased),
+            None | Some(ItemState::Pending | ItemState::Deferred) => false,
+            Some(ItemState::Leased(leased)) => self.holds(leased),
             Some(_) => true,
         };
         if is_there { self.bytes(index).ok() } else { None }
     }
 
-    /// Whether what was looked at was real until now: the session goes on, no dataset of the batch was replaced, and no lease on what
-    /// was delivered was revoked.
+    /// Whether everything that the program saw so far was real: the session goes on, no dataset of the batch was replaced, no
+    /// drive failed, and no lease on a delivered sample was revoked.
     pub fn is_good(&self) -> bool {
         let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.is_gone();
-        let is_lost = |state: &State| matches!(state, State::Leased(leased) if leased.is_delivered && !self.holds(leased));
+        let is_lost =
+            |state: &ItemState| matches!(state, ItemState::Leased(leased) if leased.is_delivered && !self.holds(leased));
         is_whole && !self.states.iter().any(is_lost)
     }
 
     /// Whether the session has ended, or a dataset of the batch was replaced.
     fn is_gone(&self) -> bool {
         let mut last: *const Dataset = std::ptr::null();
-        let is_gone = |item: &Item| {
+        let is_gone = |item: &SampleRef| {
             let is_other = !std::ptr::eq(std::mem::replace(&mut last, Arc::as_ptr(&item.dataset)), Arc::as_ptr(&item.dataset));
             is_other && item.dataset.is_gone()
         };
@@ -314,30 +349,30 @@ impl<'a> Batch<'a> {
     }
 
     fn take_error(&mut self, index: usize) -> ClientError {
-        match std::mem::replace(&mut self.states[index], State::Failed(ClientError::Gone)) {
-            State::Failed(error) => error,
+        match std::mem::replace(&mut self.states[index], ItemState::Failed(ClientError::Gone)) {
+            ItemState::Failed(error) => error,
             _ => ClientError::Gone,
         }
     }
 
-    /// Finds where each item is.
-    fn look_up(&mut self, wishes: Vec<Wish>) {
-        for item in wishes.iter().flatten() {
+    /// Finds out where each item is. The two passes before let the processor fetch the records of all items at the same time.
+    fn look_up(&mut self, requested: Vec<RequestedSample>) {
+        for item in requested.iter().flatten() {
             item.dataset.catalog().prefetch_sample(item.sample);
         }
-        for item in wishes.iter().flatten() {
+        for item in requested.iter().flatten() {
             if let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) {
                 item.dataset.prefetch_location(BlockId(blocks.start));
             }
         }
         let mut local = [Reads::default(); SOURCES];
-        for (index, wish) in wishes.into_iter().enumerate() {
-            let (item, state) = match wish {
+        for (index, item) in requested.into_iter().enumerate() {
+            let (item, state) = match item {
                 Ok(item) => {
                     let state = self.find(&item, index, &mut local);
                     (Some(item), state)
                 }
-                Err(error) => (None, State::Failed(error)),
+                Err(error) => (None, ItemState::Failed(error)),
             };
             self.items.push(item);
             self.states.push(state);
@@ -350,67 +385,67 @@ impl<'a> Batch<'a> {
         }
     }
 
-    fn find(&mut self, item: &Item, index: usize, local: &mut [Reads; SOURCES]) -> State {
+    fn find(&mut self, item: &SampleRef, index: usize, local: &mut [Reads; SOURCES]) -> ItemState {
         let Some((size, blocks)) = item.dataset.catalog().sample(item.sample) else {
-            return State::Failed(ClientError::Protocol("an unknown sample"));
+            return ItemState::Failed(ClientError::Protocol("an unknown sample"));
         };
         let block = BlockId(blocks.start);
-        let (place, source) = match item.dataset.find(block) {
-            _ if size == 0 => return State::Empty,
-            _ if size > CHUNK_LEN => return State::Later,
-            Some(Location::Owned(place)) => (place, Source::Segment),
-            Some(Location::Cached(place)) if self.views.is_some() => (place, Source::Cached),
-            Some(Location::Cached(_)) => return State::Later,
-            // What lies in the arena has to be leased before it is looked at.
+        let (position, source) = match item.dataset.find(block) {
+            _ if size == 0 => return ItemState::Empty,
+            _ if size > CHUNK_LEN => return ItemState::Deferred,
+            Some(Location::Owned(position)) => (position, Source::Segment),
+            Some(Location::Cached(position)) if self.views.is_some() => (position, Source::Cached),
+            Some(Location::Cached(_)) => return ItemState::Deferred,
+            // Bytes in the arena may only be lent under a lease.
             Some(Location::Arena { .. }) | None => {
                 let chunk = Chunk { block, index: 0 };
-                self.far.waiting.entry(item.dataset.id()).or_default().push((index, chunk));
-                return State::Far;
+                self.remote.waiting.entry(item.dataset.id()).or_default().push((index, chunk));
+                return ItemState::Pending;
             }
         };
-        if item.dataset.view(place, size).is_none() {
-            return State::Later;
+        if item.dataset.view(position, size).is_none() {
+            return ItemState::Deferred;
         }
         local[source as usize].add(Reads { count: 1, bytes: size });
-        State::Segment(place, size)
+        ItemState::InSegment(position, size)
     }
 
-    /// Has the drives begin to read all of the batch at once, if some of it is not in memory.
+    /// Makes the drives begin to read the whole batch at once, if some of it is not in memory.
     fn read_ahead(&self) {
         let in_segments = || {
             let items = self.items.iter().zip(&self.states);
             items.filter_map(|(item, state)| match (item, state) {
-                (Some(item), &State::Segment(place, len)) => Some((&item.dataset, place, len)),
+                (Some(item), &ItemState::InSegment(position, len)) => Some((&item.dataset, position, len)),
                 _ => None,
             })
         };
-        let step = (self.items.len() / SAMPLED).max(1);
-        let is_cold = in_segments().step_by(step).any(|(dataset, place, len)| !dataset.is_resident(place, len));
+        let step = (self.items.len() / PROBES).max(1);
+        let is_cold = in_segments().step_by(step).any(|(dataset, position, len)| !dataset.is_resident(position, len));
         if !self.session.is_cold(is_cold.then_some(COLD_BATCHES)) {
             return;
         }
-        let mut places: Vec<(&Arc<Dataset>, DrivePosition, u64)> = in_segments().collect();
-        places.sort_unstable_by_key(|(dataset, place, _)| (dataset.id().0, place.drive, place.offset));
-        places.into_iter().for_each(|(dataset, place, len)| dataset.read_ahead(place, len));
+        let mut positions: Vec<(&Arc<Dataset>, DrivePosition, u64)> = in_segments().collect();
+        positions.sort_unstable_by_key(|(dataset, position, _)| (dataset.id().0, position.drive, position.offset));
+        positions.into_iter().for_each(|(dataset, position, len)| dataset.read_ahead(position, len));
     }
 
-    /// The next item to be delivered, which is there then.
+    /// Waits for the next item to deliver; its bytes or its error are available then.
     fn advance(&mut self) -> Result<Option<usize>, ClientError> {
-        self.let_go_if_asked()?;
+        self.release_if_recalled()?;
         let index = match self.delivery {
-            Delivery::Given => {
+            Delivery::InOrder => {
                 let index = self.next;
                 if index == self.items.len() {
                     return Ok(None);
                 }
                 self.next += 1;
-                while matches!(self.states[index], State::Far) {
+                while matches!(self.states[index], ItemState::Pending) {
                     self.receive()?;
                 }
                 index
             }
-            Delivery::Arrival => {
-                while self.next < self.items.len() && matches!(self.states[self.next], State::Far) {
+            Delivery::AsAvailable => {
+                while self.next < self.items.len() && matches!(self.states[self.next], ItemState::Pending) {
                     self.next += 1;
                 }
                 if self.next < self.items.len() {
@@ -421,7 +456,7 @@ impl<'a> Batch<'a> {
                         if let Some(index) = self.arrived.pop_front() {
                             break index;
                         }
-                        if !self.far.is_under_way && self.far.is_done() {
+                        if !self.remote.is_in_flight && self.remote.is_done() {
                             return Ok(None);
                         }
                         self.receive()?;
@@ -432,21 +467,22 @@ impl<'a> Batch<'a> {
         if self.session.verifies_reads() {
             self.verify(index);
         }
-        // Asked after the bytes were compared: what was revoked meanwhile says nothing.
-        if matches!(self.states[index], State::Later) || self.is_lost(index) {
-            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
+        // Checked after the bytes were verified: a checksum taken of revoked bytes says nothing.
+        if matches!(self.states[index], ItemState::Deferred) || self.is_lost(index) {
+            self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
         }
-        if let State::Leased(leased) = &mut self.states[index] {
+        if let ItemState::Leased(leased) = &mut self.states[index] {
             leased.is_delivered = true;
         }
         Ok(Some(index))
     }
 
-    /// Whether an item is not where it was any more: its lease was revoked, or its drive failed where others looked.
+    /// Whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned by a
+    /// drive that failed.
     fn is_lost(&self, index: usize) -> bool {
         match &self.states[index] {
-            State::Leased(leased) => !self.holds(leased),
-            State::Segment(..) => self.bytes(index).is_err(),
+            ItemState::Leased(leased) => !self.holds(leased),
+            ItemState::InSegment(..) => self.bytes(index).is_err(),
             _ => false,
         }
     }
@@ -464,6 +500,7 @@ impl<'a> Batch<'a> {
         self.session.read_at(&item.dataset, item.sample, 0, buffer, &mut None).map(|_| ())
     }
 
+    /// Verifies an item's only chunk where it lies. Samples of several chunks are verified as they are copied.
     fn verify(&mut self, index: usize) {
         let Some(item) = &self.items[index] else { return };
         let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) else { return };
@@ -471,38 +508,38 @@ impl<'a> Batch<'a> {
         if let (Ok(bytes), false) = (self.bytes(index), blocks.is_empty())
             && self.session.verify(&item.dataset, chunk, bytes).is_err()
         {
-            // The copy that was looked at is bad; reading it by itself has it replaced, if there is another.
-            self.states[index] = self.read_whole(index).map_or_else(State::Failed, State::Owned);
+            // This copy is damaged. An ordinary read has the server replace it, if another copy exists.
+            self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
         }
     }
 
     fn bytes(&self, index: usize) -> Result<&[u8], &ClientError> {
-        static NOWHERE: ClientError = ClientError::Protocol("a sample that is nowhere");
+        static UNAVAILABLE: ClientError = ClientError::Protocol("a sample without bytes");
         match &self.states[index] {
-            State::Empty => Ok(&[]),
-            State::Segment(place, len) => {
-                self.items[index].as_ref().and_then(|item| item.dataset.view(*place, *len)).ok_or(&NOWHERE)
+            ItemState::Empty => Ok(&[]),
+            ItemState::InSegment(position, len) => {
+                self.items[index].as_ref().and_then(|item| item.dataset.view(*position, *len)).ok_or(&UNAVAILABLE)
             }
-            State::Leased(leased) => self.session.arena.leased(leased.offset, leased.len).ok_or(&NOWHERE),
-            State::Owned(bytes) => Ok(bytes),
-            State::Failed(error) => Err(error),
-            State::Later | State::Far => Err(&NOWHERE),
+            ItemState::Leased(leased) => leased.chunk.bytes(self.session, leased.len).map_err(|_| &UNAVAILABLE),
+            ItemState::Copied(bytes) => Ok(bytes),
+            ItemState::Failed(error) => Err(error),
+            ItemState::Deferred | ItemState::Pending => Err(&UNAVAILABLE),
         }
     }
 }
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        if self.home != std::process::id() {
-            // Its parent's, who ends them.
+        if self.process != std::process::id() {
+            // A forked child must not end its parent's views.
             std::mem::forget(self.views.take());
             return;
         }
-        // Before the connection is another's.
+        // The views end before another request can use the connection that they are accounted to.
         drop(self.views.take());
-        // Where the connection fails, its end is the leases' end.
+        // If the connection fails, the server ends the leases with it.
         let is_released = self.release().is_ok();
-        if let Some(socket) = self.far.socket.take().filter(|_| is_released && !self.far.is_under_way) {
+        if let Some(socket) = self.remote.socket.take().filter(|_| is_released && !self.remote.is_in_flight) {
             self.session.put_socket(socket);
         }
     }

@@ -58,7 +58,7 @@ impl Dataset {
 
     /// Whether this node has the block on its drives: as its owner, or kept for the next time.
     pub fn is_here(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some_and(|location| location.place().is_some())
+        self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
     /// Whether its bytes have been given up; what was copied before this is asked may be zeros.
@@ -67,20 +67,20 @@ impl Dataset {
     }
 
     /// Whether this node has a copy of the block that it does not own.
-    pub(crate) fn keeps(&self, block: BlockId) -> bool {
+    pub(crate) fn is_cached(&self, block: BlockId) -> bool {
         matches!(self.locations.find(block), Some(Location::Cached(_)))
     }
 
     /// Where the bytes of a block lie that this node owns, for as long as the dataset is there: its segment, and the offset there.
-    pub fn place(&self, block: BlockId) -> Option<(&File, u64)> {
-        let Location::Owned(place) = self.locations.find(block)? else { return None };
-        let (segment, _) = self.segments.get(usize::from(place.drive))?;
-        Some((segment, place.offset))
+    pub fn segment_position(&self, block: BlockId) -> Option<(&File, u64)> {
+        let Location::Owned(position) = self.locations.find(block)? else { return None };
+        let (segment, _) = self.segments.get(usize::from(position.drive))?;
+        Some((segment, position.offset))
     }
 
     /// Where a block lies among all that this node has on its drives: by drive, then front to back.
-    pub(crate) fn position(&self, block: BlockId) -> Option<u64> {
-        self.locations.find(block)?.place().map(|place| Location::Owned(place).pack())
+    pub(crate) fn drive_order(&self, block: BlockId) -> Option<u64> {
+        self.locations.find(block)?.position().map(|position| Location::Owned(position).pack())
     }
 
     /// Where a block can be found without asking.
@@ -96,31 +96,31 @@ impl Dataset {
     /// Says that a sample is about to be read.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };
-        let place = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::place) } else { None };
-        if let Some(place) = place
-            && let Some((_, map)) = self.segments.get(usize::from(place.drive))
+        let position = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::position) } else { None };
+        if let Some(position) = position
+            && let Some((_, map)) = self.segments.get(usize::from(position.drive))
         {
-            map.prefetch(place.offset, size);
+            map.prefetch(position.offset, size);
         }
     }
 
     /// Bytes of a segment as they lie there, if they can be mapped. Those of what is only kept count for as long as the caller has
     /// said that it has views.
-    pub(crate) fn view(&self, place: DrivePosition, len: u64) -> Option<&[u8]> {
-        let (segment, map) = self.segments.get(usize::from(place.drive))?;
-        map.view(segment, place.offset, len)
+    pub(crate) fn view(&self, position: DrivePosition, len: u64) -> Option<&[u8]> {
+        let (segment, map) = self.segments.get(usize::from(position.drive))?;
+        map.view(segment, position.offset, len)
     }
 
     /// Has the drive begin to read a range that is perhaps not in memory, without waiting for it.
-    pub(crate) fn read_ahead(&self, place: DrivePosition, len: u64) {
-        if let Some((segment, _)) = self.segments.get(usize::from(place.drive)) {
-            segment_map::read_ahead(segment, place.offset, len);
+    pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
+        if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
+            segment_map::read_ahead(segment, position.offset, len);
         }
     }
 
     /// Whether a mapped range of a segment is in memory.
-    pub(crate) fn is_resident(&self, place: DrivePosition, len: u64) -> bool {
-        self.segments.get(usize::from(place.drive)).is_some_and(|(_, map)| map.is_resident(place.offset, len))
+    pub(crate) fn is_resident(&self, position: DrivePosition, len: u64) -> bool {
+        self.segments.get(usize::from(position.drive)).is_some_and(|(_, map)| map.is_resident(position.offset, len))
     }
 
     /// Reads from a block without asking, with at most one system call; `None` where it is neither on the drives nor in the arena.
@@ -133,8 +133,8 @@ impl Dataset {
     ) -> Result<Option<Source>, ClientError> {
         while let Some(location) = self.locations.find(block) {
             let (result, source) = match location {
-                Location::Owned(place) => return self.read_segment(place, offset, buffer).map(|()| Some(Source::Segment)),
-                Location::Cached(place) => (self.read_segment(place, offset, buffer), Source::Cached),
+                Location::Owned(position) => return self.read_segment(position, offset, buffer).map(|()| Some(Source::Segment)),
+                Location::Cached(position) => (self.read_segment(position, offset, buffer), Source::Cached),
                 Location::Arena { unit, .. } => {
                     let start = u64::from(unit) * ARENA_UNIT;
                     if !arena.copy_to(start.saturating_add(offset), buffer) {
@@ -152,10 +152,10 @@ impl Dataset {
         Ok(None)
     }
 
-    fn read_segment(&self, place: DrivePosition, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
+    fn read_segment(&self, position: DrivePosition, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let (segment, map) =
-            self.segments.get(usize::from(place.drive)).ok_or(ClientError::Protocol("a place on an unknown drive"))?;
-        let offset = place.offset + offset;
+            self.segments.get(usize::from(position.drive)).ok_or(ClientError::Protocol("a position on an unknown drive"))?;
+        let offset = position.offset + offset;
         match map.copy(segment, offset, buffer) {
             Copied::Yes => Ok(()),
             Copied::No => segment.read_exact_at(buffer, offset).map_err(|error| self.segment_error(error)),

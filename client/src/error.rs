@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::locate::NotPrivate;
+use crate::privacy::NotPrivate;
 
 /// Why a session cannot be found, attached to or read.
 #[derive(Debug, thiserror::Error)]

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::HEARTBEAT_TICKS;
+use dayfly_meta::limits::HEARTBEAT_POLLS;
 use dayfly_meta::status_page::StatusPage;
 
 /// How long a client waits; the server says so.
@@ -33,7 +33,7 @@ impl Default for Patience {
 impl Patience {
     /// Between two looks.
     pub(crate) fn tick(&self) -> Duration {
-        (self.heartbeat / HEARTBEAT_TICKS).max(Duration::from_millis(1))
+        (self.heartbeat / HEARTBEAT_POLLS).max(Duration::from_millis(1))
     }
 
     /// The kernel's clock is coarser than ours: a tick may come this early.
@@ -74,7 +74,7 @@ impl Heartbeat {
         if self.seen.swap(beat, Ordering::AcqRel) != beat {
             self.ticks.store(0, Ordering::Release);
         }
-        if self.ticks.load(Ordering::Acquire) < HEARTBEAT_TICKS {
+        if self.ticks.load(Ordering::Acquire) < HEARTBEAT_POLLS {
             return Ok(());
         }
         let message = format!("it has stood still for {} s", self.patience.heartbeat.as_secs_f64());
@@ -111,11 +111,11 @@ mod tests {
         // As a process finds it that was stopped for an hour: however late it is, a tick is one tick.
         let long_ago = client.start.checked_sub(Duration::from_secs(3600)).unwrap();
         let client = Heartbeat { start: long_ago, ..client };
-        (0..3 * HEARTBEAT_TICKS).for_each(|_| client.tick().unwrap());
+        (0..3 * HEARTBEAT_POLLS).for_each(|_| client.tick().unwrap());
         assert_eq!(client.ticks.load(Ordering::Relaxed), 1, "within one tick");
-        client.ticks.store(HEARTBEAT_TICKS, Ordering::Relaxed);
+        client.ticks.store(HEARTBEAT_POLLS, Ordering::Relaxed);
         assert!(client.check().is_err() && client.tick().is_err());
-        server.beat();
+        server.advance_heartbeat();
         client.check().unwrap();
         assert_eq!(client.ticks.load(Ordering::Relaxed), 0);
     }
@@ -124,12 +124,12 @@ mod tests {
     fn a_server_that_stands_still_fails_after_enough_ticks_and_is_forgiven_at_once() {
         let (server, client) = pair();
         std::thread::sleep(client.patience.tick());
-        let waited = (0..HEARTBEAT_TICKS + 5).take_while(|_| {
+        let waited = (0..HEARTBEAT_POLLS + 5).take_while(|_| {
             client.ticked_us.store(0, Ordering::Relaxed);
             client.tick().is_ok()
         });
-        assert_eq!(waited.count() as u32, HEARTBEAT_TICKS - 1);
-        server.beat();
+        assert_eq!(waited.count() as u32, HEARTBEAT_POLLS - 1);
+        server.advance_heartbeat();
         assert!(client.tick().is_ok());
     }
 }

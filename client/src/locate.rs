@@ -1,7 +1,6 @@
 //! Finding sessions: each has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/`, mode 0700, in which every server
 //! of this machine has its socket and holds a lock for as long as it lives. `watch` looks whether these are still there.
 
-mod privacy;
 mod watch;
 
 use std::env;
@@ -18,8 +17,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 
 use crate::ClientError;
-
-pub use privacy::{NotPrivate, check_private, check_stays};
+pub use crate::privacy::{NotPrivate, check_private, check_stays};
 pub use watch::Watch;
 
 /// Names the session that a process belongs to.

@@ -3,11 +3,10 @@
 
 use std::collections::HashMap;
 
-use dayfly_meta::catalog::{Catalog, EntryId, EntryKind};
+use dayfly_meta::catalog::{Catalog, EntryId, EntryKind, Grouping};
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::path::group;
-use dayfly_meta::wire::control::Grouping;
 
 use crate::Dataset;
 
@@ -89,7 +88,7 @@ impl Samples {
                     strewn.push(sample);
                 }
             } else if catalog.owner(first) == Some(node) {
-                match dataset.position(first) {
+                match dataset.drive_order(first) {
                     Some(position) if size <= BATCH_LEN_MAX as u64 => placed.push((position, sample)),
                     _ => strewn.push(sample),
                 }

@@ -1,35 +1,38 @@
-//! Reading blocks: from the node's segments if they are here, else through the server's arena. Many blocks cost one
-//! message.
+//! Reading blocks: from this node's segments or the arena where that needs no message, else with the server's help. Many
+//! blocks cost one message.
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, RECHECKS_MAX};
-use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::status::Source;
 
-use crate::attach::unexpected;
+use crate::fetch::{ArrivedChunk, LeasedChunk, receive_chunks, release, request_chunks};
 use crate::{ClientError, Dataset, Session};
 
-/// A block's bytes, compared with their checksums and seen once by whoever asked for many.
+/// A whole block, verified against its checksums, as [`Session::read_blocks`] passes it to its callback.
 pub struct BlockData<'a> {
-    /// Which block.
+    /// The block's number in its dataset.
     pub block: BlockId,
-    /// All of it.
+    /// All bytes of the block.
     pub bytes: &'a [u8],
-    /// Whether it came from this node's own segment.
+    /// Whether the bytes came from this node's own drives.
     pub is_local: bool,
-    /// Whether a copy on this node was bad, and these came from elsewhere.
+    /// Whether this node's copy was damaged, so that these bytes come from another one.
     pub was_bad: bool,
 }
 
-/// Is shown what became of a chunk, by its place in the request, and may ask whether its lease holds.
-type See<'a> = &'a mut dyn FnMut(usize, &FetchedChunk, &dyn Fn() -> bool) -> Result<(), ClientError>;
+/// Takes a chunk that arrived, by its index in the request: its lease, or `None` if the chunk is on this node by now.
+type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), ClientError>;
 
-/// Chunks of a large block that are asked for at once; the server reads on behind them.
+/// How many chunks of a large block one request names. The server reads ahead behind them.
 const WINDOW: usize = 4;
 
 impl Session {
-    /// Reads from a sample; short only at its end. `verified` remembers the last chunk whose checksum was seen to be right.
+    /// Reads from a sample; the count is short only at the sample's end. `verified` remembers the last chunk whose checksum
+    /// was found right, so that a sequential reader does not verify a chunk twice.
+    ///
+    /// # Errors
+    /// If the session has ended, the dataset was replaced, or a block cannot be read or is damaged everywhere.
     pub fn read_at(
         &self,
         dataset: &Dataset,
@@ -61,7 +64,8 @@ impl Session {
         Ok(end.saturating_sub(offset) as usize)
     }
 
-    /// Reads a part of a block: from what can be found without asking, or chunk by chunk as they come from the server.
+    /// Reads a part of a block: without a message where it is on this node or in the arena, else chunk by chunk as the server
+    /// delivers it.
     pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
         let (mut at, mut rechecks) = (offset, 0);
@@ -74,19 +78,20 @@ impl Session {
                     return Ok(());
                 }
                 Ok(None) => false,
-                // The owner has another copy of what this node only keeps.
-                Err(ClientError::Segment(_)) if dataset.keeps(block) && rechecks < RECHECKS_MAX => true,
+                // This node's copy is a cached block, so the owner has another one.
+                Err(ClientError::Segment(_)) if dataset.is_cached(block) && rechecks < RECHECKS_MAX => true,
                 Err(error) => return Err(error),
             };
             rechecks += usize::from(recheck);
-            at += self.read_far(dataset, block, at, rest, recheck)?;
+            at += self.read_remote(dataset, block, at, rest, recheck)?;
         }
         Ok(())
     }
 
-    /// Reads from the start of a range what the server has got of it, at least some unless it is here now; returns how much. With
-    /// `recheck` the server first looks at the copies that this node has of it.
-    pub(crate) fn read_far(
+    /// Requests a range from the server and copies its start, as far as it arrived without a gap. Returns the number of bytes
+    /// copied: at least one, unless the range is on this node by now. With `recheck` the server first examines this node's
+    /// copies of it.
+    pub(crate) fn read_remote(
         &self,
         dataset: &Dataset,
         block: BlockId,
@@ -99,44 +104,35 @@ impl Session {
         let first = Chunk::at(block, offset);
         let chunks: Vec<Chunk> =
             Chunk::all(block, block_len).filter(|chunk| chunk.index >= first.index && chunk.start() < end).take(WINDOW).collect();
-        let mut has_come = vec![false; chunks.len()];
-        self.fetch(dataset, &chunks, recheck, &mut |at, fetched, is_held| {
-            let chunk = chunks[at];
+        let mut has_arrived = vec![false; chunks.len()];
+        self.fetch(dataset, &chunks, recheck, &mut |index, leased| {
+            let Some(leased) = leased else { return Ok(()) };
+            let chunk = chunks[index];
             let Some(len) = chunk.len_in(block_len) else { return Err(ClientError::Protocol("an unknown block")) };
-            match fetched {
-                FetchedChunk::Here => Ok(()),
-                FetchedChunk::Leased { offset: place } => {
-                    let (from, to) = (offset.max(chunk.start()), end.min(chunk.start() + len));
-                    let target = &mut buffer[(from - offset) as usize..(to - offset) as usize];
-                    if !self.arena.copy_to(place.saturating_add(from - chunk.start()), target) {
-                        return Err(ClientError::Protocol("a lease outside of the arena"));
-                    }
-                    if !is_held() {
-                        return Ok(());
-                    }
-                    self.arena.mark(*place);
-                    self.count(Source::Asked, 1, target.len() as u64);
-                    has_come[at] = true;
-                    Ok(())
-                }
-                FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
-            }
+            let (from, to) = (offset.max(chunk.start()), end.min(chunk.start() + len));
+            let target = &mut buffer[(from - offset) as usize..(to - offset) as usize];
+            has_arrived[index] = leased.copy_to(self, from - chunk.start(), target)?;
+            Ok(())
         })?;
         self.check_not_gone(dataset)?;
-        let come = has_come.iter().take_while(|&&come| come).count() as u64;
-        let until = (first.start() + come * CHUNK_LEN).min(end);
+        let arrived = has_arrived.iter().take_while(|&&arrived| arrived).count() as u64;
+        let until = (first.start() + arrived * CHUNK_LEN).min(end);
         Ok(until.saturating_sub(offset))
     }
 
-    /// Reads whole blocks, those that are not here in batches, compares them, and shows each to `see` once.
+    /// Reads whole blocks, verifies them, and passes each to `on_block` once. Blocks that are not on this node are requested in
+    /// batches, so the order is not that of `blocks`.
+    ///
+    /// # Errors
+    /// As [`Session::read_at`], and any error of `on_block`.
     pub fn read_blocks(
         &self,
         dataset: &Dataset,
         blocks: &[BlockId],
-        see: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
+        on_block: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
     ) -> Result<(), ClientError> {
         let mut buffer = Vec::new();
-        let mut far: Vec<BlockId> = Vec::new();
+        let mut remote: Vec<BlockId> = Vec::new();
         for &block in blocks {
             let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
             buffer.resize(len as usize, 0);
@@ -144,111 +140,100 @@ impl Session {
             if let Ok(Some(source)) = found {
                 self.check_not_gone(dataset)?;
                 self.count(source, 1, len);
-                let was_bad = self.mend(dataset, block, &mut buffer)?;
+                let was_bad = self.repair(dataset, block, &mut buffer)?;
                 let is_local = !was_bad && matches!(source, Source::Segment | Source::Cached);
-                see(BlockData { block, bytes: &buffer, is_local, was_bad })?;
+                on_block(BlockData { block, bytes: &buffer, is_local, was_bad })?;
             } else if len > CHUNK_LEN || found.is_err() {
                 self.read_part(dataset, block, 0, &mut buffer)?;
-                let was_bad = self.mend(dataset, block, &mut buffer)? || found.is_err();
-                see(BlockData { block, bytes: &buffer, is_local: false, was_bad })?;
+                let was_bad = self.repair(dataset, block, &mut buffer)? || found.is_err();
+                on_block(BlockData { block, bytes: &buffer, is_local: false, was_bad })?;
             } else {
-                far.push(block);
+                remote.push(block);
             }
-            if far.len() == BATCH_BLOCKS_MAX {
-                self.read_far_blocks(dataset, &mut far, &mut buffer, see)?;
+            if remote.len() == BATCH_BLOCKS_MAX {
+                self.read_remote_blocks(dataset, &mut remote, &mut buffer, on_block)?;
             }
         }
-        self.read_far_blocks(dataset, &mut far, &mut buffer, see)
+        self.read_remote_blocks(dataset, &mut remote, &mut buffer, on_block)
     }
 
-    fn read_far_blocks(
+    /// Reads blocks of one chunk each that are not on this node, and empties `remote`.
+    fn read_remote_blocks(
         &self,
         dataset: &Dataset,
-        far: &mut Vec<BlockId>,
+        remote: &mut Vec<BlockId>,
         buffer: &mut Vec<u8>,
-        see: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
+        on_block: &mut dyn FnMut(BlockData<'_>) -> Result<(), ClientError>,
     ) -> Result<(), ClientError> {
-        let mut blocks = std::mem::take(far);
+        let mut blocks = std::mem::take(remote);
         while !blocks.is_empty() {
             let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
-            let (mut here, mut bad, mut is_done) = (Vec::new(), Vec::new(), vec![false; blocks.len()]);
-            self.fetch(dataset, &chunks, false, &mut |at, fetched, is_held| match fetched {
-                FetchedChunk::Leased { offset } => {
-                    let (_, len) = dataset.catalog().block(blocks[at]).ok_or(ClientError::Protocol("an unknown block"))?;
-                    buffer.resize(len as usize, 0);
-                    if !self.arena.copy_to(*offset, buffer) {
-                        return Err(ClientError::Protocol("a lease outside of the arena"));
-                    }
-                    if !is_held() {
-                        return Ok(());
-                    }
-                    self.arena.mark(*offset);
-                    self.check_not_gone(dataset)?;
-                    self.count(Source::Asked, 1, len);
-                    is_done[at] = true;
-                    if self.verify(dataset, chunks[at], buffer).is_err() {
-                        // Not on this connection, which is busy with the others.
-                        bad.push(blocks[at]);
-                        return Ok(());
-                    }
-                    see(BlockData { block: blocks[at], bytes: buffer, is_local: false, was_bad: false })
+            let (mut local, mut bad, mut is_done) = (Vec::new(), Vec::new(), vec![false; blocks.len()]);
+            self.fetch(dataset, &chunks, false, &mut |index, leased| {
+                let block = blocks[index];
+                let Some(leased) = leased else {
+                    is_done[index] = true;
+                    local.push(block);
+                    return Ok(());
+                };
+                let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
+                buffer.resize(len as usize, 0);
+                if !leased.copy_to(self, 0, buffer)? {
+                    return Ok(());
                 }
-                FetchedChunk::Here => {
-                    is_done[at] = true;
-                    here.push(blocks[at]);
-                    Ok(())
+                self.check_not_gone(dataset)?;
+                is_done[index] = true;
+                if self.verify(dataset, chunks[index], buffer).is_err() {
+                    // Read again later: this connection still has answers for the other blocks under way.
+                    bad.push(block);
+                    return Ok(());
                 }
-                FetchedChunk::Failed { reason } => Err(ClientError::Unreachable(reason.clone())),
+                on_block(BlockData { block, bytes: buffer, is_local: false, was_bad: false })
             })?;
             for block in bad {
                 let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
                 buffer.resize(len as usize, 0);
                 self.read_part(dataset, block, 0, buffer)?;
-                self.mend(dataset, block, buffer)?;
-                see(BlockData { block, bytes: buffer, is_local: false, was_bad: true })?;
+                self.repair(dataset, block, buffer)?;
+                on_block(BlockData { block, bytes: buffer, is_local: false, was_bad: true })?;
             }
-            self.read_blocks(dataset, &here, see)?;
+            self.read_blocks(dataset, &local, on_block)?;
             let mut is_done = is_done.into_iter();
             blocks.retain(|_| is_done.next() == Some(false));
         }
         Ok(())
     }
 
-    /// Asks the server for chunks and shows what became of each as it comes, perhaps not of all. What it leases is given back once it
-    /// has been shown, on the connection on which it was leased. Beside each chunk comes a question, to be asked after it was copied:
-    /// whether its lease still held. If not, the copy is worth nothing, and the chunk is to be asked for again.
-    fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, see: See<'_>) -> Result<(), ClientError> {
+    /// Requests chunks and passes each one that arrives to `on_chunk`. The server may leave some out; the caller requests those
+    /// again. A lease is released as soon as `on_chunk` has seen its chunks, on the connection that it was granted to.
+    fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, on_chunk: OnChunk<'_>) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
-        // A failure of `see` is none of the connection's.
-        let mut seen = Ok(());
-        self.converse(|socket| {
-            socket.send(&FromClient::Fetch { dataset: dataset.id(), chunks: chunks.to_vec(), recheck })?;
+        // A failure of `on_chunk` says nothing about the connection, which stays usable.
+        let mut outcome = Ok(());
+        self.with_connection(|socket| {
+            request_chunks(socket, dataset.id(), chunks.to_vec(), recheck)?;
             loop {
-                let (fetched, lease, token, is_last) = match socket.receive()?.0 {
-                    FromServer::Fetched { chunks, lease, token, is_last } => (chunks, lease, token, is_last),
-                    other => return Err(unexpected(other)),
-                };
-                let is_held = || self.status_page().holds(socket.number(), token);
-                for (at, fetched) in &fetched {
-                    if *at as usize >= chunks.len() {
-                        return Err(ClientError::Protocol("blocks that were not asked for"));
-                    }
-                    if seen.is_ok() {
-                        seen = see(*at as usize, fetched, &is_held);
+                let answer = receive_chunks(socket, chunks.len())?;
+                let (lease, is_last) = (answer.lease, answer.is_last);
+                for (index, chunk) in answer.into_chunks() {
+                    if outcome.is_ok() {
+                        outcome = match chunk {
+                            ArrivedChunk::Leased(leased) => on_chunk(index, Some(leased)),
+                            ArrivedChunk::Local => on_chunk(index, None),
+                            ArrivedChunk::Failed(error) => Err(error),
+                        };
                     }
                 }
-                if lease != 0 {
-                    socket.send(&FromClient::Release { leases: vec![lease] })?;
-                }
+                release(socket, lease.into_iter().collect())?;
                 if is_last {
                     return Ok(());
                 }
             }
         })?;
-        seen
+        outcome
     }
 
-    /// What was copied before this passes was real.
+    /// Fails if the session has ended or the dataset was replaced. Bytes copied before a successful check were real.
     fn check_not_gone(&self, dataset: &Dataset) -> Result<(), ClientError> {
         if dataset.is_gone() || self.is_gone() { Err(ClientError::Gone) } else { Ok(()) }
     }

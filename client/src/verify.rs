@@ -38,7 +38,7 @@ impl Session {
     fn read_again(&self, dataset: &Dataset, chunk: Chunk, buffer: &mut [u8]) -> Result<(), ClientError> {
         let mut verified = Ok(());
         for _ in 0..RECHECKS_MAX {
-            if self.read_far(dataset, chunk.block, chunk.start(), buffer, true)? == 0 {
+            if self.read_remote(dataset, chunk.block, chunk.start(), buffer, true)? == 0 {
                 // Nothing came: a copy is here that the server finds good, perhaps a new one.
                 self.read_part(dataset, chunk.block, chunk.start(), buffer)?;
             }
@@ -51,7 +51,7 @@ impl Session {
     }
 
     /// Compares a block chunk by chunk, and reads again the chunks that are bad. Says whether any was.
-    pub(crate) fn mend(&self, dataset: &Dataset, block: BlockId, bytes: &mut [u8]) -> Result<bool, ClientError> {
+    pub(crate) fn repair(&self, dataset: &Dataset, block: BlockId, bytes: &mut [u8]) -> Result<bool, ClientError> {
         let mut was_bad = false;
         for chunk in Chunk::all(block, bytes.len() as u64) {
             let end = chunk.start() + chunk.len_in(bytes.len() as u64).unwrap_or(0);

@@ -13,10 +13,10 @@ use dayfly_meta::id::BlockId;
 use dayfly_meta::path::display;
 use nix::libc;
 
-use crate::batch::{Item, Wish};
+use crate::batch::{RequestedSample, SampleRef};
 use crate::{Batch, ClientError, Dataset, Delivery, OnMissing, Session};
 pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
-use resolve::Place;
+use resolve::ResolvedPath;
 
 /// Why a call on the namespace fails.
 #[derive(Debug, thiserror::Error)]
@@ -146,12 +146,12 @@ impl View {
     /// Where a symlink leads.
     pub fn read_link(&self, path: &[u8]) -> Result<Vec<u8>, ViewError> {
         match self.resolve(path, false)? {
-            Place::Entry(dataset, id) => {
+            ResolvedPath::Entry(dataset, id) => {
                 let entry = entry(&dataset, id)?;
                 let target = dataset.catalog().symlink_target(&entry);
                 target.map(<[u8]>::to_vec).ok_or(ViewError::NotASymlink)
             }
-            Place::Virtual(_) => Err(ViewError::NotASymlink),
+            ResolvedPath::Virtual(_) => Err(ViewError::NotASymlink),
         }
     }
 
@@ -170,17 +170,17 @@ impl View {
             return Ok(Opened::File(OpenFile::new(dataset.clone(), entry.id, sample, stat)));
         }
         match self.resolve(path, true)? {
-            Place::Entry(dataset, id) => {
+            ResolvedPath::Entry(dataset, id) => {
                 let entry = entry(&dataset, id)?;
                 match entry.sample() {
                     Some(sample) => {
                         let stat = stat_of_entry(&dataset, &entry)?;
                         Ok(Opened::File(OpenFile::new(dataset.clone(), id, sample, stat)))
                     }
-                    None => Ok(Opened::Directory(Directory::new(self, Place::Entry(dataset.clone(), id))?)),
+                    None => Ok(Opened::Directory(Directory::new(self, ResolvedPath::Entry(dataset.clone(), id))?)),
                 }
             }
-            place @ Place::Virtual(_) => Ok(Opened::Directory(Directory::new(self, place)?)),
+            resolved @ ResolvedPath::Virtual(_) => Ok(Opened::Directory(Directory::new(self, resolved)?)),
         }
     }
 
@@ -212,7 +212,7 @@ impl View {
 
     /// Begins to read files whole, by their paths; see [`Session::read_many`].
     pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<'_>, ClientError> {
-        self.session.begin_batch(self.wishes(paths), delivery, on_missing)
+        self.session.begin_batch(self.requested(paths), delivery, on_missing)
     }
 
     /// Reads files whole into buffers; see [`Session::read_many_into`].
@@ -222,34 +222,34 @@ impl View {
         buffers: &mut [&mut [u8]],
         on_missing: OnMissing,
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        self.session.fill_buffers(self.wishes(paths), buffers, on_missing)
+        self.session.fill_buffers(self.requested(paths), buffers, on_missing)
     }
 
-    fn wishes(&self, paths: &[&[u8]]) -> Vec<Wish> {
-        let wish = |path: &&[u8]| match self.open(path) {
-            Ok(file) => Ok(Item { sample: file.sample, dataset: file.dataset }),
+    fn requested(&self, paths: &[&[u8]]) -> Vec<RequestedSample> {
+        let request = |path: &&[u8]| match self.open(path) {
+            Ok(file) => Ok(SampleRef { sample: file.sample, dataset: file.dataset }),
             Err(ViewError::Client(error)) => Err(error),
             Err(error) => {
                 let (path, reason) = (display(path), error.to_string());
                 Err(ClientError::Path { path, reason, errno: error.errno() })
             }
         };
-        paths.iter().map(wish).collect()
+        paths.iter().map(request).collect()
     }
 
     /// The dataset that a path is in.
     pub fn dataset_of(&self, path: &[u8]) -> Result<Arc<Dataset>, ViewError> {
         match self.resolve(path, true)? {
-            Place::Entry(dataset, _) => Ok(dataset),
-            Place::Virtual(_) => Err(ViewError::IsADirectory),
+            ResolvedPath::Entry(dataset, _) => Ok(dataset),
+            ResolvedPath::Virtual(_) => Err(ViewError::IsADirectory),
         }
     }
 
     /// The path that a place has.
-    fn path_of(&self, place: &Place) -> Result<Vec<u8>, ViewError> {
-        Ok(match place {
-            Place::Virtual(path) => self.above_prefix(path),
-            Place::Entry(dataset, id) => {
+    fn path_of(&self, resolved: &ResolvedPath) -> Result<Vec<u8>, ViewError> {
+        Ok(match resolved {
+            ResolvedPath::Virtual(path) => self.above_prefix(path),
+            ResolvedPath::Entry(dataset, id) => {
                 let within = dataset.catalog().path(&entry(dataset, *id)?);
                 self.above_prefix(&dayfly_meta::path::join(dataset.target(), &within))
             }
@@ -274,10 +274,10 @@ impl View {
         self.stat_of(&self.resolve(path, follow)?)
     }
 
-    fn stat_of(&self, place: &Place) -> Result<Stat, ViewError> {
-        match place {
-            Place::Entry(dataset, id) => stat_of_entry(dataset, &entry(dataset, *id)?),
-            Place::Virtual(path) => {
+    fn stat_of(&self, resolved: &ResolvedPath) -> Result<Stat, ViewError> {
+        match resolved {
+            ResolvedPath::Entry(dataset, id) => stat_of_entry(dataset, &entry(dataset, *id)?),
+            ResolvedPath::Virtual(path) => {
                 let names = self.virtual_names(path)?.len() as u32;
                 let inode = u64::from(crc32c::crc32c(path)) + 1;
                 let kind = FileKind::Directory;

@@ -1,7 +1,14 @@
-//! The catalog: a dataset's immutable index of names, sizes, owners and origins. Every node has all of it.
+//! The catalog, a dataset's immutable index of names, sizes, owners and origins. Every node has a
+//! complete copy.
 //!
-//! A stage-in makes [`Member`]s in sorted runs; [`resolve`] decides what each path ends as; [`CatalogBuilder`] streams the
-//! result into a file; [`Catalog`] maps and reads that file without ever trusting it. `docs/FORMATS.md` draws the layout.
+//! A stage-in writes the [`Member`]s that it finds into sorted runs. [`resolve`] decides what each
+//! path ends as, [`CatalogBuilder`] streams the result into a file, and [`Catalog`] maps and reads
+//! that file without trusting it. `docs/FORMATS.md` describes the layout.
+//!
+//! Invariants: a catalog never changes once it is published, so it can be mapped into every process
+//! and read without locks. A damaged catalog gives `None` or an error, never a fault or an endless
+//! walk. A catalog does not know where on a node a block lies; that is in the [locations
+//! table](crate::locations).
 
 mod build;
 mod check;
@@ -12,7 +19,7 @@ pub mod resolve;
 mod scratch;
 
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
-pub use layout::{Compression, EntryKind, Source, SourceKind};
+pub use layout::{Compression, EntryKind, Grouping, Source, SourceKind};
 pub use map::{Attributes, Catalog, CatalogError, Entry, EntryId, Header, Origin, block_len};
 pub use member::{Member, MemberKey, MemberKind, StoredBlock};
 
@@ -65,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_added_is_found_listed_and_read_back() {
+    fn added_members_are_found_listed_and_read_back() {
         let built = build(&[
             (file(b"a/b/one", 1, 5), 1),
             (file(b"a/b/large", 2, 2 * BLOCK_SIZE_MAX + 1), 1),
@@ -172,7 +179,7 @@ mod tests {
         assert_eq!(list(&catalog, b""), Vec::<String>::new());
     }
 
-    /// Reads everything that a client could ask for; must not panic.
+    /// Reads everything that a client could ask for, which must not panic.
     fn read_all(catalog: &Catalog) {
         for id in 0..=catalog.header().entries.min(100) {
             let Some(entry) = catalog.entry(EntryId(id)) else { continue };
@@ -192,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_is_found_and_never_a_fault() {
+    fn damage_is_detected_and_never_faults() {
         let members = [
             (file(b"a/one", 1, 5), 1),
             (file(b"a/two", 2, 2 * BLOCK_SIZE_MAX), 1),

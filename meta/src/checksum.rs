@@ -1,7 +1,7 @@
-//! CRC32C, the checksum that travels with every chunk from the source to the reader. It finds accidents; it does not stop
-//! whoever computes one too.
+//! CRC32C, the checksum that travels with every chunk from its source to its reader. It detects
+//! accidental damage; it does not stop an attacker, who can compute one too.
 
-/// Bytes that are not what was staged in.
+/// Bytes that differ from those that were staged in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its checksum is {found:08x}, at stage-in it was {expected:08x}")]
 pub struct Mismatch {
@@ -11,17 +11,21 @@ pub struct Mismatch {
     pub found: u32,
 }
 
-/// The checksum of some bytes.
+/// Computes the CRC32C of `bytes`.
 pub fn checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes)
 }
 
-/// The checksum of bytes that are followed by `len` more, from the checksums of both parts.
+/// Computes the checksum of two adjacent parts from the checksum of each and the length of the
+/// right part.
 pub fn combine(left: u32, right: u32, len: u64) -> u32 {
     crc32c::crc32c_combine(left, right, len as usize)
 }
 
 /// Compares bytes with the checksum that they should have.
+///
+/// # Errors
+/// Returns both checksums if they differ.
 pub fn check(bytes: &[u8], expected: u32) -> Result<(), Mismatch> {
     let found = checksum(bytes);
     if found == expected { Ok(()) } else { Err(Mismatch { expected, found }) }

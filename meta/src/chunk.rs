@@ -1,38 +1,40 @@
-//! The unit in which blocks travel between nodes: a large block is read and evicted piece by piece, so that its first bytes
-//! can be used while the rest is under way, and a small arena serves large files.
+//! Chunks, the pieces in which blocks travel between nodes. A large block is fetched and evicted
+//! chunk by chunk, so that its first bytes can be used while the rest is under way, and a small
+//! arena can serve large files.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::BlockId;
 use crate::limits::CHUNK_LEN;
 
-/// A piece of a block, at most [`CHUNK_LEN`] bytes; nearly all blocks are one.
+/// A piece of a block, at most [`CHUNK_LEN`] bytes. Nearly all blocks are one chunk.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[rkyv(attr(allow(missing_docs)))]
 pub struct Chunk {
-    /// Of which block.
+    /// The block that this is a piece of.
     pub block: BlockId,
-    /// Which piece, from 0.
+    /// The chunk's index in its block, from 0.
     pub index: u16,
 }
 
 impl Chunk {
-    /// The chunk of a block in which an offset lies.
+    /// The chunk of `block` that contains `offset`.
     pub fn at(block: BlockId, offset: u64) -> Self {
         Self { block, index: (offset / CHUNK_LEN) as u16 }
     }
 
-    /// All chunks of a block of this length; an empty block has none.
+    /// All chunks of a block of this length. An empty block has none.
     pub fn all(block: BlockId, block_len: u64) -> impl Iterator<Item = Self> {
         (0..block_len.div_ceil(CHUNK_LEN) as u16).map(move |index| Self { block, index })
     }
 
-    /// Where in the block it begins.
+    /// The offset of the chunk's first byte in its block.
     pub fn start(self) -> u64 {
         u64::from(self.index) * CHUNK_LEN
     }
 
-    /// Its length in a block of this length; `None` if the block does not reach so far.
+    /// The chunk's length in a block of this length; `None` if the block ends before the chunk
+    /// starts.
     pub fn len_in(self, block_len: u64) -> Option<u64> {
         block_len.checked_sub(self.start()).filter(|&left| left > 0).map(|left| left.min(CHUNK_LEN))
     }

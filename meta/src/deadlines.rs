@@ -1,16 +1,18 @@
-//! How long each wait of a session may take. The launcher decides, the invitation tells every server, and a server tells its clients
-//! what concerns them. A test runs a session with a tenth of the defaults; the relations between them are checked either way.
+//! How long each wait in a session may take.
+//! The launcher chooses the deadlines, the invitation carries them to every server, and a server
+//! passes to its clients those that concern them. Tests run sessions with a tenth of the defaults.
+//! [`Deadlines::check`] verifies the relations between deadlines either way.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Two deadlines that do not go together.
+/// A relation between two deadlines that does not hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("these deadlines do not go together: {0}")]
+#[error("these deadlines contradict each other: {0}")]
 pub struct DeadlineError(pub &'static str);
 
-/// Declares the table once: its fields, their defaults, and what is done with each of them.
+/// Declares the table once: the fields, their defaults, and the functions that visit every field.
 macro_rules! deadlines {
     ($($(#[$about:meta])+ $name:ident = $default:expr;)+) => {
         /// The deadlines and intervals of a session.
@@ -20,16 +22,16 @@ macro_rules! deadlines {
         }
 
         impl Deadlines {
-            /// What a session has when nothing else is said.
+            /// The deadlines of a session unless its launcher sets others.
             pub const DEFAULT: Self = Self { $($name: $default,)+ };
 
-            /// Each of them divided by `divisor`; 0 counts as 1.
+            /// Divides every deadline by `divisor`; 0 counts as 1.
             pub fn scaled(&self, divisor: u32) -> Self {
                 let divisor = divisor.max(1);
                 Self { $($name: self.$name / divisor,)+ }
             }
 
-            /// Whether each of them is at least a millisecond.
+            /// Whether every deadline is at least a millisecond.
             const fn are_all_some(&self) -> bool {
                 $(self.$name.as_millis() > 0)&&+
             }
@@ -42,60 +44,74 @@ deadlines! {
     connect = Duration::from_secs(2);
     /// The handshake of a new connection.
     handshake = Duration::from_secs(2);
-    /// A peer that could not be reached is not dialled again for so long.
+    /// How long a peer that could not be reached is not dialed again.
     redial = Duration::from_secs(1);
-    /// A request to a peer, from its last progress.
+    /// A request to a peer, counted from its last progress.
     request = Duration::from_secs(5);
-    /// A peer from which no byte came for so long is lost.
+    /// How long a peer may send no byte before it counts as lost.
     peer_lost = Duration::from_secs(5);
-    /// A link from which no byte came for so long, while others of the same peer had some, is replaced.
+    /// How long a link may deliver no byte, while other links of the same peer do, before it is
+    /// replaced.
     link_silent = Duration::from_secs(2);
-    /// A sign of life is sent on every connection at this interval.
+    /// How often a ping is sent on every connection.
     ping_interval = Duration::from_secs(1);
-    /// Between two looks at a peer that is overdue, and before one that had no time for us is dialled again.
+    /// How often a peer that is overdue is checked, and how long the dialer waits before it dials
+    /// again a peer that was too busy to answer.
     look_interval = Duration::from_millis(100);
-    /// A client's wait for its server.
+    /// How long a client waits for its server.
     server = Duration::from_secs(30);
-    /// A server says so often in shared memory that it serves.
+    /// How often a server advances the heartbeat on its status page.
     heartbeat_interval = Duration::from_secs(1);
-    /// A client that waits for its server gives it up once it has not said so for this long. Counted in ticks during which the client
-    /// itself ran, so that one that was stopped does not find it run out.
+    /// How long the heartbeat may stand still before a client that waits for its server gives up. A
+    /// client counts this in polls that it made itself, so a client that was stopped does not find
+    /// the time expired when it continues.
     heartbeat = Duration::from_secs(5);
-    /// A server's wait for a client that takes no bytes: then it revokes the client's leases.
+    /// How long a server waits for a client that reads nothing from its socket, before it revokes
+    /// the client's leases.
     send = Duration::from_secs(5);
-    /// A request that has waited for room in the arena for so long asks all who have leases to give them back.
+    /// How long a request waits for room in the arena before the server asks all holders of leases
+    /// to release them.
     recall_after = Duration::from_millis(500);
-    /// A client that was asked for so long loses its leases if somebody still waits, the largest holder first.
+    /// How long a client may keep its leases after that. If a request still waits then, the server
+    /// revokes leases, those of the largest holder first.
     recall = Duration::from_secs(5);
-    /// The launcher tells each server so often that the session goes on, and hears that the server does.
+    /// How often the supervisor renews its lease over each server, and each server answers.
     lease_interval = Duration::from_secs(1);
-    /// A server that does not hear it for so long ends. Counted in intervals, so that a server that was stopped does not find it run out.
+    /// How long a server serves without a renewal of that lease before it exits. Counted in
+    /// intervals, so a server that was stopped does not find the time expired when it continues.
     lease = Duration::from_secs(6);
-    /// Preparing a dataset on a node: it reads the catalog from another node and checks it whole.
+    /// Preparing a dataset on a node, which reads the catalog from another node and checks all of
+    /// it.
     prepare = Duration::from_secs(300);
-    /// A batch's wait for room at its owner, whose drive may be slow: back pressure, not failure. Its sender waits a little longer;
-    /// an owner that is dead is found by its silence much sooner.
+    /// How long a batch waits for room at its owner, whose drive may be slow. This is back
+    /// pressure, not failure: a dead owner is noticed by its silence much sooner. The sender waits
+    /// a little longer, see [`Deadlines::offer`].
     landing = Duration::from_secs(60);
-    /// See [`Deadlines::landing`].
+    /// How long the sender of a batch waits for the owner, see [`Deadlines::landing`].
     offer = Duration::from_secs(70);
-    /// A batch that waits this long for room has what was written before it go out to the drive.
+    /// How long a batch waits for room before the owner makes the kernel write out what was written
+    /// before.
     landing_patience = Duration::from_millis(100);
-    /// A request's wait for room in the arena, all of which is leased.
+    /// How long a request waits for room in the arena while all of it is leased.
     arena = Duration::from_secs(15);
-    /// How long a server waits for processes to end the views they have, before it gives kept blocks up.
+    /// How long a server waits for processes to end their views before it evicts cached blocks.
     views = Duration::from_secs(2);
-    /// An order of which nothing was read for so long gives its blocks back until something is.
+    /// How long an order may go unread before its prefetched blocks are evicted. The order stays,
+    /// and resumes when it is read.
     order_idle = Duration::from_secs(30);
-    /// How often a stage-in's workers report, and hear whether to go on.
+    /// How often the workers of a stage-in report their progress and learn whether to continue.
     progress_interval = Duration::from_millis(200);
-    /// A stage-in of which no node reads, decodes, sends or writes anything, nor merges what was found, for so long ends. File systems of
-    /// sites stand still for minutes when one of their servers is replaced by another; `--stage-in-timeout` sets it.
+    /// How long a stage-in may go on without any node reading, decoding, sending, writing or
+    /// merging anything. File systems of sites can stand still for minutes while one of their
+    /// servers fails over; `--stage-in-timeout` sets this deadline.
     stall = Duration::from_secs(300);
-    /// A stage-in's coordinator gives a node up that has not reported for so long.
+    /// How long a node may fail to report before the coordinator gives its stage-in up.
     node_silent = Duration::from_secs(15);
-    /// A worker that asks for a unit when there is none is told within this to ask again.
+    /// How long the coordinator may hold a worker's request for a unit while there is none. The
+    /// worker then asks again.
     unit = Duration::from_millis(2500);
-    /// The last answer of a server that ends goes out within this, or its asker hears of the end by the connection's.
+    /// How long an exiting server tries to send its last answer. After that, the client learns of
+    /// the exit from the closed connection.
     last_answer = Duration::from_millis(50);
 }
 
@@ -108,13 +124,16 @@ impl Default for Deadlines {
 }
 
 impl Deadlines {
-    /// Divisors that [`Deadlines::scaled`] takes from a user: with more, the shortest of them would be nothing.
+    /// The largest divisor that a user may pass to [`Deadlines::scaled`]. With a larger one the
+    /// shortest deadlines would vanish.
     pub const DIVISOR_MAX: u32 = 20;
-    /// A peer is lost, and a link replaced, only after so many looks without a byte from it: a process that was stopped or starved finds that time has
-    /// passed, and what came meanwhile unread.
+    /// A peer counts as lost, and a link is replaced, only after this many checks without a byte. A
+    /// process that was stopped or starved finds that much time has passed while bytes have arrived
+    /// that it has not read yet.
     pub const LOOKS_MIN: u32 = 4;
 
-    /// Whether they go together, as each wait within another must be the shorter.
+    /// Checks the relations between the deadlines: a wait within another wait must be the shorter
+    /// one.
     ///
     /// # Errors
     /// Names the first relation that does not hold.
@@ -130,24 +149,24 @@ impl Deadlines {
             };
         }
         ensure! {
-            ms(self.ping_interval) * 3 <= ms(self.peer_lost), "two pings may be late before a peer is lost";
+            ms(self.ping_interval) * 3 <= ms(self.peer_lost), "two pings may be late before a peer counts as lost";
             ms(self.ping_interval) * 2 <= ms(self.link_silent), "a ping may be late before a link is replaced";
             (ms(self.link_silent) + ms(self.look_interval) * Self::LOOKS_MIN as u128) * 2 <= ms(self.request),
-            "a request that is moved to another link has as much time again";
+            "a request that moves to another link has as much time there";
             ms(self.link_silent) < ms(self.peer_lost), "a link is replaced before its peer is lost";
-            ms(self.look_interval) <= ms(self.ping_interval), "a peer that is overdue is looked at more often than one that is not";
-            ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all looks fit the time after which a peer is lost";
-            ms(self.ping_interval) * 2 <= ms(self.request), "a wait to be told of a stage-in ends before its request does";
-            ms(self.unit) < ms(self.request), "a wait for a unit ends before its request does";
-            ms(self.landing) + ms(self.request) < ms(self.offer), "an offer outwaits the batches before it";
-            ms(self.arena) + ms(self.request) < ms(self.server), "a client outwaits its server's wait for room and its request";
+            ms(self.look_interval) <= ms(self.ping_interval), "an overdue peer is checked more often than it is pinged";
+            ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all checks fit the time after which a peer counts as lost";
+            ms(self.ping_interval) * 2 <= ms(self.request), "a wait for news of a stage-in is shorter than its request";
+            ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
+            ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches before it may take";
+            ms(self.arena) + ms(self.request) < ms(self.server), "a client waits longer than its server's wait for room and its request together";
             ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives its server up";
-            ms(self.heartbeat) < ms(self.server), "a client learns that its server stands still before it has waited long enough";
-            ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for who waits for their room";
+            ms(self.heartbeat) < ms(self.server), "a client notices that its server stands still before its own wait expires";
+            ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for the requests that wait for their room";
             ms(self.request) < ms(self.node_silent), "a node may miss a report before its stage-in is given up";
-            ms(self.progress_interval) < ms(self.request), "a node reports more often than its reports may take";
-            ms(self.lease_interval) * 3 <= ms(self.lease), "two signs of life may be late before a server ends";
-            ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in stands still only after several reports without progress";
+            ms(self.progress_interval) < ms(self.request), "a node's reports are more frequent than the deadline of one report";
+            ms(self.lease_interval) * 3 <= ms(self.lease), "two renewals of the lease may be late before a server exits";
+            ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in counts as stalled only after several reports without progress";
             self.are_all_some(), "each is at least a millisecond";
         }
         Ok(())

@@ -1,23 +1,25 @@
-//! Identifiers: newtypes, so that a node is never taken for a dataset.
+//! Identifiers of nodes, datasets, samples, blocks and sessions. Each is a type of its own, so that
+//! the compiler keeps a node's number from being used as a dataset's.
 
 use std::fmt;
 use std::str::FromStr;
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// A node's place in the session's roster, from 0.
+/// A node's index in the session's roster, from 0.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(pub u16);
 
-/// A dataset's number in its session, from 1, never used twice.
+/// A dataset's number in its session, from 1. No number is ever used twice.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DatasetId(pub u32);
 
-/// A sample's number, dense from 0 within its dataset.
+/// A sample's number within its dataset, dense from 0.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SampleId(pub u32);
 
-/// A block's number, dense from 0 within its dataset: the blocks of sample 0, then those of sample 1, and so on.
+/// A block's number within its dataset, dense from 0: first the blocks of sample 0, then those of
+/// sample 1, and so on.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockId(pub u32);
 
@@ -28,7 +30,7 @@ impl fmt::Display for NodeId {
 }
 
 impl NodeId {
-    /// The node's index into tables that have one row a node.
+    /// The index of the node's row in tables that have one row per node.
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
@@ -44,7 +46,7 @@ impl fmt::Display for SessionId {
     }
 }
 
-/// Why a text is no session id.
+/// A text that is not a session id.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("a session id is 16 hexadecimal digits")]
 pub struct InvalidSessionId;

@@ -1,6 +1,57 @@
-//! What all Dayfly processes agree on: identifiers, bounds, the catalog's and the locations' layouts, placement and the
-//! messages. No sockets, no threads, no clock and no store live here; a value of this crate means the same in a server,
-//! in a client and on the wire.
+//! The types and file formats that all processes of a Dayfly session share: identifiers, bounds, the catalog, the locations
+//! table, placement, and messages. A value of this crate means the same in a server, in a client, and on the wire.
+//!
+//! The parts, from the bottom up:
+//!
+//! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
+//! - [`placement`] decides which node owns a block, from nothing but a seed, a path and the members.
+//! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
+//!   [`segment`] how they are packed there.
+//! - [`shared`] maps memory that several processes use; [`status_page`] is what a server shows its clients there.
+//! - [`wire`] defines all messages; [`metrics`] what a node counts.
+//!
+//! The crate has no sockets, threads or clock, and opens no files: it maps and writes the files that it is given.
+//!
+//! # Example
+//!
+//! A stage-in asks [`placement`] for the owner of a block, records it in the catalog, and every node looks it up there:
+//!
+//! ```
+//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Source, SourceKind, StoredBlock};
+//! use dayfly_meta::checksum::checksum;
+//! use dayfly_meta::id::{BlockId, NodeId};
+//! use dayfly_meta::placement::{self, Placement};
+//!
+//! let nodes = [0, 1].map(|node| placement::Member { node: NodeId(node), capacity: 1 << 40 });
+//! let owner = Placement::new(7, &nodes).owner(b"train/cat.jpg", 0).expect("the ring has members");
+//!
+//! let source = Source {
+//!     path: b"/pfs/train.tar".to_vec(),
+//!     prefix: Vec::new(),
+//!     kind: SourceKind::Tar,
+//!     compression: Compression::None,
+//! };
+//! let member = Member {
+//!     path: b"train/cat.jpg".to_vec(),
+//!     key: MemberKey { source: 0, offset: 512 },
+//!     ticket: 0,
+//!     mode: 0o644,
+//!     mtime_s: 0,
+//!     mtime_ns: 0,
+//!     kind: MemberKind::File { size: 4, blocks: vec![StoredBlock { owner, arrival: 0 }], checksums: vec![checksum(b"meow")] },
+//! };
+//! let scratch = || tempfile::tempfile();
+//! let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
+//! builder.add(&member.path, &member, 1)?;
+//! let built = builder.finish(&|| {})?;
+//!
+//! let catalog = Catalog::open(&built.file)?;
+//! let (entry, attributes) = catalog.stat(b"train/cat.jpg").expect("it was added");
+//! assert_eq!(attributes.size, 4);
+//! let (_, blocks) = catalog.sample(entry.sample().expect("a file is a sample")).expect("the catalog is whole");
+//! assert_eq!(catalog.owner(BlockId(blocks.start)), Some(owner));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 pub mod catalog;
 pub mod checksum;

@@ -1,315 +1,376 @@
-//! Every bound, with its reason; deadlines are in [`crate::deadlines`]. A full queue pushes back; nothing grows without a line
-//! here. Relations between bounds are asserted at compile time, at the end.
+//! Every bound of Dayfly, with its reason. Deadlines are in [`crate::deadlines`].
+//! A full queue pushes back on its producers. Nothing may grow without a bound on this page. The
+//! block at the end of the file asserts the relations between bounds at compile time.
 
 use std::time::Duration;
 
-/// A block is the unit of placement: a larger sample is cut, so that one node's disk or link is not its bottleneck.
+/// A block is the unit of placement. A larger sample is cut into blocks, so that the disk or link
+/// of one node is not its bottleneck.
 pub const BLOCK_SIZE_MAX: u64 = 64 << 20;
-/// A sample's blocks and the checksums of its chunks are listed in memory while it is staged in: 8 and 4 bytes each.
+/// While a sample is staged in, memory holds a list of its blocks (8 bytes each) and of the
+/// checksums of its chunks (4 bytes each).
 pub const SAMPLE_SIZE_MAX: u64 = 64 << 40;
-/// Blocks at least this long start on a page, so that they can be mapped in place and read with direct I/O.
+/// Blocks of at least this length start on a page, so that they can be mapped in place and read
+/// with direct I/O.
 pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
-/// The page that such blocks, the catalog's columns and a segment's header keep to.
+/// The page to which such blocks, the columns of a catalog, and the header of a segment are
+/// aligned.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// Blocks travel between nodes, and lie in the arena, in pieces of this: a reader uses the first while the next are under way.
+/// Blocks travel between nodes and lie in the arena in chunks of this length. A reader can use the
+/// first chunk while the next ones are under way.
 pub const CHUNK_LEN: u64 = 4 << 20;
 
-/// One name, as `NAME_MAX` of Linux: a longer one could not be exported.
+/// Length of one name, as Linux's `NAME_MAX`: a longer name could not be exported.
 pub const NAME_LEN_MAX: usize = 255;
-/// One path within a dataset, as `PATH_MAX` of Linux.
+/// Length of one path within a dataset, as Linux's `PATH_MAX`.
 pub const PATH_LEN_MAX: usize = 4096;
-/// A symlink's target, as `PATH_MAX` of Linux.
+/// Length of a symlink's target, as Linux's `PATH_MAX` without the final NUL.
 pub const SYMLINK_LEN_MAX: usize = 4095;
-/// Symlinks followed in one lookup, as Linux does before `ELOOP`.
+/// Symlinks followed in one lookup. Linux follows as many before it fails with `ELOOP`.
 pub const SYMLINKS_FOLLOWED_MAX: usize = 40;
-/// A tar's extended header or long name: real ones are hundreds of bytes; more is an attack on our memory.
+/// Length of an extended header or a long name in a tar. Real ones take hundreds of bytes; a longer
+/// one is an attack on our memory.
 pub const TAR_EXTENSION_LEN_MAX: u64 = 1 << 20;
-/// What global extended headers may say, for it goes from worker to worker with where they are in the archive.
+/// Length of the global extended headers of a tar. Workers pass them on together with their
+/// position in the archive.
 pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
-/// Memory that a decoder may take for its window, xz and zstd alike: `xz -9` needs 65 MiB, `zstd --long=27` 128 MiB.
+/// Memory that a decoder may take for its window, for xz and zstd alike: `xz -9` needs 65 MiB,
+/// `zstd --long=27` 128 MiB.
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
-/// Sources of one stage-in, which the coordinator keeps in memory, and the paths below one folder that a glob still has to look at.
+/// Sources of one stage-in, all of which the coordinator holds in memory. Also bounds the paths
+/// below one directory that a glob has yet to look at.
 pub const SOURCES_MAX: usize = 1 << 20;
-/// The paths of those sources, in bytes.
+/// Length of the paths of all those sources together, in bytes.
 pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
-/// A `@LIST`: with real names it is shorter than this when it names as many sources as may be.
+/// Length of a `@LIST` file. With real names, a list of [`SOURCES_MAX`] sources is shorter than
+/// this.
 pub const LIST_LEN_MAX: u64 = 256 << 20;
 
-/// Entries (names) of one dataset: they are numbered in 32 bits, and 0 stays free in the index.
+/// Entries (names) of one dataset. Entries are numbered in 32 bits, and the index needs the 0 for
+/// free slots.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
-/// What a hard link takes of the coordinator's memory while hard links are resolved, beside its name and its target, each of them three times.
+/// Memory that the coordinator needs to resolve one hard link, in bytes, beside three copies of its
+/// name and of its target.
 pub const HARD_LINK_MEMORY: usize = 600;
-/// Directories of one dataset, when `--max-directories` does not say: so many,
+/// Directories of one dataset if `--max-directories` is not given: this many, plus
+/// [`DIRECTORIES_PER_FILE_MAX`] for each file. A small archive could otherwise create millions of
+/// directories on every node.
 pub const DIRECTORIES_MAX_DEFAULT: u64 = 1_000_000;
-/// and so many more for each file, for a small archive can make millions of them.
+/// Further directories that each file of a dataset allows, see [`DIRECTORIES_MAX_DEFAULT`].
 pub const DIRECTORIES_PER_FILE_MAX: u64 = 4;
-/// Members below a path that is a directory in one place and something else in another: replayed in the coordinator's memory.
+/// Archive members below a path that is a directory in one source and something else in another.
+/// The coordinator replays them in memory.
 pub const CONTESTED_MEMBERS_MAX: usize = 1_000_000;
-/// Names of skipped, refused or renamed members that a summary shows; all are counted.
+/// Skipped, rejected or renamed members that a summary names. All of them are counted.
 pub const NOTES_SHOWN_MAX: usize = 20;
-/// Members that `--keep-going` left out and that a summary names; all are counted.
+/// Members left out by `--keep-going` that a summary names. All of them are counted.
 pub const SKIPPED_SHOWN_MAX: usize = 500;
-/// Characters of each note.
+/// Length of each note in a summary, in characters.
 pub const NOTE_LEN_MAX: usize = 400;
 
-/// Nodes of a session; catalogs name an owner in 16 bits.
+/// Nodes of a session. Catalogs name the owner of a block in 16 bits.
 pub const NODES_MAX: usize = 4096;
-/// Virtual nodes of a node of mean capacity. Measured over 4 equal nodes: 160 gave 17 % over the mean, 512 10 %, 2,048 5 %.
+/// Virtual nodes of a node of mean capacity. Measured with 4 equal nodes, the fullest node held 17
+/// % more than the mean with 160 virtual nodes, 10 % more with 512, and 5 % more with 2,048.
 pub const VIRTUAL_NODES: usize = 2048;
-/// Datasets of a session: each costs every client a few descriptors.
+/// Datasets of a session. Each one costs every client a few descriptors.
 pub const DATASETS_MAX: usize = 1024;
-/// Drives (data dirs) of a node: a location names one in 8 bits.
+/// Drives (data dirs) of a node. A location names its drive in 8 bits.
 pub const DRIVES_MAX: usize = 64;
 /// Processes attached to one server.
 pub const CLIENTS_MAX: usize = 4096;
 
-/// A peer frame's body: liveness never waits longer than this many bytes behind bulk.
+/// Length of the body of a peer frame. A sign of life never waits behind more bulk bytes than this.
 pub const FRAME_BODY_LEN_MAX: usize = 1 << 20;
-/// A message's part of a frame body.
+/// Length of the message in the body of a peer frame.
 pub const MESSAGE_LEN_MAX: usize = FRAME_BODY_LEN_MAX - 64 * 1024;
-/// A message on the local socket, either way.
+/// Length of a message on the local socket, in either direction.
 pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
-/// Blocks named in one request; 4 bytes each.
+/// Blocks or chunks that one request may name.
 pub const BATCH_BLOCKS_MAX: usize = 1024;
-/// Bytes that one shipped batch, or one piece of a large block, carries.
+/// Length of one shipped batch, or of one piece of a large block, in bytes.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
-/// A batch that arrives damaged is sent so often before the stage-in fails.
+/// How often a batch that arrives damaged is sent before the stage-in fails.
 pub const SHIP_ATTEMPTS_MAX: usize = 3;
-/// A chunk that arrives damaged is fetched so often before its read fails.
+/// How often a chunk that arrives damaged is fetched before its read fails.
 pub const FETCH_ATTEMPTS_MAX: usize = 2;
-/// Chunks of which a process says in one request that its node's copies are bad: the server reads each of them again.
+/// Chunks that a process may report as bad copies in one request. The server reads each of them
+/// again.
 pub const RECHECKED_CHUNKS_MAX: usize = 16;
-/// How often a process has its server look at a bad copy before its read fails.
+/// How often a process asks its server to examine a bad copy before the read fails.
 pub const RECHECKS_MAX: usize = 2;
-/// Stage-ins that run at once in a session; more wait.
+/// Stage-ins that run at once in a session. Further ones wait.
 pub const STAGE_INS_MAX: usize = 4;
-/// Stage-ins that other nodes than the coordinator have asked for, those that wait among them.
-pub const FOLLOWED_MAX: usize = 64;
-/// Memory of a server for all its stage-ins, when `--stage-in-memory` is not given.
-pub const STAGE_MEMORY_DEFAULT: u64 = 1 << 30;
-/// The least of it: one worker of each stage-in that may run at once.
-pub const STAGE_MEMORY_MIN: u64 = 256 << 20;
-/// See [`STAGE_MEMORY_MIN`]: what each further worker of a server needs at least, for each of the stage-ins that may run at once: its
-/// batches, the members that are not in a run yet, and what is decoded ahead.
-pub const STAGE_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
-/// The least memory for stage-ins of a server that has so many workers.
-pub const fn stage_memory_min(workers: usize) -> u64 {
+/// Stage-ins requested on other nodes than the coordinator's, including those that wait.
+pub const FORWARDED_STAGE_INS_MAX: usize = 64;
+/// Memory of a server for all its stage-ins if `--stage-in-memory` is not given.
+pub const STAGE_IN_MEMORY_DEFAULT: u64 = 1 << 30;
+/// The least memory for stage-ins: enough for one worker of each stage-in that may run at once.
+pub const STAGE_IN_MEMORY_MIN: u64 = 256 << 20;
+/// The least memory that each further worker of a server needs, summed over the stage-ins that may
+/// run at once: its batches, the members that are not in a run yet, and the bytes decoded ahead.
+pub const STAGE_IN_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
+/// The least memory for stage-ins on a server with this many workers, in bytes.
+pub const fn stage_in_memory_min(workers: usize) -> u64 {
     let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
-    let all = shared + workers as u64 * STAGE_MEMORY_PER_WORKER_MIN;
-    if all > STAGE_MEMORY_MIN { all } else { STAGE_MEMORY_MIN }
+    let all = shared + workers as u64 * STAGE_IN_MEMORY_PER_WORKER_MIN;
+    if all > STAGE_IN_MEMORY_MIN { all } else { STAGE_IN_MEMORY_MIN }
 }
-/// The most workers for which so much memory is enough.
-pub const fn stage_workers_max(memory: u64) -> usize {
+/// The largest number of workers for which this much memory is enough.
+pub const fn stage_in_workers_max(memory: u64) -> usize {
     let mut workers = 1;
-    while workers < WORKERS_MAX && stage_memory_min(workers + 1) <= memory {
+    while workers < WORKERS_MAX && stage_in_memory_min(workers + 1) <= memory {
         workers += 1;
     }
     workers
 }
-/// Batches of one stage-in worker, open or in flight, at most: with all taken, the worker waits for a slow owner.
+/// Batches of one stage-in worker, open or in flight, at most. With all of them taken, the worker
+/// waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
-/// And at least, however little memory there is.
+/// Batches of one stage-in worker, at least, however little memory there is.
 pub const BATCHES_PER_WORKER_MIN: usize = 3;
-/// Of those, in flight: the rest is being filled.
+/// Batches of one worker that may be in flight. The rest are being filled.
 pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
-/// Batches that a server lands at once from all its peers, beside those that wait to be written.
+/// Batches that a server receives at once from all its peers, beside those that wait to be written.
 pub const BATCHES_LANDING_MAX: usize = 16;
-/// Blocks that wait in an owner's memory to be written in shuffled order, in bytes.
+/// Bytes of blocks that wait in an owner's memory to be written in shuffled order.
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
-/// Room is set aside on a drive in steps of this, so that what has been taken in can always be written.
-pub const ROOM_STEP: u64 = 16 << 20;
-/// Room on a drive that copies of other nodes' blocks leave to what a stage-in writes beside blocks: this part of what the drive was
-/// given, and at most [`HEADROOM_MAX`] bytes.
+/// Room on a drive is reserved in steps of this many bytes, so that blocks a server has accepted
+/// can always be written.
+pub const RESERVATION_STEP: u64 = 16 << 20;
+/// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
+/// bytes, free for the catalogs and runs that a stage-in writes beside blocks.
 pub const HEADROOM_SHARE: u64 = 16;
-/// See [`HEADROOM_SHARE`].
+/// Upper bound of the headroom in bytes, see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
-/// Bytes of a stage-in on their way to one drive, beyond which it waits for the drive: so the sync at its end is short, and the page
-/// cache stays the job's.
+/// Bytes of a stage-in on their way to one drive, beyond which the stage-in waits for the drive.
+/// This keeps the sync at its end short, and leaves the page cache to the job.
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
-/// Stage-in workers of a server: each reads one unit at a time.
+/// Stage-in workers of a server. Each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
-/// Threads that decode one compressed source: what they give is taken by one worker, which is no faster than a few of them.
+/// Threads that decode one compressed source. One worker takes their output, and it is no faster
+/// than a few of them.
 pub const DECODERS_MAX: usize = 4;
 /// Bytes of member records that a worker sorts in memory before it writes them out as a run.
 pub const RUN_LEN_MAX: usize = 32 << 20;
-/// Memory for the heads of all runs while they are merged; each has at most and at least this much.
+/// Memory for reading ahead in all runs while they are merged. Each run gets between
+/// [`RUN_READ_AHEAD_MIN`] and [`RUN_READ_AHEAD_MAX`] of it.
 pub const MERGE_MEMORY: u64 = 64 << 20;
-/// See [`MERGE_MEMORY`].
+/// The most memory for reading ahead in one run, see [`MERGE_MEMORY`].
 pub const RUN_READ_AHEAD_MAX: u64 = 256 << 10;
-/// See [`MERGE_MEMORY`].
+/// The least memory for reading ahead in one run, see [`MERGE_MEMORY`].
 pub const RUN_READ_AHEAD_MIN: u64 = 16 << 10;
-/// A plain tar is cut into ranges of at least this: where one begins, up to a member is read twice.
+/// Length of the ranges that a plain tar is cut into, at least. Up to one member is read twice at
+/// the start of each range.
 pub const RANGE_LEN_MIN: u64 = 8 << 20;
-/// And at most this, so that no one is left with much when the others are done.
+/// Length of those ranges, at most, so that no worker has much left to do when the others have
+/// finished.
 pub const RANGE_LEN_MAX: u64 = 64 << 20;
-/// So far before its range a worker begins to look for headers, for one that belongs to the next lies there.
+/// How far before its range a worker begins to look for headers: a header that belongs to the first
+/// member of the range may lie there.
 pub const TAR_LOOK_BACK: u64 = 4 << 10;
-/// Pieces of a sparse file in a tar, 16 bytes each in memory.
+/// Pieces of a sparse file in a tar. Each takes 16 bytes of memory.
 pub const SPARSE_PIECES_MAX: usize = 1 << 20;
-/// A zip within an archive is put aside while it is read; a longer one stays a file.
+/// Length of a zip within an archive, which is copied to scratch space while it is read. A longer
+/// one stays a file.
 pub const NESTED_ZIP_LEN_MAX: u64 = 1 << 30;
-/// Memory of a decoder of a zip's member or of an archive within an archive: several may run at once.
+/// Memory of a decoder of a zip member or of an archive within an archive. Several may run at once.
 pub const NESTED_DECODER_MEMORY_MAX: u64 = 64 << 20;
-/// Archives within archives within archives: deeper ones stay files.
+/// Levels of archives within archives. Archives below the last level stay files.
 pub const NESTED_DEPTH_MAX: usize = 4;
-/// Bytes that decoders may be ahead of the worker that takes their output, all of one source together.
+/// Bytes that all decoders of one source together may be ahead of the worker that takes their
+/// output.
 pub const DECODED_AHEAD_MAX: usize = 32 << 20;
-/// Entries and bytes of a directory tree that make one unit.
+/// Entries of a directory tree that make one unit.
 pub const UNIT_FILES_MAX: usize = 1024;
-/// See [`UNIT_FILES_MAX`].
+/// Bytes of a directory tree that make one unit.
 pub const UNIT_BYTES_MAX: u64 = 64 << 20;
-/// Units that are no larger than this are handed out several at a time: what a worker has is shipped after the last.
+/// Units of at most this many bytes are assigned several at a time, because a worker ships its
+/// batches after the last unit that it has.
 pub const SMALL_UNIT_BYTES_MAX: u64 = 1 << 20;
-/// So many.
+/// Small units assigned at a time, see [`SMALL_UNIT_BYTES_MAX`].
 pub const SMALL_UNITS_MAX: usize = 128;
-/// Names in one unit: with records about them a unit must fit a message.
+/// Length of all names in one unit. A unit has to fit a message, together with the records about
+/// its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
-/// Requests to one peer hold at most this part of the memory that their bytes land in, until nothing can land there any more.
+/// Requests to one peer may hold 1 / `PEER_SHARE` of the memory that their bytes land in. Memory
+/// counts as held until nothing can land in it any more.
 pub const PEER_SHARE: u64 = 4;
-/// A peer is stuck, and asked no more, while requests past their deadlines hold more than this part,
+/// A server sends a peer no further requests while those past their deadlines hold more than 1 /
+/// `STUCK_SHARE` of that memory, or while there are [`STUCK_REQUESTS_MAX`] of them.
 pub const STUCK_SHARE: u64 = 16;
-/// or are so many.
+/// Requests past their deadlines after which a peer counts as stuck, see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;
-/// So often a pull is asked again on another link, when its own has ended.
+/// How often a pull whose link has ended is repeated on another link.
 pub const MOVES_MAX: u32 = 3;
-/// Bulk connections from a server to each peer.
+/// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes under way on a listener; with more, the oldest is given up: members speak at once, so it is a stranger's.
+/// Handshakes under way on a listener. Beyond that the oldest is dropped: members speak at once, so
+/// the oldest one is a stranger's.
 pub const HANDSHAKES_MAX: usize = 512;
-/// A message between who starts servers and a server; the longest is the roster.
+/// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
-/// Arena of a server when `--memory` is not given.
+/// Size of a server's arena if `--memory` is not given.
 pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
-/// The arena gives out room in units of a cache line, so that neighbours never share one.
+/// The arena allocates in units of a cache line, so that neighbors never share one.
 pub const ARENA_UNIT: u64 = 64;
-/// The smallest arena: some chunks land while others are read.
+/// Size of the smallest arena: some chunks arrive while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
-/// The leases of one process take at most this part of the arena, and all but this part of it those of all processes together. A
-/// connection that wants more gives some back first. One without leases always gets a chunk.
+/// The leases of one process take at most 1 / `LEASE_SHARE` of the arena, and the leases of all
+/// processes together leave at least that much of it free. A connection that wants more has to
+/// release leases first; one without leases always gets a chunk.
 pub const LEASE_SHARE: u64 = 4;
-/// Bytes that one request to an owner asks for: what has come can be used while the next is under way.
+/// Bytes that one request to an owner asks for. The server can use them while the next request is
+/// under way.
 pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
-/// What is fetched ahead takes at most this part of the arena, when `tune --prefetch-memory` says nothing else.
+/// Prefetched chunks take at most 1 / `PREFETCH_SHARE` of the arena, unless `tune
+/// --prefetch-memory` sets another bound.
 pub const PREFETCH_SHARE: u64 = 2;
-/// Samples of all orders of a node together, 4 bytes each: an epoch of a large data set, or of a smaller one for each of many readers.
+/// Samples of all orders of a node together, 4 bytes of memory each: an epoch of a large dataset,
+/// or an epoch of a smaller one for each of many readers.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
-/// Orders that are read ahead at once on a node; more wait for those before them to end.
+/// Orders that a node prefetches at once. Further ones wait until one of them is dropped.
 pub const ORDERS_MAX: usize = 64;
-/// Requests for blocks that are fetched ahead, under way to one owner, at most.
+/// Prefetch requests under way to one owner.
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
-/// Bytes on their way to be kept on local drives; what comes while so many wait is not kept this time.
-pub const KEEP_QUEUE_LEN_MAX: u64 = 64 << 20;
-/// Copies of other nodes' blocks are synced, and then found by processes, once there are so many bytes of them,
-pub const KEEP_SYNC_LEN: u64 = 64 << 20;
-/// or once the first of them is so old.
-pub const KEEP_SYNC_INTERVAL: Duration = Duration::from_secs(1);
-/// Bytes read ahead behind a reader that goes through a large file, at most.
+/// Bytes of blocks that wait to be cached on local drives. Blocks that arrive while the queue is
+/// full are not cached this time.
+pub const CACHE_QUEUE_LEN_MAX: u64 = 64 << 20;
+/// Cached blocks are synced, and become visible to processes, once this many bytes of them are
+/// waiting or once the first of them is [`CACHE_SYNC_INTERVAL`] old.
+pub const CACHE_SYNC_LEN: u64 = 64 << 20;
+/// Age at which a cached block is synced, see [`CACHE_SYNC_LEN`].
+pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
+/// Bytes of read-ahead behind a process that reads a large file sequentially.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
-/// Processes of a node that `status` names, those that read most; all are counted.
+/// Processes of a node that `status` names, those that read most. All of them are counted.
 pub const CLIENTS_SHOWN_MAX: usize = 32;
-/// Answers that read drives for peers at once; each peer has its turn.
+/// Answers to peers that read drives at once. Peers take turns.
 pub const DRIVE_READERS_MAX: usize = 16;
 
-/// Receives for messages that all of a card's queue pairs share; a message that finds none is sent again by the card.
+/// Receive buffers that all queue pairs of a card share. If a message finds none, the sender's card
+/// sends it again.
 pub const RDMA_RECEIVES: u32 = 512;
-/// Longest request by RDMA: one for [`BATCH_BLOCKS_MAX`] blocks fits.
+/// Length of the longest request by RDMA. A request for [`BATCH_BLOCKS_MAX`] blocks fits.
 pub const RDMA_REQUEST_LEN_MAX: u32 = 32 << 10;
-/// Completions that a card's queue has room for; work that could overflow it waits.
+/// Completions that fit a card's completion queue. Work that could overflow it waits.
 pub const RDMA_COMPLETIONS_MAX: u32 = 16 << 10;
 /// Operations posted on one queue pair.
 pub const RDMA_SEND_DEPTH: u32 = 128;
-/// Longest operation: longer ones keep others of the card waiting.
+/// Length of the longest operation. A longer one would keep the other operations of the card
+/// waiting.
 pub const RDMA_WRITE_LEN_MAX: u32 = 1 << 20;
-/// Bytes of the operations posted on one queue pair.
+/// Bytes of all operations posted on one queue pair.
 pub const RDMA_BYTES_IN_FLIGHT_MAX: u64 = 4 << 20;
-/// Requests of one node that wait for another's answers by RDMA.
+/// Requests of one node that wait for another node's answers by RDMA.
 pub const RDMA_WINDOW: u32 = 64;
-/// Registered memory that bytes take their way through from a file to the card.
+/// Registered memory through which bytes pass on their way from a file to the card.
 pub const RDMA_STAGING_LEN: u64 = 32 << 20;
 /// Registered memory for requests and their answers.
 pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
-/// A pair whose queue pairs failed so often in a row is told of as one that goes by TCP,
+/// After this many failures of its queue pairs in a row, `status` reports that a pair of nodes uses
+/// TCP.
 pub const RDMA_FAILURES_MAX: u32 = 3;
-/// and tries again ever less often, in the end after this.
+/// Such a pair tries RDMA again at growing intervals, up to this one.
 pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// A process maps at most this much of its node's segments; the rest is `pread`. Page tables cost 2 MiB a mapped GiB.
+/// Bytes of its node's segments that a process maps at most. It reads the rest with `pread`. Page
+/// tables cost 2 MiB for each mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
-/// Segments are mapped piece by piece, as they are read.
+/// Segments are mapped in windows of this length, as they are read.
 pub const SEGMENT_WINDOW_LEN: u64 = 64 << 20;
-/// Connections to its server that a process keeps for its next request; more are opened and closed as they are needed.
+/// Idle connections to its server that a process holds for its next requests. Further ones are
+/// opened and closed as they are needed.
 pub const IDLE_CONNECTIONS_MAX: usize = 4;
-/// A file handed to a program that cannot use this library is copied into memory up to this size, else onto a data dir.
+/// Size up to which a file is copied into memory for a program that cannot use this library. Larger
+/// ones are copied to a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
-/// The kernel asks a silent asker for a sign of life so often,
+/// The kernel probes a silent connection at this interval,
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// and ends the connection after so many without an answer.
+/// The kernel closes a silent connection after this many probes without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
-/// A client that waits for its server looks up so often within the time that it waits for a heartbeat.
-pub const HEARTBEAT_TICKS: u32 = 20;
-/// All servers ready at `up`, when `--start-timeout` does not say.
+/// How often a client that waits for its server looks at the heartbeat within the heartbeat's
+/// timeout.
+pub const HEARTBEAT_POLLS: u32 = 20;
+/// Time until all servers must be ready after `up`, if `--start-timeout` is not given.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Sessions of so many nodes try each pair of them at the start; of more, each node tries those 1, 2, 4, 8 ... places on.
+/// Up to this number of nodes, a session tries every pair of nodes at its start. In larger sessions
+/// each node tries the nodes that are 1, 2, 4, 8 ... further in the roster.
 pub const PAIRS_ALL_TRIED_NODES: usize = 16;
-/// Nodes that a node tells who all are, and how to reach them; and servers that a server starts, where the launcher has no tree of its own.
+/// Children of a node in the tree along which the roster travels, and servers that a server starts
+/// if the launcher has no tree of its own.
 pub const TREE_WIDTH: usize = 16;
-/// Pairs that do not reach each other as they should, named at the start; all show in `status`.
+/// Pairs of nodes that fell back to TCP and are named at the start. `status` shows all of them.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
-/// Servers and supervisors look this often whether their files still have their names.
+/// How often servers and supervisors check that their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// And this often make them look young, for those who remove what looks old from `/tmp`: they count in days.
+/// How often they refresh the files' times, because cleaners of `/tmp` remove what has not been
+/// used for days.
 pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
-/// What was started to start servers may take so long to end once they have.
+/// How long the launcher's processes may take to exit once the servers have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
-/// A server's way from `down` to its end.
+/// How long a server may take from `down` to its exit.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
-/// Paths that two sources may have in common, of which the coordinator asks all workers in one stage-in: one that is confirmed ends it.
+/// Suspected path conflicts that the coordinator asks all workers about in one stage-in. The first
+/// confirmed one ends it.
 pub const QUESTIONS_MAX: usize = 64;
-/// Of these, told by an owner at a time.
-pub const SUSPECTS_TOLD_MAX: usize = 16;
-/// Answers to them that a node has to tell, and that the coordinator keeps for one of them.
+/// Suspected path conflicts that an owner reports at a time.
+pub const SUSPECTS_REPORTED_MAX: usize = 16;
+/// Answers about such conflicts that a node holds until its next report, and that the coordinator
+/// holds for each conflict.
 pub const SIGHTINGS_MAX: usize = 16;
-/// An owner's table of hashes of paths takes this part of a stage-in's share of the memory, and at least the second.
+/// An owner's table of path hashes takes 1 / `PATHS_SHARE` of the stage-in's memory, and at least
+/// [`PATHS_LEN_MIN`].
 pub const PATHS_SHARE: usize = 16;
-/// See [`PATHS_SHARE`].
+/// The least memory for that table, in bytes.
 pub const PATHS_LEN_MIN: usize = 1 << 20;
-/// What a node waits for, when a stage-in stands still: so many things are told, [`NOTE_LEN_MAX`] characters each.
-pub const WAITS_TOLD_MAX: usize = 4;
+/// When a stage-in makes no progress, each node reports at most this many things that it waits for,
+/// of at most [`NOTE_LEN_MAX`] characters each.
+pub const WAITS_REPORTED_MAX: usize = 4;
 
 const _: () = {
-    // What a card is made to know beside the arena and stage-ins, whatever the number of peers.
+    // The memory that a card registers beside the arena and stage-ins, whatever the number of
+    // peers.
     assert!(RDMA_STAGING_LEN + RDMA_MESSAGES_LEN + (RDMA_RECEIVES * RDMA_REQUEST_LEN_MAX) as u64 <= 64 << 20);
-    // A queue pair's ring has at most 128 bytes an operation; each pair of nodes has two: one to ask by, one to answer by.
+    // A queue pair's ring takes at most 128 bytes for each operation. Each pair of nodes has two
+    // queue pairs: one for requests, one for answers.
     assert!(NODES_MAX as u64 * (RDMA_WINDOW + RDMA_SEND_DEPTH + 2) as u64 * 128 <= 128 << 20);
-    // Every queue pair's work may complete at once, as far as it was posted; work for which there is no room waits.
+    // All work posted on one queue pair may complete at once. Further work waits for room in the
+    // completion queue.
     assert!(RDMA_COMPLETIONS_MAX >= RDMA_RECEIVES + RDMA_SEND_DEPTH);
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
-    assert!(BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16, "its chunks fit a word's bits");
+    assert!(
+        BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16,
+        "the chunks of a block fit the bits of a word"
+    );
     assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
     assert!(CHUNK_LEN.is_multiple_of(BATCH_LEN_MAX as u64), "a piece of a large block lies in one chunk");
-    assert!(RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX, "one request has at most a block read again");
-    assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client reads one chunk while another lands");
+    assert!(
+        RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX,
+        "one request makes the server read at most one block again"
+    );
+    assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client can read one chunk while another arrives");
     assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
-    assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "its answer too");
+    assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "so does its answer");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
     assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
-    assert!(stage_workers_max(STAGE_MEMORY_DEFAULT) == WORKERS_MAX && stage_memory_min(1) == STAGE_MEMORY_MIN);
+    assert!(stage_in_workers_max(STAGE_IN_MEMORY_DEFAULT) == WORKERS_MAX && stage_in_memory_min(1) == STAGE_IN_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
-    assert!(ROOM_STEP.is_multiple_of(PAGE_SIZE));
+    assert!(RESERVATION_STEP.is_multiple_of(PAGE_SIZE));
     assert!(SMALL_UNIT_BYTES_MAX < RANGE_LEN_MIN, "a range is not small");
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
-    assert!(FOLLOWED_MAX * 2 <= PEER_REQUESTS_MAX, "those who only wait to be told leave room for other requests");
+    assert!(FORWARDED_STAGE_INS_MAX * 2 <= PEER_REQUESTS_MAX, "waiting for stage-ins leaves room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -1,9 +1,18 @@
-//! The locations table: per node and dataset, where each block lies here, or that it is absent.
+//! The locations table: for one dataset on one node, where each block lies on this node, or that it
+//! is absent.
 //!
-//! A sparse file: one page of header, then one word for every block of the dataset, whoever owns it. A word is stored
-//! with Release once the block's bytes can be read, and loaded with Acquire. What a node owns stays where it is; the word of
-//! a block that it only keeps, or has in the arena, is cleared before its bytes are given up. So a reader copies and then
-//! looks whether the word is what it was: if so, it has copied real bytes. The header's *gone* word does the same for all.
+//! The table is a sparse file: one page of header, then one word for every block of the dataset,
+//! whichever node owns it. The server writes the table; clients map it read-only and look blocks up
+//! without a message.
+//!
+//! Invariants that let readers copy without locks:
+//! - The server stores a word with Release once the block's bytes can be read. Readers load it with
+//!   Acquire.
+//! - A block that the node owns never moves. The word of a cached block, or of a block in the
+//!   arena, is cleared before its bytes are given up. A reader therefore copies the bytes and then
+//!   checks that the word is unchanged; if so, the bytes were real.
+//! - The *gone* word in the header is set before all bytes of the dataset are given up, and is
+//!   checked after a copy in the same way.
 
 use std::fs::File;
 use std::io;
@@ -29,19 +38,25 @@ fn word_of(block: BlockId) -> usize {
     FIRST_WORD + block.0 as usize
 }
 
-/// A node's table for one dataset, mapped.
+/// The mapped locations table of one dataset on this node.
 pub struct Locations {
     words: SharedWords,
 }
 
 impl Locations {
-    /// Length of a table's file in bytes.
+    /// Length of the table's file in bytes.
     pub fn file_len(blocks: u32) -> u64 {
         PAGE_SIZE + u64::from(blocks) * 8
     }
 
-    /// Makes an empty table in `file`, which must be new. It is written through a mapping: set [`Self::file_len`] bytes aside
-    /// before, for there a full file system is a signal.
+    /// Creates an empty table in `file`, which must be new.
+    ///
+    /// The table is written through a mapping, where a full file system would raise SIGBUS. Callers
+    /// reserve [`Self::file_len`] bytes beforehand.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be extended or mapped.
     pub fn create(file: &File, blocks: u32) -> io::Result<Self> {
         let words = FIRST_WORD + blocks as usize;
         file.set_len(Self::file_len(blocks))?;
@@ -52,56 +67,64 @@ impl Locations {
         Ok(table)
     }
 
-    /// Maps a table that a server made, to read it.
+    /// Maps a table that a server created, for reading.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be mapped, or is not a table of this version with this number of blocks.
     pub fn open(file: &File, blocks: u32) -> io::Result<Self> {
         let words = SharedWords::map(file, FIRST_WORD + blocks as usize, false)?;
         if (words.load(MAGIC_WORD), words.load(VERSION_WORD), words.load(BLOCKS_WORD)) != (MAGIC, VERSION, u64::from(blocks)) {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a locations table of this version and dataset"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "not a locations table of this version for this dataset"));
         }
         Ok(Self { words })
     }
 
-    /// Where the block can be read on this node, if it can.
+    /// Where the block can be read on this node; `None` if it is absent.
     pub fn find(&self, block: BlockId) -> Option<Location> {
         Location::unpack(self.words.load(word_of(block)))
     }
 
-    /// Whether the block is still where it was found: asked after a copy, it tells whether the copy is good.
+    /// Whether the block is still where it was found. Called after a copy, `true` means that the
+    /// copy is good.
     pub fn is_still(&self, block: BlockId, location: Location) -> bool {
-        // What was copied before is read before the word is.
+        // The copied bytes must be read before the word is.
         fence(Ordering::Acquire);
         self.words.load(word_of(block)) == location.pack()
     }
 
-    /// Publishes a block whose bytes can be read now.
+    /// Publishes a block whose bytes can be read from now on.
     pub fn publish(&self, block: BlockId, location: Location) {
         self.words.store(word_of(block), location.pack());
     }
 
-    /// Publishes a block that was absent; says whether it was.
+    /// Publishes a block if it was absent, and returns whether it was.
     pub fn publish_absent(&self, block: BlockId, location: Location) -> bool {
         self.words.replace(word_of(block), 0, location.pack())
     }
 
-    /// Takes a block's location back, if it is still this one, before its bytes are given up. Says whether it was.
+    /// Clears a block's word if it still holds this location, and returns whether it did. The
+    /// caller may then give the bytes up.
     pub fn withdraw(&self, block: BlockId, location: Location) -> bool {
         let was = self.words.replace(word_of(block), location.pack(), 0);
-        // Whatever comes into its place is written after the word is.
+        // New bytes in that place must be written after the word is.
         fence(Ordering::SeqCst);
         was
     }
 
-    /// Asks the processor for the words of a block that is about to be looked for.
+    /// Makes the processor fetch the word of a block that is about to be looked up.
     pub fn prefetch(&self, block: BlockId) {
         self.words.prefetch(word_of(block));
     }
 
-    /// Whether the dataset's bytes have been given up: anything copied before this was asked may be zeros.
+    /// Whether the dataset's bytes have been given up. Bytes that were copied before this call
+    /// returned `true` may be zeros.
     pub fn is_gone(&self) -> bool {
         self.words.load(GONE_WORD) != 0
     }
 
-    /// Says that the dataset's bytes are about to be given up (or that they are not, after all).
+    /// Announces that the dataset's bytes are about to be given up, or, with `false`, that they
+    /// stay after all.
     pub fn set_gone(&self, gone: bool) {
         self.words.store(GONE_WORD, u64::from(gone));
     }

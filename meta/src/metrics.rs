@@ -1,37 +1,39 @@
-//! What a node counts, by the names that monitoring systems know it under: declared as data. `docs/METRICS.md` is made of this.
+//! The metrics of a node, declared as data under the names that monitoring systems see.
+//! `docs/METRICS.md` is generated from this file.
 
 use std::fmt::Write;
 
 use crate::wire::status::{NodeStatus, Reads};
 
-/// How a value moves.
+/// How the value of a metric changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It only grows, from the session's start.
+    /// The value only grows, from the start of the session.
     Counter,
-    /// It is what it is at the moment.
+    /// The value is the state at the moment.
     Gauge,
 }
 
 /// A metric of a node.
 pub struct Metric {
-    /// Its name, which ends with the unit, and `_total` where it is a counter.
+    /// The metric's name. It contains the unit, and ends with `_total` if the metric is a counter.
     pub name: &'static str,
-    /// How it moves.
+    /// How the value changes.
     pub kind: Kind,
-    /// What it tells.
+    /// One or more sentences that describe the value.
     pub help: &'static str,
-    /// The label that tells its values apart beside `node`; empty if there is one value.
+    /// The label, beside `node`, that tells several values of the metric apart; empty if there is
+    /// only one value.
     pub label: &'static str,
-    /// The values, each with that label's.
+    /// Returns the values, each with the value of that label.
     values: fn(&NodeStatus) -> Vec<(String, f64)>,
 }
 
-/// Names of [`crate::wire::status::Source`]s, in their order.
-pub const SOURCE_NAMES: [&str; crate::wire::status::SOURCES] = ["segment", "kept", "arena", "asked"];
+/// Names of the [`crate::wire::status::Source`]s, in their order.
+pub const SOURCE_NAMES: [&str; crate::wire::status::SOURCES] = ["segment", "cached", "arena", "asked"];
 
-/// Names of [`crate::wire::status::Hop`]s, in their order.
-pub const HOP_NAMES: [&str; crate::wire::status::HOPS] = ["shipped", "fetched", "arena", "kept", "owned"];
+/// Names of the [`crate::wire::status::Hop`]s, in their order.
+pub const HOP_NAMES: [&str; crate::wire::status::HOPS] = ["shipped", "fetched", "arena", "cached", "owned"];
 
 fn one(value: u64) -> Vec<(String, f64)> {
     vec![(String::new(), value as f64)]
@@ -48,7 +50,7 @@ fn by_owner(node: &NodeStatus, of: fn(&crate::wire::status::OwnerStatus) -> f64)
 
 macro_rules! metrics {
     ($($name:literal $kind:ident $label:literal $help:literal $values:expr;)*) => {
-        /// All metrics, in the order in which they are told.
+        /// All metrics, in the order of the output.
         pub const METRICS: &[Metric] = &[
             $(Metric { name: $name, kind: Kind::$kind, help: $help, label: $label, values: $values },)*
         ];
@@ -56,100 +58,100 @@ macro_rules! metrics {
 }
 
 metrics! {
-    "dayfly_reads_total" Counter "source" "Reads of blocks, or chunks of large ones, by this node's processes: out of its own segment, what it keeps of others, the arena without asking, or by asking the server."
+    "dayfly_reads_total" Counter "source" "Reads of blocks, or of chunks of large blocks, by processes of this node: from its own segment, from cached blocks, from the arena without a message, or by asking the server."
         |node| by_source(node, |reads| reads.count);
-    "dayfly_read_bytes_total" Counter "source" "Their bytes."
+    "dayfly_read_bytes_total" Counter "source" "Bytes of those reads."
         |node| by_source(node, |reads| reads.bytes);
-    "dayfly_remote_reads_total" Counter "" "Chunks that came over the network, asked for or fetched ahead."
+    "dayfly_remote_reads_total" Counter "" "Chunks that arrived over the network, requested or prefetched."
         |node| one(node.remote.count);
-    "dayfly_remote_bytes_total" Counter "" "Their bytes."
+    "dayfly_remote_bytes_total" Counter "" "Bytes of those chunks."
         |node| one(node.remote.bytes);
-    "dayfly_joined_total" Counter "" "Wishes for a chunk for which another's transfer was on its way already."
+    "dayfly_joined_total" Counter "" "Requests that joined a fetch already in flight."
         |node| one(node.joined);
     "dayfly_served_reads_total" Counter "" "Chunks sent to other nodes."
         |node| one(node.served.count);
-    "dayfly_served_bytes_total" Counter "" "Their bytes."
+    "dayfly_served_bytes_total" Counter "" "Bytes of those chunks."
         |node| one(node.served.bytes);
-    "dayfly_owner_bytes_total" Counter "owner" "Bytes that came from each owner."
+    "dayfly_owner_bytes_total" Counter "owner" "Bytes received from each owner."
         |node| by_owner(node, |owner| owner.reads.bytes as f64);
-    "dayfly_owner_requests_total" Counter "owner" "Requests to each owner."
+    "dayfly_owner_requests_total" Counter "owner" "Requests sent to each owner."
         |node| by_owner(node, |owner| owner.requests as f64);
-    "dayfly_owner_busy_seconds_total" Counter "owner" "Time that requests to each owner took, added up."
+    "dayfly_owner_busy_seconds_total" Counter "owner" "Time that the requests to each owner took, summed up."
         |node| by_owner(node, |owner| owner.busy_us as f64 / 1e6);
-    "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes were not those that were staged in, by where this node found that: shipped to it, fetched from their owner, in its arena, kept on its drives, or owned by it."
+    "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes differed from those that were staged in, by where this node found the damage: shipped to it, fetched from an owner, in its arena, in a cached block, or in a block that it owns."
         |node| HOP_NAMES.iter().zip(node.damaged).map(|(name, count)| ((*name).to_owned(), count as f64)).collect();
-    "dayfly_wait_seconds" Gauge "quantile" "How long processes wait for what they ask the server for, since the session began."
+    "dayfly_wait_seconds" Gauge "quantile" "How long processes wait for chunks that they ask the server for, since the session began."
         |node| ["0.5", "0.9", "0.99"].iter().zip(node.wait_us).map(|(name, us)| ((*name).to_owned(), us as f64 / 1e6)).collect();
-    "dayfly_asking" Gauge "" "Processes' requests that the server works on."
+    "dayfly_asking" Gauge "" "Requests of processes that the server works on."
         |node| one(node.asking);
-    "dayfly_queued" Gauge "" "Of these, requests that wait for room in the arena."
+    "dayfly_queued" Gauge "" "Requests among those that wait for room in the arena."
         |node| one(node.queued);
-    "dayfly_queued_total" Counter "" "Requests that found no room in the arena at once."
+    "dayfly_queued_total" Counter "" "Requests that did not find room in the arena at once."
         |node| one(node.queued_total);
-    "dayfly_prefetch_orders" Gauge "" "Orders that are read ahead."
+    "dayfly_prefetch_orders" Gauge "" "Orders that are being prefetched."
         |node| one(node.prefetch.orders);
-    "dayfly_prefetch_depth_bytes" Gauge "" "Bytes to be ahead of readers."
+    "dayfly_prefetch_depth_bytes" Gauge "" "How far ahead of its readers the node tries to prefetch."
         |node| one(node.prefetch.depth_bytes);
-    "dayfly_prefetch_requests" Gauge "" "Requests to owners that are made at once for it."
+    "dayfly_prefetch_requests" Gauge "" "How many prefetch requests to owners the node has in flight at once."
         |node| one(node.prefetch.requests);
-    "dayfly_prefetch_hits_total" Counter "" "Chunks that had come before they were read."
+    "dayfly_prefetch_hits_total" Counter "" "Chunks that had arrived before they were read."
         |node| one(node.prefetch.hits);
-    "dayfly_prefetch_late_total" Counter "" "Chunks that were ordered and had to be asked for all the same."
+    "dayfly_prefetch_late_total" Counter "" "Chunks of an order that a reader had to ask for all the same."
         |node| one(node.prefetch.late);
-    "dayfly_prefetch_wasted_total" Counter "" "Chunks that were fetched ahead and given back unread."
+    "dayfly_prefetch_wasted_total" Counter "" "Chunks that were prefetched and evicted unread."
         |node| one(node.prefetch.wasted);
     "dayfly_held_bytes" Gauge "" "Bytes of the blocks that the node owns."
         |node| one(node.held_bytes);
-    "dayfly_kept_bytes" Gauge "" "Bytes of other nodes' blocks that it keeps on its drives."
-        |node| one(node.kept.bytes);
-    "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that it will read from its own drives, once all that it means to keep has come."
+    "dayfly_cached_bytes" Gauge "" "Bytes of other nodes' blocks that are cached on the node's drives."
+        |node| one(node.cached.bytes);
+    "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that the node will read from its own drives once all blocks that it means to cache have arrived."
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
-    "dayfly_used_bytes" Gauge "" "Bytes taken on its drives."
+    "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: no more than the file systems have; what is kept of others makes way."
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take. No more than the file systems have free; cached blocks make room."
         |node| one(node.free_bytes);
-    "dayfly_taken_bytes" Gauge "" "Bytes that its files take, as their file systems count them: what is kept of others among them."
+    "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);
-    "dayfly_capacity_bytes" Gauge "" "Bytes that it may take there."
+    "dayfly_capacity_bytes" Gauge "" "Bytes that the node may take on its drives."
         |node| one(node.capacity_bytes);
     "dayfly_arena_bytes" Gauge "" "Size of the arena."
         |node| one(node.arena_bytes);
     "dayfly_arena_used_bytes" Gauge "" "Bytes of chunks in the arena, leased or idle."
         |node| one(node.arena_used_bytes);
-    "dayfly_leases" Gauge "" "Chunks in the arena that somebody reads, or that wait for their reader."
+    "dayfly_leases" Gauge "" "Chunks in the arena that are leased to a process, or that wait for their reader."
         |node| one(node.leases);
     "dayfly_clients" Gauge "" "Processes attached."
         |node| one(node.clients);
-    "dayfly_rdma" Gauge "" "1 where the node reaches its peers by RDMA, 0 where by TCP."
+    "dayfly_rdma" Gauge "" "1 if the node reaches its peers by RDMA, 0 if by TCP."
         |node| one(node.network.is_rdma.into());
-    "dayfly_fallen_back_peers" Gauge "" "Peers that it reaches by TCP although RDMA was agreed on."
+    "dayfly_fallen_back_peers" Gauge "" "Peers that the node reaches by TCP although the session uses RDMA."
         |node| one(node.network.fallen_back.len() as u64);
-    "dayfly_rdma_operations_total" Counter "" "Operations that it posted to its card."
+    "dayfly_rdma_operations_total" Counter "" "Operations posted to the RDMA card."
         |node| one(node.network.works);
-    "dayfly_rdma_completions_total" Counter "" "Completions that the card told of."
+    "dayfly_rdma_completions_total" Counter "" "Completions that the card reported."
         |node| one(node.network.completions);
-    "dayfly_rdma_wake_ups_total" Counter "" "Times the thread that takes them was woken."
+    "dayfly_rdma_wake_ups_total" Counter "" "How often the thread that handles completions was woken."
         |node| one(node.network.wake_ups);
-    "dayfly_rdma_written_bytes_total" Counter "" "Bytes that it wrote into peers' memory, for their reads."
+    "dayfly_rdma_written_bytes_total" Counter "" "Bytes written into peers' memory, to answer their reads."
         |node| one(node.network.written_bytes);
-    "dayfly_rdma_read_bytes_total" Counter "" "Bytes that it read from peers' memory, while they staged in."
+    "dayfly_rdma_read_bytes_total" Counter "" "Bytes read from peers' memory, during their stage-ins."
         |node| one(node.network.read_bytes);
-    "dayfly_rdma_queue_pairs" Gauge "" "Queue pairs."
+    "dayfly_rdma_queue_pairs" Gauge "" "Queue pairs that exist now."
         |node| one(node.network.queue_pairs);
     "dayfly_rdma_failed_queue_pairs_total" Counter "" "Queue pairs that failed."
         |node| one(node.network.failed);
-    "dayfly_rdma_registered_bytes" Gauge "" "Memory that the card may touch."
+    "dayfly_rdma_registered_bytes" Gauge "" "Memory that the card may access."
         |node| one(node.network.registered_bytes);
-    "dayfly_memory_bytes" Gauge "" "Resident memory of the server, shared parts included."
+    "dayfly_memory_bytes" Gauge "" "Resident memory of the server, including shared memory."
         |node| one(node.memory_bytes);
 }
 
-/// The values of some nodes, as Prometheus reads them.
+/// The values of some nodes in Prometheus' text format.
 pub fn prometheus(nodes: &[(u16, &NodeStatus)]) -> String {
     let mut text = String::new();
     for metric in METRICS {
         let kind = if metric.kind == Kind::Counter { "counter" } else { "gauge" };
-        // Writing into a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "# HELP {} {}\n# TYPE {} {kind}", metric.name, metric.help, metric.name);
         for (node, status) in nodes {
             for (label, value) in (metric.values)(status) {
@@ -161,10 +163,12 @@ pub fn prometheus(nodes: &[(u16, &NodeStatus)]) -> String {
     text
 }
 
-/// The page that describes them.
+/// The page that describes all metrics.
 pub fn page() -> String {
-    let mut text = "# Metrics\n\nWhat `dayfly metrics` tells of a node, in Prometheus' text format. Every value has the label `node`. This page is \
-                    made by `dayfly metrics --describe`; a test holds it to the code.\n\n| name | kind | label | what it tells |\n|---|---|---|---|\n"
+    let mut text = "# Metrics\n\n\
+                    `dayfly metrics` prints these metrics of a node in Prometheus' text format. Every value has the label `node`.\n\
+                    This page is the output of `dayfly metrics --describe`; a test compares the two.\n\n\
+                    | name | kind | label | meaning |\n|---|---|---|---|\n"
         .to_owned();
     for metric in METRICS {
         let kind = if metric.kind == Kind::Counter { "counter" } else { "gauge" };
@@ -178,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_unique_and_say_what_they_count() {
+    fn metric_names_are_unique_and_name_their_kind() {
         let mut names: Vec<&str> = METRICS.iter().map(|metric| metric.name).collect();
         names.sort_unstable();
         names.dedup();
@@ -190,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn prometheus_can_read_them() {
+    fn the_output_is_valid_prometheus_text() {
         let status = NodeStatus { reads: [Reads { count: 3, bytes: 40 }; 4], ..NodeStatus::default() };
         let text = prometheus(&[(2, &status)]);
         assert!(text.contains("# TYPE dayfly_reads_total counter\ndayfly_reads_total{node=\"2\",source=\"segment\"} 3\n"));

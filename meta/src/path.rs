@@ -1,10 +1,11 @@
-//! Paths within a dataset: relative, bytes, components between single slashes, never `.` or `..`; the root is empty.
+//! Paths within a dataset. A path is relative, made of bytes, with single slashes between its
+//! components, none of which is `.` or `..`. The root is the empty path.
 
 use std::cmp::Ordering;
 
 use crate::limits::{NAME_LEN_MAX, PATH_LEN_MAX};
 
-/// Why a name cannot be a path of the namespace.
+/// Why a name cannot become a path of the namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPath {
     /// A component is `..`.
@@ -13,15 +14,20 @@ pub enum InvalidPath {
     /// A component is longer than [`NAME_LEN_MAX`] bytes.
     #[error("a name in it is longer than {NAME_LEN_MAX} bytes")]
     LongName,
-    /// All of it is longer than [`PATH_LEN_MAX`] bytes.
+    /// The whole path is longer than [`PATH_LEN_MAX`] bytes.
     #[error("it is longer than {PATH_LEN_MAX} bytes")]
     LongPath,
-    /// It holds a NUL byte.
+    /// The name contains a NUL byte.
     #[error("it holds a NUL byte")]
     Nul,
 }
 
-/// Makes `name` relative and plain: leading, doubled and trailing slashes and `.` components fall away.
+/// Makes `name` relative and plain: leading, doubled and trailing slashes and `.` components are
+/// dropped.
+///
+/// # Errors
+///
+/// If the name cannot be a path of the namespace.
 pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     let mut path = Vec::with_capacity(name.len());
     for component in name.split(|&byte| byte == b'/') {
@@ -36,8 +42,9 @@ pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     if path.len() > PATH_LEN_MAX { Err(InvalidPath::LongPath) } else { Ok(path) }
 }
 
-/// The path without what follows the last dot of its name: equal for `k.jpg`, `k.txt` and `k.json` of one directory. A name that
-/// begins with its only dot is whole.
+/// The path without the extension of its name, which begins at the last dot. It is equal for
+/// `k.jpg`, `k.txt` and `k.json` of one directory. A name whose only dot comes first has no
+/// extension.
 pub fn group(path: &[u8]) -> &[u8] {
     let name_at = path.iter().rposition(|&byte| byte == b'/').map_or(0, |at| at + 1);
     match path[name_at..].iter().rposition(|&byte| byte == b'.') {
@@ -46,12 +53,12 @@ pub fn group(path: &[u8]) -> &[u8] {
     }
 }
 
-/// Whether `path` is as [`normalize`] would leave it.
+/// Whether [`normalize`] would leave `path` unchanged.
 pub fn is_normal(path: &[u8]) -> bool {
     normalize(path).is_ok_and(|normal| normal == path)
 }
 
-/// `base/name`, where either may be empty.
+/// `base/name`; either may be empty.
 pub fn join(base: &[u8], name: &[u8]) -> Vec<u8> {
     let mut path = base.to_vec();
     if !name.is_empty() {
@@ -72,7 +79,7 @@ pub fn components(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     path.split(|&byte| byte == b'/').filter(|component| !component.is_empty())
 }
 
-/// The directory that holds a normal path, and its last name; `None` for the root.
+/// The directory of a normal path and its last name; `None` for the root.
 pub fn split_last(path: &[u8]) -> Option<(&[u8], &[u8])> {
     if path.is_empty() {
         return None;
@@ -83,7 +90,7 @@ pub fn split_last(path: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Whether `path` lies below `directory`; nothing lies below itself.
+/// Whether `path` lies below `directory`. No path lies below itself.
 pub fn is_below(path: &[u8], directory: &[u8]) -> bool {
     if directory.is_empty() {
         return !path.is_empty();
@@ -91,15 +98,15 @@ pub fn is_below(path: &[u8], directory: &[u8]) -> bool {
     path.len() > directory.len() && path.starts_with(directory) && path[directory.len()] == b'/'
 }
 
-/// The order of a walk: a directory before what is in it, names of one directory by their bytes.
+/// The order of a walk: a directory before its content, the names of one directory by their bytes.
 pub fn walk_order(left: &[u8], right: &[u8]) -> Ordering {
-    // A slash sorts before every other byte; then comparing bytes compares component by component.
+    // A slash sorts before every other byte, so comparing bytes compares component by component.
     let key = |&byte: &u8| if byte == b'/' { 0 } else { u16::from(byte) + 1 };
     left.iter().map(key).cmp(right.iter().map(key))
 }
 
-/// As text for a message or a terminal: bytes that are no UTF-8, control characters, and characters that cannot be seen, or change what
-/// is seen of others, are escaped.
+/// A path as text for a message or a terminal. Bytes that are not UTF-8 are escaped, and so are
+/// control characters and characters that cannot be seen or that change how others are shown.
 pub fn display(path: &[u8]) -> String {
     let mut text = String::new();
     for chunk in path.utf8_chunks() {
@@ -111,8 +118,9 @@ pub fn display(path: &[u8]) -> String {
     text
 }
 
-/// Characters of Unicode's categories Cc, Cf, Zl and Zp: among them those that turn the direction of what follows, as U+202E does, by
-/// which a name can look like another.
+/// Characters of Unicode's categories Cc, Cf, Zl and Zp, and blank letters. Among them are those
+/// that reverse the direction of the text after them, as U+202E does, which can make a name look
+/// like another.
 const UNSEEN: [(u32, u32); 24] = [
     (0x00, 0x1f),
     (0x7f, 0x9f),
@@ -126,7 +134,7 @@ const UNSEEN: [(u32, u32); 24] = [
     (0x180e, 0x180e),
     (0x200b, 0x200f),
     (0x2028, 0x202e),
-    // With U+2065, which is set aside for one more.
+    // Includes U+2065, which is reserved for another such character.
     (0x2060, 0x206f),
     (0xfeff, 0xfeff),
     (0xfff9, 0xfffb),
@@ -137,7 +145,7 @@ const UNSEEN: [(u32, u32); 24] = [
     (0x1d173, 0x1d17a),
     (0xe0001, 0xe0001),
     (0xe0020, 0xe007f),
-    // Fillers: letters, but blank.
+    // Fillers, which are letters but blank.
     (0x115f, 0x1160),
     (0x3164, 0x3164),
 ];
@@ -152,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_become_plain_or_are_refused() {
+    fn names_are_normalized_or_rejected() {
         let check = |name: &[u8], expect: Result<&str, InvalidPath>| {
             assert_eq!(normalize(name), expect.map(|path| path.as_bytes().to_vec()), "{}", display(name));
         };
@@ -169,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_changes_how_a_terminal_shows_text_is_escaped() {
+    fn characters_that_change_how_a_terminal_shows_text_are_escaped() {
         for (name, expect) in [
             ("plain.jpg", "plain.jpg"),
             ("größe/日本語 😀.jpg", "größe/日本語 😀.jpg"),
@@ -182,10 +190,10 @@ mod tests {
             ("tag\u{e0041}", "tag\\u{e0041}"),
         ] {
             assert_eq!(display(name.as_bytes()), expect);
-            assert_eq!(display(expect.as_bytes()), expect, "what is escaped stays as it is");
+            assert_eq!(display(expect.as_bytes()), expect, "an escaped text stays as it is");
         }
         assert_eq!(display(b"\xff\xe2\x80"), "\\xff\\xe2\\x80");
-        // U+202E as an encoder writes it that knows no shortest form.
+        // U+202E in an overlong encoding, as a faulty encoder writes it.
         assert_eq!(display(b"\xf0\x82\x80\xae"), "\\xf0\\x82\\x80\\xae");
     }
 

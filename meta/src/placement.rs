@@ -1,7 +1,9 @@
-//! Who owns a block: a pure function of the seed, the sample's path, the block's number in it, and the members.
+//! Which node owns a block: a pure function of the seed, the sample's path, the block's index in
+//! the sample, and the members.
 //!
-//! A consistent-hash ring (crate `hashring`) with virtual nodes in proportion to capacity. The hash is XXH3-64 over bytes
-//! laid out here, so that every build on every machine places alike; golden values in the tests hold it.
+//! The function is a consistent-hash ring (crate `hashring`) with virtual nodes in proportion to
+//! capacity. It hashes with XXH3-64 over bytes that are laid out in this file, so every build on
+//! every machine places blocks alike. Golden values in the tests hold this.
 
 use std::hash::{BuildHasher, Hash, Hasher};
 
@@ -11,16 +13,16 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 use crate::id::NodeId;
 use crate::limits::{NODES_MAX, VIRTUAL_NODES};
 
-/// A member's weight is its capacity in bytes.
+/// A member of the session. Its capacity is its weight in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// The node.
+    /// The node's number.
     pub node: NodeId,
-    /// What it has room for, in bytes.
+    /// The number of bytes that the node has room for.
     pub capacity: u64,
 }
 
-/// The ring of a session's members.
+/// The hash ring of a session's members.
 pub struct Placement {
     ring: HashRing<VirtualNode, ExplicitHash>,
     counts: Vec<(NodeId, u32)>,
@@ -28,7 +30,8 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Builds the ring. A member without capacity owns nothing, unless all are without: then they share alike.
+    /// Builds the ring. A member without capacity owns nothing, unless no member has any; then all
+    /// share equally.
     pub fn new(seed: u64, members: &[Member]) -> Self {
         let total: u128 = members.iter().map(|member| u128::from(member.capacity)).sum();
         let all = (VIRTUAL_NODES * members.len().min(NODES_MAX)) as u128;
@@ -39,7 +42,8 @@ impl Placement {
         Self::build(seed, members.iter().map(|member| (member.node, count(member))).collect())
     }
 
-    /// The ring without some members. What they owned goes to the next on the ring; all else stays where it was.
+    /// The ring without some members. Their blocks go to the next member on the ring; all other
+    /// blocks stay where they were.
     pub fn without(&self, absent: &[NodeId]) -> Self {
         Self::build(self.seed, self.counts.iter().filter(|(node, _)| !absent.contains(node)).copied().collect())
     }
@@ -85,7 +89,7 @@ impl Hash for Key {
     }
 }
 
-/// XXH3-64 of exactly the one `write` that the types above make.
+/// Hashes exactly the one `write` call that the types above make, with XXH3-64.
 #[derive(Clone, Default)]
 struct ExplicitHash;
 
@@ -163,7 +167,7 @@ mod tests {
         assert_eq!(fewer.without(&(0..5).map(NodeId).collect::<Vec<_>>()).owner(b"x", 0), None);
     }
 
-    /// How many samples of each of 1,000 classes of 100 lie on each of 8 nodes.
+    /// Counts, for each of 1,000 classes of 100 samples, how many lie on each of 8 nodes.
     fn classes_by_node(seed: u64, name: impl Fn(usize, usize) -> String) -> Vec<[f64; 8]> {
         let placement = Placement::new(seed, &equal(8));
         let on_nodes = |class: usize| {
@@ -185,7 +189,8 @@ mod tests {
         for seed in 0..6 {
             for name in names {
                 let counts = classes_by_node(seed, name);
-                // Given what each node holds of all, for a ring's shares are not quite equal.
+                // Compared with what each node holds in total, because the shares of a ring are not
+                // quite equal.
                 let of_node: Vec<f64> = (0..8).map(|node| counts.iter().map(|class| class[node]).sum()).collect();
                 let chi_square: f64 = counts
                     .iter()
@@ -195,7 +200,7 @@ mod tests {
                         (count - expected) * (count - expected) / expected
                     })
                     .sum();
-                // With so many degrees of freedom it is nearly normal.
+                // With this many degrees of freedom the distribution is nearly normal.
                 let freedom = 999.0 * 7.0;
                 let deviation = (chi_square - freedom) / (2.0_f64 * freedom).sqrt();
                 assert!(deviation.abs() < 3.5, "seed {seed}: {deviation:.2} standard deviations");

@@ -1,21 +1,22 @@
-//! How blocks are packed into a segment, and how a place in it is written.
+//! How blocks are packed into a segment, and how a position in it is encoded.
 //!
-//! A segment is a sparse file. Its first page is a header, so that no block lies at offset 0. Blocks of at least
-//! [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and own it to its end; smaller ones are packed tight. What a block's
-//! bytes must hash to stands in the catalog, not here.
+//! A segment is a sparse file. Its first page is a header, so no block lies at offset 0. Blocks of
+//! at least [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and have all their pages for themselves;
+//! smaller blocks are packed without gaps. A segment holds no checksums: those of its blocks are in
+//! the catalog.
 
 use crate::limits::{DRIVES_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
 
 /// The first eight bytes of a segment.
 pub const MAGIC: [u8; 8] = *b"DAYFLYSG";
-/// Version of the packing; a change of this page's rules raises it.
+/// Version of the packing. A change of the rules on this page raises it.
 pub const VERSION: u32 = 1;
 /// Offset of the first block.
 pub const DATA_START: u64 = PAGE_SIZE;
-/// Where the last block ends at most: a location has 56 bits for an offset.
+/// Upper bound on the end of the last block: a location has 56 bits for an offset.
 pub const OFFSET_MAX: u64 = 1 << OFFSET_BITS;
 
-/// The header: magic, version, dataset, drive; the rest of the page is zero.
+/// The header of a segment: magic, version, dataset, drive. The rest of its page is zero.
 pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     let mut bytes = [0; 24];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -25,7 +26,8 @@ pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     bytes
 }
 
-/// Where a block that follows `end` bytes starts, and where the next may start after it.
+/// Where a block of `len` bytes that follows `end` bytes starts, and where the next block may
+/// start.
 pub fn pack(end: u64, len: u64) -> (u64, u64) {
     if len >= PAGE_BLOCK_SIZE_MIN {
         let start = end.next_multiple_of(PAGE_SIZE);
@@ -35,33 +37,34 @@ pub fn pack(end: u64, len: u64) -> (u64, u64) {
     }
 }
 
-/// A block's place on its node's drives: a data dir, and an offset in the segment there.
+/// The position of a block on its node: a drive, and an offset in the segment on that drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrivePosition {
-    /// Which of the node's data dirs.
+    /// Index of the drive among the node's data dirs.
     pub drive: u8,
-    /// Offset in bytes in the segment on that drive; at least [`DATA_START`], below 2^56.
+    /// Offset in that segment in bytes, at least [`DATA_START`] and below 2^56.
     pub offset: u64,
 }
 
-/// Where a block can be read on a node. As a word, which stands in the locations table, it is never 0.
+/// Where a block can be read on a node. Encoded as a word of the locations table, it is never 0.
 ///
 /// ```text
 /// 63       56 55                                  0
-/// 0kdddddd    offset in the segment on drive d        k: kept beyond what the node owns, and perhaps given up again
-/// 11111111    24 bits of generation, 32 bits of unit  in the arena, for the moment
+/// 0cdddddd    offset in the segment on drive d        c: 1 for a cached block, which may be evicted
+/// 11111111    24 bits of generation, 32 bits of unit  in the arena, for now
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// In the segment, as long as the dataset is there.
+    /// A block that this node owns: in the segment for as long as the dataset exists.
     Owned(DrivePosition),
-    /// In the segment, until its room is needed.
+    /// A block of another node: in the segment until its room is needed.
     Cached(DrivePosition),
-    /// In the arena, until its room is needed: from this unit of [`crate::limits::ARENA_UNIT`] bytes on.
+    /// In the arena until its room is needed.
     Arena {
-        /// Which unit.
+        /// Where the block starts, in units of [`crate::limits::ARENA_UNIT`] bytes.
         unit: u32,
-        /// Counts what was published, modulo 2^24: so no two blocks at one place look alike.
+        /// A count of published blocks, modulo 2^24, so that two blocks in the same place have
+        /// different locations.
         generation: u32,
     },
 }
@@ -72,33 +75,33 @@ const OFFSET_BITS: u32 = 56;
 const GENERATION_MASK: u32 = (1 << 24) - 1;
 
 impl Location {
-    /// The word that stands in the locations table.
+    /// The word for the locations table.
     pub fn pack(self) -> u64 {
         let word = |byte: u8, rest: u64| u64::from(byte) << OFFSET_BITS | rest & ((1 << OFFSET_BITS) - 1);
         match self {
-            Self::Owned(place) => word(place.drive, place.offset),
-            Self::Cached(place) => word(place.drive | CACHED_BIT, place.offset),
+            Self::Owned(position) => word(position.drive, position.offset),
+            Self::Cached(position) => word(position.drive | CACHED_BIT, position.offset),
             Self::Arena { unit, generation } => word(ARENA_BYTE, u64::from(generation & GENERATION_MASK) << 32 | u64::from(unit)),
         }
     }
 
-    /// Reads a word of the table; `None` means that the block is absent (or the table damaged).
+    /// Decodes a word of the table; `None` means that the block is absent, or the table damaged.
     pub fn unpack(word: u64) -> Option<Self> {
         let byte = (word >> OFFSET_BITS) as u8;
         if byte == ARENA_BYTE {
             return Some(Self::Arena { unit: word as u32, generation: (word >> 32) as u32 & GENERATION_MASK });
         }
-        let place = DrivePosition { drive: byte & !CACHED_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
-        if place.offset < DATA_START || usize::from(place.drive) >= DRIVES_MAX {
+        let position = DrivePosition { drive: byte & !CACHED_BIT, offset: word & ((1 << OFFSET_BITS) - 1) };
+        if position.offset < DATA_START || usize::from(position.drive) >= DRIVES_MAX {
             return None;
         }
-        Some(if byte & CACHED_BIT == 0 { Self::Owned(place) } else { Self::Cached(place) })
+        Some(if byte & CACHED_BIT == 0 { Self::Owned(position) } else { Self::Cached(position) })
     }
 
-    /// Where in a segment it is, if it is in one.
-    pub fn place(self) -> Option<DrivePosition> {
+    /// The position in a segment, unless the block is in the arena.
+    pub fn position(self) -> Option<DrivePosition> {
         match self {
-            Self::Owned(place) | Self::Cached(place) => Some(place),
+            Self::Owned(position) | Self::Cached(position) => Some(position),
             Self::Arena { .. } => None,
         }
     }
@@ -119,10 +122,10 @@ mod tests {
 
     #[test]
     fn locations_read_back_and_absent_is_zero() {
-        let place = DrivePosition { drive: 63, offset: 1 << 40 };
+        let position = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
-            Location::Owned(place),
-            Location::Cached(place),
+            Location::Owned(position),
+            Location::Cached(position),
             Location::Arena { unit: 0, generation: 0 },
             Location::Arena { unit: u32::MAX, generation: GENERATION_MASK },
         ] {

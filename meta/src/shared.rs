@@ -1,7 +1,8 @@
-//! Memory shared between processes: a mapping of a file whose words are read and written atomically.
+//! Memory shared between processes: mappings of files whose words are read and written atomically.
 //!
-//! All unsafe code of this crate is here. Plain bytes of an immutable file come as a slice; words that change under
-//! their readers come only as atomics, so no `&[u8]` ever covers bytes that another process writes.
+//! All unsafe code of this crate is in this file. An immutable file is mapped as a slice of plain
+//! bytes. Words that change while others read them are available only as atomics, so no `&[u8]`
+//! ever covers bytes that another process writes.
 
 use std::fs::File;
 use std::io;
@@ -9,33 +10,43 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use memmap2::{Mmap, MmapMut, MmapOptions, MmapRaw};
 
-/// A read-only mapping of a whole file that nobody changes any more.
+/// Maps a whole file that nobody changes any more, for reading.
 ///
-/// The caller vouches that the file has no name by which a stranger could shorten it, and that its writer is done: Dayfly
-/// maps only unlinked files, whose descriptors stay within processes of one user.
+/// The caller guarantees that the file has no name by which a stranger could shorten it, and that
+/// its writer is done. Dayfly maps only unlinked files, whose descriptors stay within processes of
+/// one user.
+///
+/// # Errors
+///
+/// If the kernel refuses the mapping.
 pub fn map_immutable(file: &File) -> io::Result<Mmap> {
-    // SAFETY: as said above, the file is neither written nor truncated while mapped; its only names are descriptors
-    // of this user's Dayfly processes, which never do so.
+    // SAFETY: the file is neither written nor truncated while it is mapped. It has no name, and the
+    // Dayfly processes of this user, which hold its descriptors, never do so.
     unsafe { Mmap::map(file) }
 }
 
-/// A writable mapping of a file that only the caller knows.
+/// Maps a file that only the caller knows, for writing.
+///
+/// # Errors
+///
+/// If the kernel refuses the mapping.
 pub fn map_private_file(file: &File) -> io::Result<MmapMut> {
-    // SAFETY: the caller made the file without a name and has given its descriptor to nobody yet, so no one else
-    // reads, writes or truncates it while this mapping lives.
+    // SAFETY: the caller created the file without a name and has passed its descriptor to nobody
+    // yet, so nobody else reads, writes or truncates it while this mapping lives.
     unsafe { MmapMut::map_mut(file) }
 }
 
-/// Asks the processor for what will be read soon: many such reads then wait for memory together, not one after another.
+/// Makes the processor fetch a value that will be read soon. Several such fetches wait for memory
+/// together instead of one after another.
 pub fn prefetch<T>(soon: &T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint, which never faults; the pointer is to something that lives.
+    // SAFETY: a prefetch is a hint and never faults; the pointer comes from a live reference.
     unsafe {
         core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(soon).cast());
     }
 }
 
-/// Words in a file shared with other processes.
+/// Words of 64 bits in a file that is shared with other processes.
 pub struct SharedWords {
     map: MmapRaw,
     words: usize,
@@ -43,7 +54,11 @@ pub struct SharedWords {
 }
 
 impl SharedWords {
-    /// Maps `words` words of `file` from its start. A file too short for that is refused.
+    /// Maps the first `words` words of `file`.
+    ///
+    /// # Errors
+    ///
+    /// If the file is shorter than that, or the kernel refuses the mapping.
     pub fn map(file: &File, words: usize, writable: bool) -> io::Result<Self> {
         let len = words.checked_mul(8).ok_or(io::ErrorKind::InvalidInput)?;
         if file.metadata()?.len() < len as u64 {
@@ -60,37 +75,38 @@ impl SharedWords {
         self.words
     }
 
-    /// Whether there is no word at all.
+    /// Whether there are no words.
     pub fn is_empty(&self) -> bool {
         self.words == 0
     }
 
-    /// Reads a word; what was written before the `store` of its value is visible after. Out of range reads 0.
+    /// Reads a word. Writes that came before the `store` of its value are visible afterwards.
+    /// Returns 0 if the index is out of range.
     pub fn load(&self, index: usize) -> u64 {
         self.word(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Writes a word. Ignored where the mapping is read-only or the index out of range.
+    /// Writes a word. Does nothing if the mapping is read-only or the index out of range.
     pub fn store(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.store(value, Ordering::Release);
         }
     }
 
-    /// Adds to a counter. Ignored where the mapping is read-only or the index out of range.
+    /// Adds to a counter. Does nothing if the mapping is read-only or the index out of range.
     pub fn add(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.fetch_add(value, Ordering::Relaxed);
         }
     }
 
-    /// Writes a word if it has a certain value; says whether it had.
+    /// Replaces a word's value if it is `from`, and returns whether it was.
     pub fn replace(&self, index: usize, from: u64, to: u64) -> bool {
         let exchange = |word: &AtomicU64| word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
         self.writable_word(index).is_some_and(exchange)
     }
 
-    /// Asks the processor for a word that will be read soon.
+    /// Makes the processor fetch a word that will be read soon.
     pub fn prefetch(&self, index: usize) {
         if let Some(word) = self.word(index) {
             prefetch(word);
@@ -105,20 +121,26 @@ impl SharedWords {
         if index >= self.words {
             return None;
         }
-        // SAFETY: the mapping holds `words` words (checked when mapped), lives as long as `self`, and starts on a page,
-        // so the pointer is in bounds and aligned. All processes access these words only atomically; on a read-only
-        // mapping only loads are made (`store` and `add` check `writable`), which are plain loads for 64-bit words.
+        // SAFETY: the mapping holds `words` words (checked in `map`), lives as long as `self`, and
+        // starts on a page, so the pointer is in bounds and aligned. All processes access these
+        // words only atomically. On a read-only mapping only loads are made, because the writing
+        // functions check `writable`; for 64-bit words these are plain loads.
         Some(unsafe { AtomicU64::from_ptr(self.map.as_mut_ptr().cast::<u64>().add(index)) })
     }
 }
 
-/// Small counters in a file shared with other processes: marks that may get lost, but never mean anything else.
+/// One-byte counters in a file that is shared with other processes. A count may get lost, but no
+/// other value ever appears.
 pub struct SharedMarks {
     map: MmapRaw,
 }
 
 impl SharedMarks {
-    /// Maps `len` marks of `file`, to be read and written.
+    /// Maps the first `len` marks of `file`, for reading and writing.
+    ///
+    /// # Errors
+    ///
+    /// If the file is shorter than that, or the kernel refuses the mapping.
     pub fn map(file: &File, len: usize) -> io::Result<Self> {
         if file.metadata()?.len() < len as u64 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the shared file is shorter than its marks"));
@@ -126,19 +148,19 @@ impl SharedMarks {
         Ok(Self { map: MmapOptions::new().len(len).map_raw(file)? })
     }
 
-    /// Counts one more, up to 255. Of two who do so at once, one may be lost.
+    /// Adds one to a mark, up to 255. If two processes do so at once, one count may be lost.
     pub fn add(&self, index: usize) {
         if let Some(mark) = self.mark(index) {
             mark.store(mark.load(Ordering::Relaxed).saturating_add(1), Ordering::Relaxed);
         }
     }
 
-    /// How often it was counted. Out of range reads 0.
+    /// The value of a mark; 0 if the index is out of range.
     pub fn get(&self, index: usize) -> u8 {
         self.mark(index).map_or(0, |mark| mark.load(Ordering::Relaxed))
     }
 
-    /// Sets a count.
+    /// Sets a mark.
     pub fn set(&self, index: usize, value: u8) {
         if let Some(mark) = self.mark(index) {
             mark.store(value, Ordering::Relaxed);
@@ -149,8 +171,8 @@ impl SharedMarks {
         if index >= self.map.len() {
             return None;
         }
-        // SAFETY: in bounds, as just checked, of a mapping that lives as long as `self`; a byte needs no alignment. All
-        // processes access it only atomically.
+        // SAFETY: the index is in bounds of the mapping (checked above), which lives as long as
+        // `self`. A byte needs no alignment, and all processes access it only atomically.
         Some(unsafe { AtomicU8::from_ptr(self.map.as_mut_ptr().add(index)) })
     }
 }

@@ -1,8 +1,10 @@
-//! Two small shared memories of a server: the status page, which only it writes, and the counters, which its clients write.
+//! Two small regions of shared memory that every server has: the status page, which only the server
+//! writes, and the counters, which its clients write.
 //!
-//! The status page also tells which leases still hold. Each connection has a word there, its *token*. Leases are granted under the token
-//! of the moment; to take them back the server first changes the token and then gives their room away. A client looks at the token
-//! after each copy, so it never takes bytes for its own that were written after its leases had ended.
+//! The status page also says which leases hold. Each connection has a word there, its *token*. A
+//! lease is granted under the token's current value. To revoke leases, the server first changes the
+//! token and then reuses their room. A client checks the token after each copy, so it never
+//! believes bytes that were written after its leases had ended.
 
 use std::fs::File;
 use std::io;
@@ -15,22 +17,28 @@ use crate::wire::status::{Reads, SOURCES, Source};
 const GONE_WORD: usize = 0;
 const GENERATION_WORD: usize = 1;
 const HEARTBEAT_WORD: usize = 2;
-/// From the second page on, a word for each connection.
+/// Each connection has a word from the second page on.
 const FIRST_TOKEN_WORD: usize = PAGE_SIZE as usize / 8;
-const BOARD_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
-/// The lowest bit of a connection's word: the server asks for its leases. The other bits are the token.
+const PAGE_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
+/// The lowest bit of a connection's word: the server asks for the leases back. The other bits are
+/// the token.
 const RECALL_BIT: u64 = 1;
 
-/// Bytes of a status page's file.
-pub const FILE_LEN: u64 = (BOARD_WORDS * 8) as u64;
+/// Length of a status page's file in bytes.
+pub const FILE_LEN: u64 = (PAGE_WORDS * 8) as u64;
 
-/// What a client looks at before it trusts what it knows: one memory read.
+/// The state of the server that a client checks before it trusts what it knows. Each check is one
+/// read of memory.
 pub struct StatusPage(SharedWords);
 
 impl StatusPage {
-    /// Maps a status page; only its server writes.
+    /// Maps a status page. Only its server maps it writable.
+    ///
+    /// # Errors
+    ///
+    /// If the file is too short, or the kernel refuses the mapping.
     pub fn map(file: &File, writable: bool) -> io::Result<Self> {
-        SharedWords::map(file, BOARD_WORDS, writable).map(Self)
+        SharedWords::map(file, PAGE_WORDS, writable).map(Self)
     }
 
     /// Whether the session has ended.
@@ -38,53 +46,54 @@ impl StatusPage {
         self.0.load(GONE_WORD) != 0
     }
 
-    /// Says that the session has ended.
+    /// Announces that the session has ended.
     pub fn set_gone(&self) {
         self.0.store(GONE_WORD, 1);
     }
 
-    /// A number that changes whenever a dataset appears or goes.
+    /// A number that changes whenever a dataset appears or disappears.
     pub fn generation(&self) -> u64 {
         self.0.load(GENERATION_WORD)
     }
 
-    /// Says that the datasets have changed.
+    /// Announces that the datasets have changed.
     pub fn bump_generation(&self) {
         self.0.add(GENERATION_WORD, 1);
     }
 
-    /// A number that the server changes each second while it serves.
+    /// A number that the server changes every second while it serves.
     pub fn heartbeat(&self) -> u64 {
         self.0.load(HEARTBEAT_WORD)
     }
 
-    /// Says that the server serves.
-    pub fn beat(&self) {
+    /// Announces that the server is alive.
+    pub fn advance_heartbeat(&self) {
         self.0.add(HEARTBEAT_WORD, 1);
     }
 
-    /// The token under which the server grants leases to a connection now.
+    /// The token under which the server grants leases to a connection at the moment.
     pub fn token(&self, connection: u32) -> u64 {
         self.0.load(token_word(connection)) & !RECALL_BIT
     }
 
-    /// Whether leases granted under a token still hold. To be asked after the leased bytes were copied or looked at: if it says
-    /// yes, they were what was leased.
+    /// Whether leases granted under this token still hold. Call it after the leased bytes were
+    /// copied or looked at: if it returns `true`, they were the bytes that were leased.
     pub fn holds(&self, connection: u32, token: u64) -> bool {
-        // The bytes were read before the word is. The server changes the word before it gives the room away, and only then can
-        // other bytes be written there. So whoever has seen such a byte sees the new word, too.
+        // The leased bytes must be read before this word is. The server changes the word before it
+        // reuses the room, and writes other bytes there only after that. A reader that has seen
+        // such a byte therefore sees the new word, too.
         fence(Ordering::Acquire);
         self.token(connection) == token
     }
 
-    /// Takes all leases of a connection back. To be called before their room is given away.
+    /// Revokes all leases of a connection. The server calls this before it reuses their room.
     pub fn revoke(&self, connection: u32) {
         self.0.store(token_word(connection), self.token(connection) + 2 * RECALL_BIT);
-        // Whatever comes into the room is written after the word is.
+        // New bytes in that room must be written after the word is.
         fence(Ordering::SeqCst);
     }
 
-    /// Asks the holder of a connection's leases to give them back, or no longer does.
+    /// Asks the client to release the leases of a connection, or withdraws that request.
     pub fn set_recalled(&self, connection: u32, is_recalled: bool) {
         self.0.store(token_word(connection), self.token(connection) | if is_recalled { RECALL_BIT } else { 0 });
     }
@@ -95,45 +104,50 @@ impl StatusPage {
     }
 }
 
-/// A number that no connection can have leads out of the status page, where all words are 0.
+/// The index of a connection's word. An impossible connection number leads out of the page, where
+/// all words read as 0.
 fn token_word(connection: u32) -> usize {
     FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
 
-/// What clients count for `status`, since most reads never meet the server: a slot a process, in it a cache line a thread, or
-/// nearly so.
+/// What clients count for `status`, because most reads never reach the server. Each process has a
+/// slot, and in it each thread has, as far as possible, a cache line for itself.
 pub struct Counters(SharedWords);
 
-/// Bytes of the counters' file; what no process uses takes no memory.
+/// Length of the counters' file in bytes. Slots that no process uses take no memory.
 pub const COUNTERS_LEN: u64 = (CLIENTS_MAX * SLOT_WORDS * 8) as u64;
 
 const STRIPES: usize = 4;
 const STRIPE_WORDS: usize = 2 * SOURCES;
-/// After the stripes a line of its own: the views that a process has.
+/// The number of views that a process has, in a cache line of its own after the stripes.
 const VIEWS_WORD: usize = STRIPES * STRIPE_WORDS;
 const SLOT_WORDS: usize = VIEWS_WORD + STRIPE_WORDS;
 
 static THREADS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Threads of one process take one stripe after another.
+    /// The stripe that this thread counts in. The threads of a process take the stripes in turn.
     static STRIPE: usize = THREADS.fetch_add(1, Ordering::Relaxed) % STRIPES;
 }
 
 impl Counters {
     /// Maps the counters.
+    ///
+    /// # Errors
+    ///
+    /// If the file is too short, or the kernel refuses the mapping.
     pub fn map(file: &File) -> io::Result<Self> {
         SharedWords::map(file, CLIENTS_MAX * SLOT_WORDS, true).map(Self)
     }
 
-    /// Counts reads of a process.
+    /// Adds reads to the counters of a process.
     pub fn count(&self, slot: u32, source: Source, reads: Reads) {
         let first = STRIPE.with(|stripe| slot as usize * SLOT_WORDS + stripe * STRIPE_WORDS + source as usize * 2);
         self.0.add(first, reads.count);
         self.0.add(first + 1, reads.bytes);
     }
 
-    /// What a process has counted, by source.
+    /// What the process with this slot has counted, by source.
     pub fn of(&self, slot: u32) -> [Reads; SOURCES] {
         let sum = |word: usize| {
             let words = (0..STRIPES).map(|stripe| self.0.load(slot as usize * SLOT_WORDS + stripe * STRIPE_WORDS + word));
@@ -142,26 +156,28 @@ impl Counters {
         std::array::from_fn(|source| Reads { count: sum(source * 2), bytes: sum(source * 2 + 1) })
     }
 
-    /// Says that a process will look at bytes in place, before it asks where they are; or that it does so no longer.
+    /// Announces that a process will look at bytes in place. It must do so before it looks up where
+    /// they are. While any process has views, the server evicts no cached blocks.
     pub fn begin_view(&self, slot: u32) {
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, 1);
-        // The server withdraws a location and then looks here; we say this and then look at locations.
+        // The server withdraws a location and then reads this counter; we advance the counter and
+        // then look locations up. So one of the two sees the other.
         fence(Ordering::SeqCst);
     }
 
-    /// See [`Self::begin_view`].
+    /// Announces that the process no longer looks at bytes in place, see [`Self::begin_view`].
     pub fn end_view(&self, slot: u32) {
-        // What was looked at was read before this can be seen.
+        // The bytes must be read before this change is visible.
         fence(Ordering::Release);
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, u64::MAX);
     }
 
-    /// Whether a process looks at bytes in place.
+    /// Whether the process with this slot looks at bytes in place.
     pub fn has_views(&self, slot: u32) -> bool {
         self.0.load(slot as usize * SLOT_WORDS + VIEWS_WORD) != 0
     }
 
-    /// Makes a slot ready for another process.
+    /// Resets a slot for another process.
     pub fn clear(&self, slot: u32) {
         (0..SLOT_WORDS).for_each(|word| self.0.store(slot as usize * SLOT_WORDS + word, 0));
     }
@@ -187,7 +203,7 @@ mod tests {
         server.set_recalled(last, true);
         server.set_recalled(last, false);
         assert!(client.holds(last, next) && !client.holds(last, token));
-        server.beat();
+        server.advance_heartbeat();
         assert_eq!((client.heartbeat(), client.is_gone(), client.generation()), (1, false, 0));
         assert_eq!((client.token(u32::MAX), client.is_recalled(CLIENTS_MAX as u32)), (0, false));
     }

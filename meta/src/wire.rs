@@ -1,7 +1,10 @@
-//! Messages as plain data: between servers ([`peer`]), between a server and the processes of its node ([`local`]), and the
-//! commands among these ([`control`]). All are rkyv, checked before they are looked at; both ends name [`VERSION`] first.
+//! Messages as plain data: between servers ([`peer`]), between a server and the processes of its
+//! node ([`local`]), and the commands among the latter ([`control`]).
+//!
+//! All messages are encoded with rkyv and are validated before they are used. Both ends of a
+//! connection name [`VERSION`] first.
 
-#![allow(missing_docs, reason = "of the archived twins that rkyv derives; the messages themselves are documented")]
+#![allow(missing_docs, reason = "rkyv derives archived twins without documentation; the messages themselves have it")]
 
 pub mod control;
 pub mod frame;
@@ -16,20 +19,20 @@ use rkyv::ser::allocator::ArenaHandle;
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// Version of all messages and frames; any change to them raises it. Both ends must be of one version: a session is one
-/// binary, started together.
+/// Version of all messages and frames. Any change to them raises it. Both ends must have the same
+/// version, because a session is one binary, started together.
 pub const VERSION: u32 = 11;
 
-/// Bytes that are no message of this version.
+/// Bytes that are not a message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("not a message of version {VERSION}, or damaged on its way")]
+#[error("not a message of version {VERSION}, or damaged in transit")]
 pub struct InvalidMessage;
 
 /// Length of the checksum behind a message between servers.
 const SEAL_LEN: usize = 4;
 
-/// A message between servers: its bytes and their CRC32C. What a message says decides where bytes are stored and which are
-/// sent, and the network's own checksums let some damage pass.
+/// Encodes a message between servers and appends the CRC32C of its bytes. A message decides where
+/// bytes are stored and which bytes are sent, and the network's own checksums let some damage pass.
 pub fn encode_sealed<T>(message: &T) -> Vec<u8>
 where
     T: for<'a> Serialize<HighSerializer<AlignedVec, ArenaHandle<'a>, Error>>,
@@ -39,7 +42,11 @@ where
     bytes
 }
 
-/// The message that another server has sealed, if it arrived as it was sent.
+/// Decodes a message that another server sealed.
+///
+/// # Errors
+///
+/// If the checksum does not match or the bytes are not a message.
 pub fn decode_sealed<T>(bytes: &[u8]) -> Result<T, InvalidMessage>
 where
     T: Archive,
@@ -50,16 +57,20 @@ where
     decode(message)
 }
 
-/// A message's bytes.
+/// Encodes a message.
 pub fn encode<T>(message: &T) -> Vec<u8>
 where
     T: for<'a> Serialize<HighSerializer<AlignedVec, ArenaHandle<'a>, Error>>,
 {
-    // Writing plain data into a growing buffer does not fail; an empty message would be refused by its reader.
+    // Writing plain data into a growing buffer does not fail. If it did, the reader would reject the empty message.
     rkyv::to_bytes::<Error>(message).map(|bytes| bytes.into_vec()).unwrap_or_default()
 }
 
-/// The message that the bytes are, if they are one. Memory taken is in proportion to their number.
+/// Decodes a message. The memory it takes is proportional to the number of bytes.
+///
+/// # Errors
+///
+/// If the bytes are not a valid message.
 pub fn decode<T>(bytes: &[u8]) -> Result<T, InvalidMessage>
 where
     T: Archive,
@@ -87,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn any_bit_that_flips_in_a_sealed_message_is_noticed() {
+    fn a_flipped_bit_in_a_sealed_message_is_detected() {
         let message = peer::Reply::Shipped { arrival: Some(7) };
         let bytes = encode_sealed(&message);
         assert_eq!(decode_sealed::<peer::Reply>(&bytes).as_ref(), Ok(&message));

@@ -1,12 +1,36 @@
-//! The arena: memory into which chunks of other nodes' blocks land, and from which this node's processes read them.
+//! The arena: the shared memory that receives chunks of other nodes' blocks, and from which this node's processes read them.
 //!
-//! A chunk here is being loaded (others who want it wait for the one who loads it), leased, or idle. Idle ones stay until their
-//! room is needed; a scan-resistant policy says which goes first (`table`). A block that is one chunk is published in its
-//! dataset's locations for as long as it is here, so that processes find it without asking; what they read so, they mark.
+//! A chunk in the arena is in one of three states. It is *loading* (one request fetches it, and every other request for it
+//! waits for that fetch), *leased* (at least one [`Lease`] pins it), or *idle*. Idle chunks stay until their room is needed;
+//! a scan-resistant policy then decides which of them to evict.
+//!
+//! # Parts
+//!
+//! - [`Arena`] hands out leases on chunks that are resident, and decides who loads the others ([`Arena::claim`]).
+//! - [`load_group`]: the right and the duty to load the chunks of one owner.
+//! - [`lease`]: a resident chunk, and the right to read it.
+//! - [`table`]: which chunks are resident or loading, and which ones are evicted. It has no locks and never waits, so a test
+//!   explores its interleavings.
+//! - [`ledger`]: which process holds how many leases, and which process loses them when others need room.
+//!
+//! # Invariants
+//!
+//! - A chunk becomes visible (leased or published) only after its bytes were compared with the catalog's checksum.
+//! - A leased chunk keeps its bytes: its slot is freed only after its last lease was dropped.
+//! - A block that consists of one chunk is also published in its dataset's locations while it is resident, so that processes
+//!   find it without a message. They set a mark in shared memory for every such read. The location is withdrawn before the
+//!   slot is freed, so a reader that checks the location after it has copied never accepts another chunk's bytes.
+//! - Only a request that holds no leases waits for room, and every request has room for the chunks that it loads. So
+//!   requests cannot wait for each other in a cycle.
+//!
+//! The arena does not talk to other nodes (`fetch` does) and does not write to drives (`cache_writer` does).
 
+mod lease;
 mod ledger;
+mod load_group;
 mod table;
 
+use std::error::Error;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -15,30 +39,32 @@ use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
-use dayfly_meta::locations::Locations;
-use dayfly_meta::segment::Location;
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::shared::SharedMarks;
 use dayfly_meta::status_page::StatusPage;
 use dayfly_transport::{Region, Slot};
-use futures_util::FutureExt;
 use futures_util::future::Shared;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::store::{ChunkInfo, Dataset};
-use ledger::Leased;
-pub(crate) use ledger::{Holder, Ledger};
-use table::{Resident, Table, Wish};
+pub(crate) use lease::Lease;
+use lease::ResidentChunk;
+pub(crate) use ledger::{LeaseHolder, LeaseLedger};
+pub(crate) use load_group::LoadGroup;
+use table::{Lookup, Table};
 
-/// A chunk's name on this node.
-pub(crate) type Key = (DatasetId, Chunk);
+/// Identifies a chunk among all datasets of this node.
+pub(crate) type ChunkKey = (DatasetId, Chunk);
 
-/// So much makes room at once, where a little would do: what is evicted with one look costs less.
-const EVICTED_TOGETHER: u64 = 256 << 10;
-/// The policy is prepared for entries of this size in the mean.
+/// Bytes evicted at least, even where fewer would do: one large eviction costs less than many small ones.
+const EVICTION_LEN_MIN: u64 = 256 << 10;
+/// The mean length of a chunk that the eviction policy is sized for.
 const TYPICAL_LEN: u64 = 32 << 10;
+/// How often a request that waits for room looks again without being woken: a slot that was lent to a late answer comes free
+/// without a notification.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The arena; clones share it.
 #[derive(Clone)]
@@ -48,95 +74,71 @@ pub(crate) struct Arena {
 
 struct Inner {
     region: Region,
+    /// A descriptor of the region that cannot write; clients get it.
     reader: File,
     marks_file: File,
     marks: Arc<SharedMarks>,
-    table: Mutex<Table<Key, Held, Loading>>,
+    table: Mutex<Table<ChunkKey, ResidentChunk, PendingLoad>>,
+    /// Distinguishes the chunks that occupy one slot after another.
     generation: AtomicU32,
     leases: AtomicU64,
-    /// One who waits for room holds this; others queue for it, first come, first served.
-    turn: tokio::sync::Mutex<()>,
+    /// The request that waits for room holds this; the others queue for it, first come, first served.
+    queue: tokio::sync::Mutex<()>,
     waiting: AtomicU64,
     waited: AtomicU64,
+    /// Notified when a lease ends while a request waits for room.
     idled: Notify,
-    ledger: Arc<Ledger<Lease>>,
+    ledger: Arc<LeaseLedger<Lease>>,
 }
 
-/// A chunk in the arena. When it is dropped, its location has been taken back before its room is.
-struct Held {
-    slot: Slot,
-    published: Option<(Arc<Locations>, BlockId, Location)>,
-    marks: Arc<SharedMarks>,
-}
+/// Why a load failed, for the requests that joined it. The arena does not look inside.
+pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
-/// Tells those who wait for a load that it ended: closed without a word it succeeded or was given up, else it failed so. They hear it
-/// in the order in which they came.
-pub(crate) type Loading = Shared<oneshot::Receiver<Arc<str>>>;
+/// The end of a load that another request performs. It resolves to the failure, or to an error (the sender was dropped) when
+/// the load succeeded or was abandoned. Waiters resume in the order in which they came.
+pub(crate) type PendingLoad = Shared<oneshot::Receiver<LoadFailure>>;
 
-/// What is wanted.
+/// A chunk that a request wants.
 #[derive(Clone)]
 pub(crate) struct Wanted {
-    /// Its place in the request.
-    pub(crate) at: u32,
+    /// Its index in the request.
+    pub(crate) index: u32,
     pub(crate) chunk: Chunk,
     pub(crate) info: ChunkInfo,
 }
 
-/// What became of many wishes. What is not named had no room.
+/// The result of claiming many chunks. A chunk that appears nowhere in it found no room.
 #[derive(Default)]
 pub(crate) struct Claimed {
-    /// What is here.
-    pub(crate) held: Vec<(u32, Lease)>,
-    /// What somebody loads; when the channel closes without a failure, wish again.
-    pub(crate) loading: Vec<(u32, Key, Loading)>,
-    /// What is for the claimer to load, by owner.
-    pub(crate) loads: Vec<Ticket>,
-    /// What is loaded by these, in bytes.
+    /// Resident chunks, by index in the request.
+    pub(crate) leased: Vec<(u32, Lease)>,
+    /// Chunks that another request loads. When the load ends without a failure, claim the chunk again.
+    pub(crate) pending: Vec<(u32, Chunk, PendingLoad)>,
+    /// Chunks for the claimer to load, grouped by owner.
+    pub(crate) loads: Vec<LoadGroup>,
+    /// Bytes of the chunks in `loads`.
     pub(crate) load_bytes: u64,
-    /// Bytes of all of these.
+    /// Bytes of all claimed chunks.
     pub(crate) bytes: u64,
 }
 
 impl Claimed {
-    /// Whether there was no room for anything.
+    /// Whether nothing was claimed, because not even one chunk found room.
     pub(crate) fn is_empty(&self) -> bool {
-        self.held.is_empty() && self.loading.is_empty() && self.loads.is_empty()
+        self.leased.is_empty() && self.pending.is_empty() && self.loads.is_empty()
     }
 }
 
-/// The right, and the duty, to load chunks of one owner. What is not filled when it is dropped passes to the next who wishes.
-pub(crate) struct Ticket {
-    arena: Arena,
-    pub(crate) owner: NodeId,
-    dataset: Arc<Dataset>,
-    loads: Vec<Load>,
-    bytes: u64,
-    ended: Option<oneshot::Sender<Arc<str>>>,
-    loading: Loading,
-}
-
-struct Load {
-    at: u32,
-    chunk: Chunk,
-    is_block: bool,
-    slot: Option<Slot>,
-}
-
-/// The right to read a chunk; dropping it ends it.
-pub(crate) struct Lease {
-    arena: Arena,
-    held: Option<Arc<Held>>,
-}
-
 impl Arena {
-    /// `region` is mapped by clients through a descriptor that cannot write. `status page` tells them which leases hold.
+    /// Makes an arena of `region`. Clients map it through a descriptor that cannot write, and read in `status_page` which
+    /// leases still hold.
     pub(crate) fn new(region: Region, status_page: Arc<StatusPage>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
         let marks_len = region.len() / ARENA_UNIT;
         let marks_file = crate::store::shared_file("dayfly-marks", marks_len)?;
         let marks = Arc::new(SharedMarks::map(&marks_file, marks_len as usize)?);
         let table = Mutex::new(Table::new(region.len(), (region.len() / TYPICAL_LEN).max(64) as usize));
-        let ledger = Arc::new(Ledger::new(status_page, region.len(), deadlines));
+        let ledger = Arc::new(LeaseLedger::new(status_page, region.len(), deadlines));
         let inner = Inner {
             region,
             reader,
@@ -145,7 +147,7 @@ impl Arena {
             table,
             generation: AtomicU32::new(0),
             leases: AtomicU64::new(0),
-            turn: tokio::sync::Mutex::default(),
+            queue: tokio::sync::Mutex::default(),
             waiting: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             idled: Notify::new(),
@@ -154,7 +156,7 @@ impl Arena {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// What clients get: the arena to read, its marks to write.
+    /// The files that clients get: the arena, read-only, and its marks, which they write.
     pub(crate) fn files(&self) -> (&File, &File) {
         (&self.inner.reader, &self.inner.marks_file)
     }
@@ -163,29 +165,29 @@ impl Arena {
         self.inner.region.len()
     }
 
-    /// Which of this node's processes hold which leases.
-    pub(crate) fn ledger(&self) -> &Arc<Ledger<Lease>> {
+    /// The record of which processes hold which leases.
+    pub(crate) fn ledger(&self) -> &Arc<LeaseLedger<Lease>> {
         &self.inner.ledger
     }
 
-    /// Bytes of chunks in it, and leases out.
+    /// Bytes of resident chunks, and the number of leases.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.table().weight(), self.inner.leases.load(Ordering::Relaxed))
     }
 
-    /// Requests that wait for room, and that ever did.
-    pub(crate) fn queue(&self) -> (u64, u64) {
+    /// Requests that wait for room now, and all that ever waited.
+    pub(crate) fn waiters(&self) -> (u64, u64) {
         (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
     }
 
-    /// Claims as many as `budget` bytes and the room allow, or, where no new room is to be taken, those that need none. Room is
-    /// waited for by nobody here.
+    /// Claims chunks in order, up to `budget` bytes and as long as there is room. Without `may_allocate`, chunks that would
+    /// need a new slot are skipped. Never waits for room.
     pub(crate) fn claim(
         &self,
         dataset: &Arc<Dataset>,
         wanted: impl Iterator<Item = Wanted>,
         budget: u64,
-        takes_room: bool,
+        may_allocate: bool,
     ) -> Claimed {
         let mut claimed = Claimed::default();
         let mut left = budget;
@@ -193,12 +195,12 @@ impl Arena {
         for wanted in wanted {
             let Some(rest) = left.checked_sub(wanted.info.len) else { break };
             let key = (dataset.id(), wanted.chunk);
-            match table.wish(&key) {
-                Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
-                Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
-                Wish::Absent if !takes_room => continue,
-                Wish::Absent => {
-                    let Some(slot) = self.take_slot(&mut table, wanted.info.len) else { break };
+            match table.look_up(&key) {
+                Lookup::Resident(chunk) => claimed.leased.push((wanted.index, Lease::new(self, chunk))),
+                Lookup::Loading(pending) => claimed.pending.push((wanted.index, wanted.chunk, pending)),
+                Lookup::Absent if !may_allocate => continue,
+                Lookup::Absent => {
+                    let Some(slot) = self.allocate(&mut table, wanted.info.len) else { break };
                     claimed.load_bytes += wanted.info.len;
                     self.add_load(&mut table, &mut claimed.loads, dataset, &wanted, slot);
                 }
@@ -209,15 +211,15 @@ impl Arena {
         claimed
     }
 
-    /// As [`Self::claim`], of one for which there is room already.
+    /// Claims one chunk, for which the caller already has a slot.
     pub(crate) fn claim_with(&self, dataset: &Arc<Dataset>, wanted: &Wanted, slot: Slot) -> Claimed {
         let mut claimed = Claimed { bytes: wanted.info.len, ..Claimed::default() };
         let key = (dataset.id(), wanted.chunk);
         let mut table = self.table();
-        match table.wish(&key) {
-            Wish::Held(held) => claimed.held.push((wanted.at, self.lease(held))),
-            Wish::Loading(loading) => claimed.loading.push((wanted.at, key, loading)),
-            Wish::Absent => {
+        match table.look_up(&key) {
+            Lookup::Resident(chunk) => claimed.leased.push((wanted.index, Lease::new(self, chunk))),
+            Lookup::Loading(pending) => claimed.pending.push((wanted.index, wanted.chunk, pending)),
+            Lookup::Absent => {
                 claimed.load_bytes = wanted.info.len;
                 self.add_load(&mut table, &mut claimed.loads, dataset, wanted, slot);
             }
@@ -225,115 +227,102 @@ impl Arena {
         claimed
     }
 
-    /// A lease on what is here now.
-    pub(crate) fn find(&self, key: &Key) -> Option<Lease> {
-        match self.table().wish(key) {
-            Wish::Held(held) => Some(self.lease(held)),
+    /// A lease on a chunk, if it is resident now.
+    pub(crate) fn find(&self, key: &ChunkKey) -> Option<Lease> {
+        match self.table().look_up(key) {
+            Lookup::Resident(chunk) => Some(Lease::new(self, chunk)),
             _ => None,
         }
     }
 
-    /// Whether a request waits for room: then nobody else takes any beyond what they must.
+    /// Whether a request waits for room. Then no other request allocates more than it must.
     pub(crate) fn is_short(&self) -> bool {
         self.inner.waiting.load(Ordering::Relaxed) > 0
     }
 
+    /// Adds a chunk to the group of its owner, or to a new group where that one is full.
     fn add_load(
         &self,
-        table: &mut Table<Key, Held, Loading>,
-        loads: &mut Vec<Ticket>,
+        table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>,
+        groups: &mut Vec<LoadGroup>,
         dataset: &Arc<Dataset>,
         wanted: &Wanted,
         slot: Slot,
     ) {
-        let ChunkInfo { len, owner, is_block } = wanted.info;
-        let load = Load { at: wanted.at, chunk: wanted.chunk, is_block, slot: Some(slot) };
-        let at = loads.iter().position(|ticket| ticket.owner == owner && ticket.takes(len));
-        let ticket = match at {
-            Some(at) => &mut loads[at],
-            None => {
-                let (ended, loading) = oneshot::channel();
-                let (ended, loading) = (Some(ended), loading.shared());
-                let dataset = dataset.clone();
-                loads.push(Ticket { arena: self.clone(), owner, dataset, loads: Vec::new(), bytes: 0, ended, loading });
-                let last = loads.len() - 1;
-                &mut loads[last]
-            }
-        };
-        table.begin((dataset.id(), wanted.chunk), ticket.loading.clone());
-        ticket.loads.push(load);
-        ticket.bytes += len;
+        let ChunkInfo { len, owner, .. } = wanted.info;
+        let open = groups.iter().position(|group| group.owner == owner && group.fits(len));
+        let index = open.unwrap_or_else(|| {
+            groups.push(LoadGroup::new(self, dataset, owner));
+            groups.len() - 1
+        });
+        let group = &mut groups[index];
+        table.begin_load((dataset.id(), wanted.chunk), group.pending());
+        group.push(wanted, slot);
     }
 
-    fn lease(&self, held: Arc<Held>) -> Lease {
-        self.inner.leases.fetch_add(1, Ordering::Relaxed);
-        Lease { arena: self.clone(), held: Some(held) }
-    }
-
-    /// A slot, if there is room or idle chunks make some.
-    fn take_slot(&self, table: &mut Table<Key, Held, Loading>, len: u64) -> Option<Slot> {
+    /// A slot of `len` bytes, if there is room or idle chunks can be evicted for it.
+    fn allocate(&self, table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>, len: u64) -> Option<Slot> {
         loop {
             if let Some(slot) = self.inner.region.slot(len) {
                 return Some(slot);
             }
-            if table.evict(len.max(EVICTED_TOGETHER)).is_empty() {
+            if table.evict(len.max(EVICTION_LEN_MIN)).is_empty() {
                 return None;
             }
         }
     }
 
-    /// A slot, as soon as there is room; those who came before are served before. Whoever holds leases is asked for them meanwhile,
-    /// and loses them in the end.
-    pub(crate) async fn room_within(&self, len: u64, wait: Duration) -> Option<Slot> {
+    /// Waits for a slot of `len` bytes; requests are served in the order in which they came. Meanwhile the holders of leases
+    /// are asked to release them, and the largest of those who do not respond loses its leases. `None` after `limit`.
+    pub(crate) async fn slot_within(&self, len: u64, limit: Duration) -> Option<Slot> {
         let start = Instant::now();
-        let deadline = start + wait;
+        let deadline = start + limit;
         if !self.is_short()
-            && let Some(slot) = self.take_slot(&mut self.table(), len)
+            && let Some(slot) = self.allocate(&mut self.table(), len)
         {
             return Some(slot);
         }
         let _waiting = Waiting::new(&self.inner);
-        let _turn = timeout_at(deadline, self.inner.turn.lock()).await.ok()?;
+        let _first = timeout_at(deadline, self.inner.queue.lock()).await.ok()?;
         loop {
+            // Enabled before the attempt, so that a lease which ends right after it still wakes us.
             let idled = self.inner.idled.notified();
             tokio::pin!(idled);
             idled.as_mut().enable();
-            if let Some(slot) = self.take_slot(&mut self.table(), len) {
+            if let Some(slot) = self.allocate(&mut self.table(), len) {
                 return Some(slot);
             }
             if self.inner.ledger.recall(start.elapsed()) {
                 continue;
             }
-            // Slots also come free when a late answer lands; a look now and then finds those.
-            let look_again = Instant::now() + Duration::from_millis(100);
-            let woken = timeout_at(deadline.min(look_again), idled).await;
+            let woken = timeout_at(deadline.min(Instant::now() + RETRY_INTERVAL), idled).await;
             if woken.is_err() && Instant::now() >= deadline {
                 return None;
             }
         }
     }
 
-    /// Forgets a dataset's chunks; those that are leased stay until they are not.
+    /// Drops the chunks of a dataset. A leased chunk keeps its room until its last lease ends.
     pub(crate) fn forget(&self, dataset: DatasetId) {
         let forgotten = self.table().forget(|key| key.0 == dataset);
         drop(forgotten);
     }
 
-    /// Forgets a chunk whose bytes are bad, so that the next who wants it has it fetched. Nobody finds it any more from here on;
-    /// those who have leases keep their room until they let go.
-    pub(crate) fn discard(&self, key: &Key, lease: &Lease) {
-        let discarded = self.table().forget_one(key, |held| Arc::ptr_eq(held, lease.shared()));
+    /// Drops a chunk whose bytes are damaged, so that the next request for it fetches it again. From now on nobody finds the
+    /// damaged copy; existing leases on it keep its room until they end.
+    pub(crate) fn discard(&self, key: &ChunkKey, lease: &Lease) {
+        let discarded = self.table().forget_one(key, |chunk| Arc::ptr_eq(chunk, lease.chunk()));
         if discarded {
-            lease.held().withdraw();
+            lease.chunk().withdraw();
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table<Key, Held, Loading>> {
+    fn table(&self) -> MutexGuard<'_, Table<ChunkKey, ResidentChunk, PendingLoad>> {
         self.inner.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One more who waits for room.
+/// Counts a request that waits for room, until it is dropped. The last one to stop waiting ends the recall of leases.
 struct Waiting<'a>(&'a Inner);
 
 impl<'a> Waiting<'a> {
@@ -348,181 +337,6 @@ impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
             self.0.ledger.end_recall();
-        }
-    }
-}
-
-impl Ticket {
-    fn takes(&self, len: u64) -> bool {
-        self.bytes + len <= FETCH_PART_LEN
-    }
-
-    pub(crate) fn dataset(&self) -> &Arc<Dataset> {
-        &self.dataset
-    }
-
-    pub(crate) fn chunks(&self) -> Vec<Chunk> {
-        self.loads.iter().map(|load| load.chunk).collect()
-    }
-
-    /// Their places in the request.
-    pub(crate) fn places(&self) -> impl Iterator<Item = u32> {
-        self.loads.iter().map(|load| load.at)
-    }
-
-    /// Where the chunks shall land.
-    pub(crate) fn take_slots(&mut self) -> Vec<Slot> {
-        self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
-    }
-
-    /// The chunks have landed, and were checked, in these slots; those without one cannot be had.
-    pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
-        let arena = self.arena.clone();
-        let mut filled = Vec::with_capacity(slots.len());
-        let mut evicted = Vec::new();
-        let mut table = arena.table();
-        for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
-            let key = (self.dataset.id(), load.chunk);
-            let Some(slot) = slot else {
-                table.give_up(&key);
-                filled.push((load.at, None));
-                continue;
-            };
-            let held = Arc::new(arena.hold(&self.dataset, &load, slot));
-            evicted.extend(table.fill(key, held.clone()));
-            filled.push((load.at, Some(arena.lease(held))));
-        }
-        drop(table);
-        filled
-    }
-
-    /// The chunks cannot be had: those who wait for them hear the same. Returns their places in the request.
-    pub(crate) fn fail(mut self, reason: &str) -> Vec<u32> {
-        let places = self.loads.iter().map(|load| load.at).collect();
-        self.give_up();
-        if let Some(ended) = self.ended.take() {
-            // Nobody may wait for it.
-            let _ = ended.send(reason.into());
-        }
-        places
-    }
-
-    fn give_up(&mut self) {
-        let mut table = self.arena.table();
-        for load in self.loads.drain(..) {
-            table.give_up(&(self.dataset.id(), load.chunk));
-        }
-    }
-}
-
-impl Arena {
-    fn hold(&self, dataset: &Dataset, load: &Load, slot: Slot) -> Held {
-        let block = load.chunk.block;
-        let unit = (slot.offset() / ARENA_UNIT) as u32;
-        self.inner.marks.set(unit as usize, 0);
-        let generation = self.inner.generation.fetch_add(1, Ordering::Relaxed);
-        let location = Location::Arena { unit, generation };
-        // Only where no process could find it otherwise.
-        let is_published = load.is_block && dataset.publish_in_arena(block, location);
-        let published = is_published.then(|| (dataset.locations().clone(), block, location));
-        Held { slot, published, marks: self.inner.marks.clone() }
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        if !self.loads.is_empty() {
-            self.give_up();
-        }
-    }
-}
-
-impl Held {
-    fn withdraw(&self) {
-        if let Some((locations, block, location)) = &self.published {
-            locations.withdraw(*block, *location);
-        }
-    }
-
-    fn unit(&self) -> usize {
-        (self.slot.offset() / ARENA_UNIT) as usize
-    }
-}
-
-impl Resident for Held {
-    fn weight(&self) -> u64 {
-        (self.slot.len() as u64).next_multiple_of(ARENA_UNIT)
-    }
-
-    fn take_mark(&self) -> bool {
-        // Once is what it came for.
-        let was_read_again = self.marks.get(self.unit()) > 1;
-        if was_read_again {
-            self.marks.set(self.unit(), 1);
-        }
-        was_read_again
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.withdraw();
-    }
-}
-
-impl Lease {
-    fn shared(&self) -> &Arc<Held> {
-        // Taken out only when it is dropped.
-        self.held.as_ref().unwrap_or_else(|| unreachable!("a lease holds"))
-    }
-
-    fn held(&self) -> &Held {
-        self.shared()
-    }
-
-    /// See [`Arena::discard`].
-    pub(crate) fn discard(&self, key: &Key) {
-        self.arena.discard(key, self);
-    }
-
-    /// Where the chunk lies in the arena.
-    pub(crate) fn offset(&self) -> u64 {
-        self.held().slot.offset()
-    }
-
-    /// Its length.
-    pub(crate) fn len(&self) -> u64 {
-        self.held().slot.len() as u64
-    }
-
-    /// Its bytes.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.held().slot
-    }
-
-    /// Whether a process has read it since it came, or since [`Self::clear_mark`].
-    pub(crate) fn was_read(&self) -> bool {
-        self.held().marks.get(self.held().unit()) > 0
-    }
-
-    /// Forgets that it was read.
-    pub(crate) fn clear_mark(&self) {
-        self.held().marks.set(self.held().unit(), 0);
-    }
-}
-
-impl Leased for Lease {
-    fn weight(&self) -> u64 {
-        self.len()
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        drop(self.held.take());
-        self.arena.inner.leases.fetch_sub(1, Ordering::Relaxed);
-        if self.arena.is_short() {
-            self.arena.inner.idled.notify_waiters();
         }
     }
 }

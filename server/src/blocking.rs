@@ -1,5 +1,5 @@
-//! Where work that blocks runs: apart from the threads that move messages. A server is given the way to do so, so that a simulation
-//! can decide in which order such work goes on.
+//! Runs work that blocks apart from the runtime's threads, which move messages. The server receives an implementation of
+//! [`Blocking`], so that a simulation can decide in which order such work proceeds.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -8,19 +8,19 @@ use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// Work that may wait for a drive, or by [`Blocking::wait`] for a future.
+/// Work that may wait for a drive, or for a future with [`Blocking::wait`].
 pub type Job = Box<dyn FnOnce() + Send>;
 
-/// Runs jobs.
+/// Runs jobs that block.
 pub trait Blocking: Send + Sync + 'static {
-    /// Starts a job; returns at once. It is called where a runtime is entered, and so is the job.
+    /// Starts a job and returns at once. The caller must be within a tokio runtime, and so will the job be.
     fn start(&self, job: Job);
 
     /// Waits for a future. Only a job may call this.
     fn wait(&self, future: Pin<&mut dyn Future<Output = ()>>);
 }
 
-/// Threads of the runtime.
+/// Runs jobs on the blocking threads of the tokio runtime.
 pub struct Threads;
 
 impl Blocking for Threads {
@@ -33,25 +33,25 @@ impl Blocking for Threads {
     }
 }
 
-/// A job panicked, or the runtime ended before it began.
-#[derive(Debug, thiserror::Error)]
-#[error("work on this node ended without a result, for it panicked or the server is ending")]
-pub(crate) struct NoResult;
+/// A job has no result: it panicked, or the runtime shut down before it began.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("work on this node ended without a result: it panicked, or the server is shutting down")]
+pub(crate) struct JobLost;
 
 impl dyn Blocking {
-    /// Starts a job at once; the future is its result. Dropping the future does not end the job.
-    pub(crate) fn run<T, F>(&self, job: F) -> impl Future<Output = Result<T, NoResult>> + Send + use<T, F>
+    /// Starts a job at once and returns a future for its result. Dropping the future does not stop the job.
+    pub(crate) fn run<T, F>(&self, job: F) -> impl Future<Output = Result<T, JobLost>> + Send + use<T, F>
     where
         T: Send + 'static,
         F: FnOnce() -> T + Send + 'static,
     {
         let (done, result) = oneshot::channel();
-        // Whoever started it may be gone.
+        // The receiver is gone if the caller no longer waits for the result.
         self.start(Box::new(move || drop(done.send(job()))));
-        async move { result.await.map_err(|_| NoResult) }
+        async move { result.await.map_err(|_| JobLost) }
     }
 
-    /// Waits for a future and returns what comes of it. Only a job may call this.
+    /// Waits for a future and returns its output. Only a job may call this.
     pub(crate) fn wait_for<T>(&self, future: impl Future<Output = T>) -> T {
         let mut future = pin!(future);
         loop {
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_job_waits_for_what_the_runtime_does_and_a_panic_has_no_result() {
+    async fn a_job_waits_for_a_future_and_a_job_that_panics_has_no_result() {
         let blocking: Arc<dyn Blocking> = Arc::new(Threads);
         let inner = blocking.clone();
         let job = blocking.run(move || {
@@ -89,6 +89,6 @@ mod tests {
             })
         });
         assert_eq!(job.await.unwrap(), 7);
-        assert!(blocking.run(|| panic!("as it is told to")).await.is_err());
+        assert!(blocking.run(|| panic!("on purpose")).await.is_err());
     }
 }

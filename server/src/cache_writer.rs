@@ -1,5 +1,9 @@
-//! Keeping what came from others on this node's drives, if there is room: a task that takes chunks as they land and writes many at
-//! once, and a task that syncs them, so that from the next epoch on processes find them without asking.
+//! Caches other nodes' blocks on this node's drives, as far as there is room. One task takes chunks as they arrive in the arena
+//! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
+//! message.
+//!
+//! Which blocks are cached is decided by `store::cached_blocks`. A chunk is verified again before it is written, because a copy
+//! on a drive is read in later epochs too.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +13,7 @@ use std::time::Duration;
 use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{KEEP_QUEUE_LEN_MAX, KEEP_SYNC_INTERVAL, KEEP_SYNC_LEN};
+use dayfly_meta::limits::{CACHE_QUEUE_LEN_MAX, CACHE_SYNC_INTERVAL, CACHE_SYNC_LEN};
 use dayfly_meta::wire::status::Hop;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -20,32 +24,32 @@ use crate::blocking::Blocking;
 use crate::stats::Damage;
 use crate::store::Dataset;
 
-/// Written together; less, if no more comes for a moment.
-const TOGETHER_LEN: u64 = 4 << 20;
-const TOGETHER_WAIT: Duration = Duration::from_millis(5);
+/// Bytes that are written in one batch; fewer if no further chunk arrives for [`BATCH_WAIT`].
+const BATCH_LEN: u64 = 4 << 20;
+const BATCH_WAIT: Duration = Duration::from_millis(5);
 
-/// A chunk to be kept; its lease keeps its bytes.
-struct Landed {
+/// A chunk that waits to be written. Its lease pins its bytes in the arena.
+struct QueuedChunk {
     dataset: Arc<Dataset>,
     chunk: Chunk,
     lease: Lease,
 }
 
-/// The way to the task.
+/// Sends chunks to the task that caches them.
 pub(crate) struct CacheWriter {
-    /// Bounded by the bytes that wait.
-    queue: UnboundedSender<Landed>,
+    /// Has no bound of its own: `waiting_bytes_max` bounds it.
+    queue: UnboundedSender<QueuedChunk>,
     waiting_bytes: Arc<AtomicU64>,
     waiting_bytes_max: u64,
 }
 
 impl CacheWriter {
-    /// The task ends with the cache_writer.
+    /// Returns the writer and its task, which ends when the writer is dropped.
     pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
-        let (queue, landed) = unbounded_channel();
+        let (queue, queued) = unbounded_channel();
         let waiting_bytes = Arc::new(AtomicU64::new(0));
         let written = Arc::new(Written::default());
-        let writing = keep_all(landed, waiting_bytes.clone(), written.clone(), damage, blocking.clone());
+        let writing = write_all(queued, waiting_bytes.clone(), written.clone(), damage, blocking.clone());
         let task = async move {
             tokio::select! {
                 biased;
@@ -53,22 +57,23 @@ impl CacheWriter {
                 () = sync_all(&written, &*blocking) => {}
             }
         };
-        (Self { queue, waiting_bytes, waiting_bytes_max: KEEP_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
+        (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
-    /// Has a chunk kept, if its block is meant to be and not too many wait.
-    pub(crate) fn keep(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: impl FnOnce() -> Option<Lease>) {
-        if !dataset.keeps(chunk.block) || self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max {
+    /// Enqueues a chunk to be cached, if its block is among those that this node caches. A chunk that arrives while too many
+    /// bytes wait is not cached this time.
+    pub(crate) fn enqueue(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: impl FnOnce() -> Option<Lease>) {
+        if !dataset.should_cache(chunk.block) || self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max {
             return;
         }
         let Some(lease) = lease() else { return };
         self.waiting_bytes.fetch_add(lease.len(), Ordering::Relaxed);
-        // Without a task the session has ended.
-        let _ = self.queue.send(Landed { dataset: dataset.clone(), chunk, lease });
+        // The task is gone only when the session has ended.
+        let _ = self.queue.send(QueuedChunk { dataset: dataset.clone(), chunk, lease });
     }
 }
 
-/// What was written and is to be synced.
+/// Datasets with blocks that were written and are not synced yet.
 #[derive(Default)]
 struct Written {
     group: Mutex<Group>,
@@ -90,18 +95,18 @@ impl Written {
         self.grew.notify_one();
     }
 
-    /// Waits until there is a group to be synced, and takes it.
+    /// Waits until a group is large enough or old enough to be synced, and takes it.
     async fn next(&self) -> Group {
         while self.group().datasets.is_empty() {
             self.grew.notified().await;
         }
         let is_large = async {
-            while self.group().bytes < KEEP_SYNC_LEN {
+            while self.group().bytes < CACHE_SYNC_LEN {
                 self.grew.notified().await;
             }
         };
-        // Large or old, it is taken.
-        let _ = timeout(KEEP_SYNC_INTERVAL, is_large).await;
+        // After the timeout the group is old enough, so both results mean the same.
+        let _ = timeout(CACHE_SYNC_INTERVAL, is_large).await;
         std::mem::take(&mut *self.group())
     }
 
@@ -110,88 +115,97 @@ impl Written {
     }
 }
 
-/// Syncs group after group, while the next is written.
+/// Syncs one group after another, while the next one is being written.
 async fn sync_all(written: &Written, blocking: &dyn Blocking) {
     loop {
         for dataset in written.next().await.datasets.into_values() {
-            match blocking.run(move || dataset.sync_kept()).await {
+            let id = dataset.id().0;
+            match blocking.run(move || dataset.sync_cached()).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => tracing::warn!(%error, "copies of other nodes' blocks are given up"),
-                Err(error) => tracing::warn!(%error, "syncing copies of other nodes' blocks failed"),
+                Ok(Err(error)) => {
+                    tracing::warn!(dataset = id, %error, "a drive failed to sync copies of other nodes' blocks, which are dropped")
+                }
+                Err(error) => tracing::warn!(dataset = id, %error, "cannot sync copies of other nodes' blocks"),
             }
         }
     }
 }
 
-impl Landed {
-    /// Whether it is still what it was when it came: a copy on a drive is read in later epochs too, so one that went bad in the
-    /// arena is not written there, and nobody is to read it.
-    fn is_good(&self, damage: &Damage) -> bool {
+impl QueuedChunk {
+    /// Whether the chunk still has the checksum that it had when it arrived. A damaged chunk must not be written to a drive, and
+    /// is dropped from the arena so that nobody reads it there.
+    fn is_undamaged(&self, damage: &Damage) -> bool {
         let Self { dataset, chunk, lease } = self;
         let known = dataset.catalog().chunk_checksum(*chunk).zip(dataset.catalog().owner(chunk.block));
         let Some((expected, owner)) = known else { return false };
         let checked = check(lease.bytes(), expected);
         if let Err(mismatch) = checked {
-            damage.found(Hop::Arena, owner, &format!("block {}, about to be kept", chunk.block.0), mismatch);
+            damage.record(Hop::Arena, owner, format_args!("block {}, about to be cached", chunk.block.0), mismatch);
             lease.discard(&(dataset.id(), *chunk));
         }
         checked.is_ok()
     }
 }
 
-async fn keep_all(
-    mut landed: UnboundedReceiver<Landed>,
+/// Chunks of one dataset that are written together.
+struct Batch {
+    dataset: Arc<Dataset>,
+    chunks: Vec<QueuedChunk>,
+    bytes: u64,
+}
+
+/// Collects a batch; `None` when the writer is gone. `next` carries a chunk of another dataset over to the next batch.
+async fn next_batch(queued: &mut UnboundedReceiver<QueuedChunk>, next: &mut Option<QueuedChunk>) -> Option<Batch> {
+    let first = match next.take() {
+        Some(first) => first,
+        None => queued.recv().await?,
+    };
+    let mut batch = Batch { dataset: first.dataset.clone(), bytes: first.lease.len(), chunks: vec![first] };
+    let mut has_waited = false;
+    while batch.bytes < BATCH_LEN {
+        match queued.try_recv() {
+            Ok(chunk) if chunk.dataset.id() == batch.dataset.id() => {
+                batch.bytes += chunk.lease.len();
+                batch.chunks.push(chunk);
+            }
+            Ok(chunk) => {
+                *next = Some(chunk);
+                break;
+            }
+            Err(_) if has_waited => break,
+            Err(_) => {
+                sleep(BATCH_WAIT).await;
+                has_waited = true;
+            }
+        }
+    }
+    Some(batch)
+}
+
+async fn write_all(
+    mut queued: UnboundedReceiver<QueuedChunk>,
     waiting_bytes: Arc<AtomicU64>,
     written: Arc<Written>,
     damage: Arc<Damage>,
     blocking: Arc<dyn Blocking>,
 ) {
     let mut next = None;
-    loop {
-        let first = match next.take() {
-            Some(first) => first,
-            None => match landed.recv().await {
-                Some(first) => first,
-                None => return,
-            },
-        };
-        let dataset: Arc<Dataset> = first.dataset.clone();
-        let mut bytes = first.lease.len();
-        let mut together = vec![first];
-        let mut has_waited = false;
-        while bytes < TOGETHER_LEN {
-            match landed.try_recv() {
-                Ok(one) if one.dataset.id() == dataset.id() => {
-                    bytes += one.lease.len();
-                    together.push(one);
-                }
-                Ok(one) => {
-                    next = Some(one);
-                    break;
-                }
-                Err(_) if has_waited => break,
-                Err(_) => {
-                    sleep(TOGETHER_WAIT).await;
-                    has_waited = true;
-                }
-            }
-        }
-        let target = dataset.clone();
-        let damage = damage.clone();
+    while let Some(Batch { dataset, mut chunks, bytes }) = next_batch(&mut queued, &mut next).await {
+        let (target, damage) = (dataset.clone(), damage.clone());
         let writing = blocking.run(move || {
-            together.retain(|one| one.is_good(&damage));
-            let chunks: Vec<(Chunk, &[u8])> = together.iter().map(|one| (one.chunk, one.lease.bytes())).collect();
-            target.keep(&chunks)
+            chunks.retain(|queued| queued.is_undamaged(&damage));
+            let chunks: Vec<(Chunk, &[u8])> = chunks.iter().map(|queued| (queued.chunk, queued.lease.bytes())).collect();
+            target.write_cached(&chunks)
         });
         match writing.await {
             Ok(Ok(0)) => {}
             Ok(Ok(bytes)) => written.add(dataset, bytes),
             Ok(Err(error)) => {
-                tracing::warn!(%error, "cannot keep blocks of other nodes");
-                // Some may have been written.
+                tracing::warn!(dataset = dataset.id().0, %error, "cannot cache blocks of other nodes");
+                // Some of the chunks may have been written.
                 written.add(dataset, 0);
             }
-            Err(error) => tracing::warn!(%error, "keeping blocks of other nodes failed"),
+            Err(error) => tracing::warn!(dataset = dataset.id().0, %error, "cannot cache blocks of other nodes"),
         }
         waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }

@@ -23,12 +23,12 @@ use tokio::net::UnixListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 
-use crate::arena::{Holder, Lease};
+use crate::arena::{Lease, LeaseHolder};
 use crate::coordinator;
-use crate::fetch::{Fetched, Fetching, Part};
-use crate::prefetch::Ordered;
+use crate::fetch::{FetchError, Fetched, FetchedChunks, PendingFetch};
+use crate::prefetch::SampleOrder;
 use crate::server::Server;
-use crate::store::{Dataset, nameless_file};
+use crate::store::{Dataset, unnamed_file};
 pub(crate) use processes::Processes;
 use processes::{Place, end_of};
 use read_ahead::ReadAhead;
@@ -106,17 +106,17 @@ struct Client {
     sender: Sender,
     place: Place,
     /// Its leases. However the connection ends, they are revoked before they end.
-    holder: Holder<Lease>,
+    holder: LeaseHolder<Lease>,
     server: Arc<Server>,
     read_ahead: ReadAhead,
     /// An order that has not come whole yet.
-    order: Ordered,
+    order: SampleOrder,
     /// What is done for this connection meanwhile; it ends with it.
     tasks: JoinSet<()>,
 }
 
 impl Client {
-    fn new((receiver, sender): (Receiver, Sender), place: Place, holder: Holder<Lease>, server: Arc<Server>) -> Self {
+    fn new((receiver, sender): (Receiver, Sender), place: Place, holder: LeaseHolder<Lease>, server: Arc<Server>) -> Self {
         Self {
             receiver,
             sender,
@@ -124,7 +124,7 @@ impl Client {
             holder,
             server,
             read_ahead: ReadAhead::default(),
-            order: Ordered::default(),
+            order: SampleOrder::default(),
             tasks: JoinSet::new(),
         }
     }
@@ -186,7 +186,7 @@ impl Client {
             false => server.fetcher().begin_if_room(dataset, chunks, budget.bytes),
         };
         self.holder.reserve(fetching.claimed_bytes);
-        server.prefetcher().asked(dataset.id(), fetching.late.iter().filter_map(|&at| chunks.get(at as usize)));
+        server.prefetcher().note_demand(dataset.id(), fetching.awaited.iter().filter_map(|&at| chunks.get(at as usize)));
         self.read_ahead.asked(server.fetcher(), dataset, chunks);
         let sent = self.deliver(&mut fetching, &bad, || server.reading().end(start.elapsed())).await;
         self.holder.reserve(0);
@@ -194,14 +194,14 @@ impl Client {
     }
 
     /// `bad` says of chunks, by place in the request, why what is here cannot be read; `at_end` is called when all has come.
-    async fn deliver(&mut self, fetching: &mut Fetching, bad: &[Option<String>], at_end: impl Fn()) -> io::Result<()> {
+    async fn deliver(&mut self, fetching: &mut PendingFetch, bad: &[Option<FetchError>], at_end: impl Fn()) -> io::Result<()> {
         let patience = self.server.deadlines().send;
         let Self { receiver, sender, holder, .. } = self;
         let judge = |(at, fetched)| match (fetched, bad.get(at as usize).cloned().flatten()) {
-            (Fetched::Here, Some(reason)) => (at, Fetched::Failed(reason)),
+            (Fetched::Local, Some(reason)) => (at, Fetched::Failed(reason)),
             (fetched, _) => (at, fetched),
         };
-        let mut pending = Part::new();
+        let mut pending = FetchedChunks::new();
         // Messages on their way: whether it is the last, and how it goes.
         let mut sending: Option<(bool, BoxFuture<'_, io::Result<()>>)> = None;
         let stuck = tokio::time::sleep(patience);
@@ -248,7 +248,7 @@ impl Client {
                     is_stuck = true;
                     holder.revoke();
                     pending.retain(|(_, fetched)| !matches!(fetched, Fetched::Leased(_)));
-                    fetching.give_up();
+                    fetching.cancel();
                     holder.reserve(0);
                 }
             }
@@ -261,7 +261,7 @@ impl Client {
             return self.refuse("too many samples in one part of an order").await;
         }
         if !self.order.extend(self.server.prefetcher(), samples) {
-            self.order = Ordered::default();
+            self.order = SampleOrder::default();
             return self.refuse("too many samples are ordered on this node").await;
         }
         if !is_last {
@@ -315,7 +315,7 @@ impl Client {
             let reason = format!("node {} {reason} {len} bytes on '{path}'", self.server.config().node);
             return self.sender.send(&FromServer::Refused { reason }, &[]).await;
         }
-        match nameless_file(drive.path()) {
+        match unnamed_file(drive.path()) {
             Ok(file) => self.sender.send(&FromServer::Spill, &[&file]).await,
             Err(error) => {
                 let reason = format!("cannot make a file on '{}': {error}", drive.path().display());
@@ -364,10 +364,10 @@ impl Client {
 }
 
 /// Takes from a part what fits one message: reasons name paths, which may be long.
-fn split_message(part: &mut Part) -> Part {
+fn split_message(part: &mut FetchedChunks) -> FetchedChunks {
     let mut room = LOCAL_MESSAGE_LEN_MAX / 2;
     let mut fits = |(_, fetched): &(u32, Fetched)| {
-        let len = if let Fetched::Failed(reason) = fetched { reason.len() } else { 0 };
+        let len = if let Fetched::Failed(reason) = fetched { reason.to_string().len() } else { 0 };
         let is_within = len <= room;
         room = room.saturating_sub(len);
         is_within
@@ -378,13 +378,13 @@ fn split_message(part: &mut Part) -> Part {
 }
 
 /// Enters what has come into the books; what the client is told of it, its lease and token.
-fn grant(holder: &Holder<Lease>, part: Part) -> (Vec<(u32, FetchedChunk)>, u64, u64) {
+fn grant(holder: &LeaseHolder<Lease>, part: FetchedChunks) -> (Vec<(u32, FetchedChunk)>, u64, u64) {
     let mut leases = Vec::new();
     let mut told = Vec::with_capacity(part.len());
     for (at, fetched) in part {
         let chunk = match fetched {
-            Fetched::Here => FetchedChunk::Here,
-            Fetched::Failed(reason) => FetchedChunk::Failed { reason },
+            Fetched::Local => FetchedChunk::Here,
+            Fetched::Failed(error) => FetchedChunk::Failed { reason: error.to_string() },
             Fetched::Leased(lease) => {
                 let offset = lease.offset();
                 leases.push(lease);

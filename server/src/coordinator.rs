@@ -21,14 +21,14 @@ use dayfly_meta::path::{display, is_below, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::pipeline::Gauge;
-use dayfly_stagein::plan::{self, Wanted};
+use dayfly_stagein::plan::{self, PlanRequest};
+use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_stagein::unit_ledger::UnitLedger;
 use futures_util::future::{FutureExt, join_all};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::server::Server;
-use crate::store::nameless_file;
+use crate::store::unnamed_file;
 use conflicts::Rivals;
 use following::Following;
 use merge::Merged;
@@ -131,7 +131,7 @@ impl Drop for Claim<'_> {
 
 /// Cancels when dropped: what blocks on behalf of a future ends with it.
 #[derive(Default)]
-struct CancelOnDrop(Arc<Gauge>);
+struct CancelOnDrop(Arc<ProgressMonitor>);
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
@@ -206,8 +206,10 @@ async fn run(server: &Arc<Server>, request: StageInRequest, events: &mpsc::Sende
         () = events.closed() => return Err("cancelled".to_owned()),
         never = tell_phase(server, events, Phase::Waiting) => never,
     };
-    let replaces =
-        server.store().conflict(&request.target, request.replace).map_err(|conflict| conflict.told(&server.config().prefix))?;
+    let replaces = server
+        .store()
+        .conflict(&request.target, request.replace)
+        .map_err(|conflict| conflict.message(&server.config().prefix))?;
     if server.store().datasets().len() >= DATASETS_MAX {
         return Err(format!("a session has at most {DATASETS_MAX} datasets"));
     }
@@ -233,7 +235,7 @@ async fn run(server: &Arc<Server>, request: StageInRequest, events: &mpsc::Sende
         ));
     }
     let number = server.coordinator().last.fetch_add(1, Ordering::Relaxed) + 1;
-    let unit_ledger = UnitLedger::new(plan.units, plan.ranges);
+    let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
     let stage = CoordinatedStageIn::new(number, (unit_ledger, plan.counts), judging, server.peers().count(), *server.deadlines());
@@ -282,27 +284,31 @@ async fn tell_phase<T>(server: &Server, events: &mpsc::Sender<Event>, phase: Pha
 }
 
 /// Ends when planning does not go forward any more; the reason.
-async fn planning_stands_still(server: &Server, gauge: &Gauge) -> String {
+async fn planning_stands_still(server: &Server, gauge: &ProgressMonitor) -> String {
     let mut stand_still = StandStill::new(server.deadlines());
     let mut steps = 0;
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        steps += gauge.take().steps;
+        steps += gauge.take_counted().steps;
         if stand_still.is_over(steps) {
-            return stand_still.told(&format!("node {COORDINATOR}: {}", gauge.activities().join(", ")));
+            return stand_still.told(&format!("node {COORDINATOR}: {}", gauge.current_activities().join(", ")));
         }
     }
 }
 
-async fn make_plan(server: &Arc<Server>, request: &StageInRequest, gauge: Arc<Gauge>) -> Result<plan::StageInPlan, String> {
+async fn make_plan(
+    server: &Arc<Server>,
+    request: &StageInRequest,
+    gauge: Arc<ProgressMonitor>,
+) -> Result<plan::StageInPlan, String> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (server.peers().count() * server.config().workers) as u64;
     let drive = server.store().roomiest_drive();
     let planned = server.blocking().run(move || {
-        let scratch = nameless_file(drive.path()).map_err(|error| drive.cannot_write(error).to_string())?;
-        let wanted = Wanted { patterns: &sources, selection: &selection, seed, workers };
-        plan::plan(&wanted, scratch, &gauge).map_err(|error| match error {
-            StageInError::Scratch(error) => StageInError::Scratch(drive.cannot_write(error)).to_string(),
+        let scratch = unnamed_file(drive.path()).map_err(|error| drive.write_error(error).to_string())?;
+        let wanted = PlanRequest { patterns: &sources, selection: &selection, seed, workers };
+        plan::plan_sources(&wanted, scratch, &gauge).map_err(|error| match error {
+            StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)).to_string(),
             error => error.to_string(),
         })
     });

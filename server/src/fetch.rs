@@ -1,8 +1,30 @@
-//! The one read path: a chunk is here, or in the arena already, or is fetched from its owner. Equal wishes are joined; all chunks
-//! of one request that one owner has are asked for in one message, and can be used as soon as they have come.
+//! The read path. A chunk that a process asks for is on this node's drives, or in the arena, or is fetched from its owner.
+//!
+//! Requests for the same chunk are joined: one of them fetches it, and the others wait for that fetch. All chunks that a
+//! request needs from one owner are asked for in as few messages as [`FETCH_PART_LEN`] allows, and can be used as soon as
+//! their message has been answered.
+//!
+//! # Parts
+//!
+//! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
+//! - [`PendingFetch`] is a request in flight.
+//! - [`verify`] compares what an owner sent with the catalog's checksums.
+//! - [`recheck`] checks local copies that a process found to be bad.
+//! - [`error`] says why a chunk cannot be read.
+//!
+//! # Invariants
+//!
+//! - No process sees bytes that were not verified, and no such bytes are cached.
+//! - Every wait has a deadline: a request for room waits for `Deadlines::arena`, a message for `Deadlines::request`, and a
+//!   joined request ends with the fetch that it joined.
+//! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
+//!   already has room for it. So requests cannot wait for each other in a cycle.
+//!
+//! [`FETCH_PART_LEN`]: dayfly_meta::limits::FETCH_PART_LEN
 
-mod landed;
+mod error;
 mod recheck;
+mod verify;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,35 +33,37 @@ use std::time::Instant;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
-use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
 use dayfly_transport::{Answer, Piece, Slot};
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use tracing::Instrument;
 
-use crate::arena::{Arena, Claimed, Key, Lease, Loading, Ticket, Wanted};
+use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
-use crate::peers::{Peers, unread};
+use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
-use landed::{Filled, Landed};
+pub(crate) use error::FetchError;
+use error::{ChunkName, ReadError, read_error};
+use verify::{OwnerReply, Received};
 
-/// What became of a wish.
+/// The result for one requested chunk.
 pub(crate) enum Fetched {
-    /// Its block is in the segments.
-    Here,
-    /// It is in the arena.
+    /// The chunk's block is on this node's drives.
+    Local,
+    /// The chunk is in the arena.
     Leased(Lease),
-    /// It cannot be had; for the user.
-    Failed(String),
+    Failed(FetchError),
 }
 
-/// By place in the request.
-pub(crate) type Part = Vec<(u32, Fetched)>;
+/// Results, each with the chunk's index in the request.
+pub(crate) type FetchedChunks = Vec<(u32, Fetched)>;
 
-/// Fetches for this node's processes.
+/// Fetches chunks for this node's processes, and serves this node's blocks to peers.
 pub(crate) struct Fetcher {
     arena: Arena,
     peers: Arc<Peers>,
@@ -52,51 +76,59 @@ pub(crate) struct Fetcher {
     blocking: Arc<dyn Blocking>,
 }
 
-/// A request under way; dropping it lets go of it.
-pub(crate) struct Fetching {
-    ready: Part,
-    under_way: FuturesUnordered<BoxFuture<'static, Part>>,
-    /// Bytes that come over the network for it.
-    pub(crate) load_bytes: u64,
-    /// Bytes that it will have leases on, if all of it comes.
-    pub(crate) claimed_bytes: u64,
-    /// What was not there yet, by place in the request.
-    pub(crate) late: Vec<u32>,
+/// Whether chunks are cached on this node's drives as soon as they arrive.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Caching {
+    OnArrival,
+    /// The caller enqueues each chunk once it has been read, with [`Fetcher::cache`].
+    ByCaller,
 }
 
-impl Fetching {
-    fn of(ready: Part) -> Self {
-        Self { ready, under_way: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, late: Vec::new() }
+/// A request in flight. Dropping it gives up its interest in the chunks.
+pub(crate) struct PendingFetch {
+    ready: FetchedChunks,
+    in_flight: FuturesUnordered<BoxFuture<'static, FetchedChunks>>,
+    /// Bytes that come over the network because of this request.
+    pub(crate) load_bytes: u64,
+    /// Bytes that this request will have leases on, if everything arrives.
+    pub(crate) claimed_bytes: u64,
+    /// Indexes of the chunks that were neither local nor resident when the request started.
+    pub(crate) awaited: Vec<u32>,
+}
+
+impl PendingFetch {
+    fn completed(ready: FetchedChunks) -> Self {
+        Self { ready, in_flight: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, awaited: Vec::new() }
     }
 
-    /// What has come; waits until something has. `None` at the end.
-    pub(crate) async fn next(&mut self) -> Option<Part> {
+    /// The next results; waits until there is at least one. `None` once all results were returned.
+    pub(crate) async fn next(&mut self) -> Option<FetchedChunks> {
         if self.ready.is_empty() {
-            self.ready = self.under_way.next().await?;
+            self.ready = self.in_flight.next().await?;
         }
-        // What is there by now goes with it: each part is a message.
-        while let Some(Some(part)) = futures_util::FutureExt::now_or_never(self.under_way.next()) {
+        // Each call becomes one message to the client, so we add everything else that has arrived by now.
+        while let Some(Some(part)) = self.in_flight.next().now_or_never() {
             self.ready.extend(part);
         }
         Some(std::mem::take(&mut self.ready))
     }
 
-    /// What was here already, by place in the request; to be asked before [`Self::next`].
-    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Lease)> {
-        self.ready.iter().filter_map(|(at, fetched)| match fetched {
-            Fetched::Leased(lease) => Some((*at, lease)),
+    /// Leases on the chunks that were resident when the request started. Call this before [`Self::next`].
+    pub(crate) fn leased(&self) -> impl Iterator<Item = (u32, &Lease)> {
+        self.ready.iter().filter_map(|(index, fetched)| match fetched {
+            Fetched::Leased(lease) => Some((*index, lease)),
             _ => None,
         })
     }
 
-    /// Lets go of all that has not been told yet.
-    pub(crate) fn give_up(&mut self) {
-        *self = Self::of(Part::new());
+    /// Drops all results that were not returned yet, and ends the request.
+    pub(crate) fn cancel(&mut self) {
+        *self = Self::completed(FetchedChunks::new());
     }
 
-    /// Whether all has been told.
+    /// Whether all results were returned.
     pub(crate) fn is_done(&self) -> bool {
-        self.ready.is_empty() && self.under_way.is_empty()
+        self.ready.is_empty() && self.in_flight.is_empty()
     }
 }
 
@@ -113,180 +145,195 @@ impl Fetcher {
         Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
     }
 
-    /// What came over the network.
+    /// Chunks that came over the network.
     pub(crate) fn remote(&self) -> Reads {
         self.remote.get()
     }
 
-    /// What was sent to others.
+    /// Chunks that this node sent to peers.
     pub(crate) fn served(&self) -> Reads {
         self.served.get()
     }
 
-    /// Wishes for what was on its way already.
+    /// Requests that joined a fetch already in flight.
     pub(crate) fn joined(&self) -> u64 {
         self.joined.load(Ordering::Relaxed)
     }
 
-    /// What each owner sent.
+    /// Chunks that each owner sent, by node number.
     pub(crate) fn owners(&self) -> Vec<OwnerStatus> {
         self.owners.iter().map(OwnerCounter::get).collect()
     }
 
-    /// Begins to get as many of the first chunks as `budget` bytes and the room allow, at least one. The others are not named in what
-    /// comes; they are to be asked for again.
+    /// Starts to fetch chunks: as many of the first ones as `budget` bytes and the arena's room allow, but at least one. The
+    /// others do not appear in the results; the caller asks for them again.
     ///
-    /// Only for the first chunk is room waited for; this is for who holds no leases. And who loads a chunk has room for it. So requests
-    /// cannot wait for each other in a ring.
-    pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    /// Waits for room for the first chunk only. Only a client that holds no leases may call this.
+    pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (mut ready, wanted) = look_up(dataset, chunks);
-        let Some(first) = wanted.first().cloned() else { return Fetching::of(ready) };
-        // What is here, or on its way, needs no room; new room is for those who wait for it, if any do.
+        let Some(first) = wanted.first().cloned() else { return PendingFetch::completed(ready) };
         let budget = budget.max(first.info.len);
-        let claimed = self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short());
+        let claimed = self.claim(dataset, wanted, budget);
         if !claimed.is_empty() {
-            return self.start(ready, claimed, true);
+            return self.start(dataset, ready, claimed, Caching::OnArrival);
         }
-        let Some(slot) = self.arena.room_within(first.info.len, self.peers.deadlines().arena).await else {
-            let reason = "the arena is full of leased blocks; give more with --memory".to_owned();
-            ready.push((first.at, Fetched::Failed(reason)));
-            return Fetching::of(ready);
+        let Some(slot) = self.arena.slot_within(first.info.len, self.peers.deadlines().arena).await else {
+            ready.push((first.index, Fetched::Failed(FetchError::ArenaFull)));
+            return PendingFetch::completed(ready);
         };
-        self.start(ready, self.arena.claim_with(dataset, &first, slot), true)
+        self.start(dataset, ready, self.arena.claim_with(dataset, &first, slot), Caching::OnArrival)
     }
 
-    /// As [`Self::begin`], but no new room is taken where there is none, and where others wait for some.
-    pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    /// Like [`Self::begin`], but takes only room that is free at once, and none while other requests wait for room.
+    pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (ready, wanted) = look_up(dataset, chunks);
-        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), true)
+        self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::OnArrival)
     }
 
-    /// As [`Self::begin_if_room`], of what is not read yet: it is not kept before it is, so that its reader can be seen to read it.
-    pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> Fetching {
+    /// Like [`Self::begin_if_room`], for chunks that are prefetched. They are not cached on arrival: a process would then read
+    /// the cached copy, which leaves no mark, and the prefetcher could not see that the chunk was read.
+    pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (ready, wanted) = look_up(dataset, chunks);
-        self.start(ready, self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short()), false)
+        self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::ByCaller)
     }
 
-    /// Has what was read ahead kept, if it is meant to be.
-    pub(crate) fn keep(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
-        self.cache_writer.keep(dataset, chunk, || Some(lease));
+    /// Caches a prefetched chunk that was read, if its block is among those that this node caches.
+    pub(crate) fn cache(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
+        self.cache_writer.enqueue(dataset, chunk, || Some(lease));
     }
 
-    fn start(self: &Arc<Self>, mut ready: Part, claimed: Claimed, keeps: bool) -> Fetching {
-        ready.extend(claimed.held.into_iter().map(|(at, lease)| (at, Fetched::Leased(lease))));
-        self.joined.fetch_add(claimed.loading.len() as u64, Ordering::Relaxed);
-        let loads = claimed.loads.iter().flat_map(Ticket::places);
-        let late = claimed.loading.iter().map(|(at, ..)| *at).chain(loads).collect();
-        let (load_bytes, claimed_bytes) = (claimed.load_bytes, claimed.bytes);
-        let fetching = Fetching { load_bytes, claimed_bytes, late, ..Fetching::of(ready) };
-        for (at, key, loading) in claimed.loading {
-            fetching.under_way.push(Box::pin(join(self.arena.clone(), at, key, loading)));
+    /// Claims chunks in the arena. While a request waits for room, the others claim only chunks that need no new room.
+    fn claim(&self, dataset: &Arc<Dataset>, wanted: Vec<Wanted>, budget: u64) -> Claimed {
+        self.arena.claim(dataset, wanted.into_iter(), budget, !self.arena.is_short())
+    }
+
+    fn start(
+        self: &Arc<Self>,
+        dataset: &Arc<Dataset>,
+        mut ready: FetchedChunks,
+        claimed: Claimed,
+        caching: Caching,
+    ) -> PendingFetch {
+        let Claimed { leased, pending, loads, load_bytes, bytes } = claimed;
+        ready.extend(leased.into_iter().map(|(index, lease)| (index, Fetched::Leased(lease))));
+        self.joined.fetch_add(pending.len() as u64, Ordering::Relaxed);
+        let loaded = loads.iter().flat_map(LoadGroup::indexes);
+        let awaited = pending.iter().map(|(index, ..)| *index).chain(loaded).collect();
+        let fetching = PendingFetch { load_bytes, claimed_bytes: bytes, awaited, ..PendingFetch::completed(ready) };
+        for (index, chunk, load) in pending {
+            fetching.in_flight.push(Box::pin(join(self.arena.clone(), dataset.clone(), index, chunk, load)));
         }
-        for ticket in claimed.loads {
-            fetching.under_way.push(Box::pin(self.clone().load(ticket, keeps)));
+        for group in loads {
+            let span = tracing::debug_span!("fetch", dataset = dataset.id().0, owner = %group.owner, chunks = group.len());
+            fetching.in_flight.push(Box::pin(self.clone().load(group, caching).instrument(span)));
         }
         fetching
     }
 
-    /// One message to one owner, and one more for what came damaged, or could not be read there.
-    async fn load(self: Arc<Self>, mut ticket: Ticket, keeps: bool) -> Part {
-        let (owner, chunks, dataset) = (ticket.owner, ticket.chunks(), ticket.dataset().clone());
-        let mut wanted: Vec<usize> = (0..chunks.len()).collect();
-        let mut slots = ticket.take_slots();
-        let mut good: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
-        let mut reasons: Vec<Option<String>> = vec![None; chunks.len()];
+    /// Sends one message to the owner, and another one for the chunks that arrived damaged or that the owner could not read.
+    async fn load(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
+        let (owner, chunks, dataset) = (group.owner, group.chunks(), group.dataset().clone());
+        let mut slots = group.take_slots();
+        let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
+        let mut errors: Vec<Option<FetchError>> = vec![None; chunks.len()];
+        let mut remaining: Vec<usize> = (0..chunks.len()).collect();
         for attempt in 1..=FETCH_ATTEMPTS_MAX {
-            let asked: Vec<Chunk> = wanted.iter().map(|&number| chunks[number]).collect();
-            let landed = match self.bring(owner, &dataset, &asked, std::mem::take(&mut slots)).await {
-                Ok(landed) => landed,
-                Err(reason) if attempt == 1 => return failed(&dataset, ticket, &reason),
-                Err(reason) => {
-                    wanted.iter().for_each(|&number| reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason)));
+            let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
+            let received = match self.request(owner, &dataset, &requested, std::mem::take(&mut slots)).await {
+                Ok(received) => received,
+                Err(error) if attempt == 1 => return fail(&dataset, group, error),
+                Err(error) => {
+                    for number in remaining {
+                        errors[number] = Some(read_error(&dataset, chunks[number], error.clone()));
+                    }
                     break;
                 }
             };
-            let mut damaged = Vec::new();
-            for (number, landed) in std::mem::take(&mut wanted).into_iter().zip(landed) {
-                let name = || name(&dataset, chunks[number]);
-                match landed {
-                    Landed::Good(slot) => good[number] = Some(slot),
-                    Landed::Missing => reasons[number] = Some(format!("node {owner} does not hold {}", name())),
-                    Landed::Damaged(slot, mismatch) => {
-                        self.damage.found(Hop::Fetched, owner, &name(), mismatch);
-                        let way = "its drive, its memory or the network is at fault";
-                        let reason = format!("node {owner} sent it damaged {attempt} times in a row: {mismatch}; {way}");
-                        reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
-                        damaged.push(number);
-                        slots.push(slot);
+            for (number, received) in std::mem::take(&mut remaining).into_iter().zip(received) {
+                let (slot, error) = match received {
+                    Received::Verified(slot) => {
+                        verified[number] = Some(slot);
+                        continue;
                     }
-                    // Its neighbors are well; it may have been given up where it lay, or its drive may do better alone.
-                    Landed::Unread(slot, reason) => {
-                        reasons[number] = Some(cannot_read(&dataset, chunks[number], &reason));
-                        damaged.push(number);
-                        slots.push(slot);
+                    Received::Missing => {
+                        let chunk = ChunkName::new(&dataset, chunks[number]);
+                        errors[number] = Some(FetchError::NotHeld { owner, chunk });
+                        continue;
                     }
-                }
+                    Received::Damaged(slot, mismatch) => {
+                        self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
+                        (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
+                    }
+                    // The owner's drive may do better for this chunk alone, or it was withdrawn while it was read.
+                    Received::Unreadable(slot, error) => (slot, error),
+                };
+                errors[number] = Some(read_error(&dataset, chunks[number], error));
+                remaining.push(number);
+                slots.push(slot);
             }
-            wanted = damaged;
-            if wanted.is_empty() {
+            if remaining.is_empty() {
                 break;
             }
         }
-        // Room that came back with bytes that nobody shall see.
+        // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
-        let filled = ticket.fill(good);
-        let mut part = Part::with_capacity(chunks.len());
-        for ((chunk, (at, lease)), reason) in chunks.into_iter().zip(filled).zip(reasons) {
-            let fetched = match lease {
-                Some(lease) => {
-                    if keeps {
-                        self.cache_writer.keep(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
-                    }
-                    Fetched::Leased(lease)
-                }
-                None => Fetched::Failed(reason.unwrap_or_else(|| cannot_read(&dataset, chunk, "nothing came"))),
+        let mut fetched = FetchedChunks::with_capacity(chunks.len());
+        for ((chunk, (index, lease)), error) in chunks.into_iter().zip(group.fill(verified)).zip(errors) {
+            let Some(lease) = lease else {
+                let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Nothing));
+                fetched.push((index, Fetched::Failed(error)));
+                continue;
             };
-            part.push((at, fetched));
+            if caching == Caching::OnArrival {
+                self.cache_writer.enqueue(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+            }
+            fetched.push((index, Fetched::Leased(lease)));
         }
-        part
+        fetched
     }
 
-    /// Has an owner send chunks into slots, one each, and checks what came.
-    async fn bring(
+    /// Asks an owner for chunks, one slot each, and verifies what it sends.
+    async fn request(
         &self,
         owner: NodeId,
         dataset: &Arc<Dataset>,
         chunks: &[Chunk],
         slots: Vec<Slot>,
-    ) -> Result<Vec<Landed>, String> {
+    ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
         let request = Request::Read { dataset: dataset.id(), chunks: chunks.to_vec() };
         let start = Instant::now();
         let pulled = self.peers.pull_pieces(owner, &request, slots, self.peers.deadlines().request).await;
-        let filled = match pulled {
+        let counter = self.owners.get(owner.index());
+        let reply = match pulled {
             Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => {
-                let reason = unread(owner, &pulled.unread).to_string();
-                Filled { slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread.pieces, reason }
+                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread }
             }
-            Ok(_) => return Err(format!("node {owner} answers what was not asked")),
-            Err(error) => return Err(error.to_string()),
+            Ok(_) => return Err(ReadError::WrongReply(owner)),
+            Err(error) => {
+                if let Some(failures) = counter.and_then(OwnerCounter::add_failure) {
+                    let dataset = dataset.id().0;
+                    tracing::warn!(%owner, dataset, chunks = count, failures, %error, "cannot fetch blocks from their owner");
+                }
+                return Err(error.into());
+            }
         };
-        if let Some(counter) = self.owners.get(owner.index()) {
+        if let Some(counter) = counter {
             counter.add(count as u64, bytes, start.elapsed());
         }
         self.remote.add(count as u64, bytes);
-        filled.check(&*self.blocking, dataset, chunks).await
+        reply.verify(&*self.blocking, dataset, chunks).await
     }
 
-    /// The owner's side.
+    /// Answers a peer that reads chunks of which this node is the owner.
     pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> Answer {
         let mut missing = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
         dataset.prefetch(chunks);
-        for (number, &chunk) in (0..).zip(chunks) {
+        for (index, &chunk) in (0..).zip(chunks) {
             pieces.push(dataset.piece(chunk).unwrap_or_else(|| {
-                missing.push(number);
+                missing.push(index);
                 Piece::Bytes(Vec::new())
             }));
         }
@@ -295,41 +342,33 @@ impl Fetcher {
     }
 }
 
-/// Parts chunks into those that need no fetching, and those that do.
-fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (Part, Vec<Wanted>) {
-    let mut ready = Part::new();
+/// Separates the chunks that need no fetch from those that do.
+fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
+    let mut ready = FetchedChunks::new();
     let mut wanted = Vec::with_capacity(chunks.len());
     dataset.prefetch(chunks);
-    for (at, &chunk) in (0..).zip(chunks) {
+    for (index, &chunk) in (0..).zip(chunks) {
         match dataset.chunk(chunk) {
-            Some(_) if dataset.is_here(chunk.block) => ready.push((at, Fetched::Here)),
-            Some(info) => wanted.push(Wanted { at, chunk, info }),
-            None => ready.push((at, Fetched::Failed("there is no such block".to_owned()))),
+            Some(_) if dataset.is_local(chunk.block) => ready.push((index, Fetched::Local)),
+            Some(info) => wanted.push(Wanted { index, chunk, info }),
+            None => ready.push((index, Fetched::Failed(FetchError::NoSuchBlock(chunk.block)))),
         }
     }
     (ready, wanted)
 }
 
-/// Waits out another's load, whose failure is ours too. What is gone again before we look is not named.
-async fn join(arena: Arena, at: u32, key: Key, loading: Loading) -> Part {
-    // The loader's own deadlines bound this wait.
-    if let Ok(reason) = loading.await {
-        return vec![(at, Fetched::Failed(reason.as_ref().to_owned()))];
+/// Waits for a load that another request performs, and shares its failure. If the chunk was evicted again in the meantime, the
+/// result is empty, and the caller asks for it again.
+async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
+    // The deadlines of the request that loads bound this wait.
+    if let Ok(failure) = load.await {
+        return vec![(index, Fetched::Failed(read_error(&dataset, chunk, ReadError::Joined(failure))))];
     }
-    arena.find(&key).map(|lease| (at, Fetched::Leased(lease))).into_iter().collect()
+    arena.find(&(dataset.id(), chunk)).map(|lease| (index, Fetched::Leased(lease))).into_iter().collect()
 }
 
-fn failed(dataset: &Dataset, ticket: Ticket, reason: &str) -> Part {
-    let reason = ticket.chunks().first().map_or_else(|| reason.to_owned(), |&chunk| cannot_read(dataset, chunk, reason));
-    ticket.fail(&reason).into_iter().map(|at| (at, Fetched::Failed(reason.clone()))).collect()
-}
-
-fn cannot_read(dataset: &Dataset, chunk: Chunk, reason: &str) -> String {
-    format!("cannot read {}: {reason}", name(dataset, chunk))
-}
-
-/// Names a chunk for the user.
-fn name(dataset: &Dataset, chunk: Chunk) -> String {
-    let sample = dataset.catalog().block(chunk.block).map_or(0, |(sample, _)| sample.0);
-    format!("block {} (sample {sample} of '{}')", chunk.block.0, display(dataset.target()))
+/// Fails all chunks of a group, also for the requests that joined.
+fn fail(dataset: &Dataset, group: LoadGroup, error: ReadError) -> FetchedChunks {
+    let failed = group.fail(Arc::new(error.clone()));
+    failed.into_iter().map(|(index, chunk)| (index, Fetched::Failed(read_error(dataset, chunk, error.clone())))).collect()
 }

@@ -1,12 +1,28 @@
-//! Taking what stage-in ships to this node. Blocks wait in memory until there are many, and are then written in shuffled order, in
-//! one go: whoever reads a segment front to back reads samples in random order at the speed of the drive.
+//! The owner's side of a stage-in: takes the blocks that workers ship to this node. Blocks wait in memory until there are many,
+//! and are then written together in shuffled order. So a process that reads a segment from front to back gets samples in random
+//! order at the speed of the drive.
 //!
-//! Each block gets a number as it arrives; the catalog tells it back, and a table in a file tells where the block lies.
+//! Each block gets a number when it arrives. The catalog names blocks by these arrival numbers, and a table in a file says where
+//! each of them lies.
+//!
+//! # Parts
+//!
+//! - [`Ingest`]: everything that one stage-in ships to this node.
+//! - [`check`]: verifies blocks before they are stored.
+//! - [`write_buffer`]: the blocks that wait to be written to one drive.
+//! - [`arrival_table`]: positions by arrival number.
+//! - [`path_table`]: finds paths that rival sources have in common.
+//!
+//! # Invariants
+//!
+//! - A batch is stored whole or not at all, and only after every block in it was verified.
+//! - Room on a drive is reserved before a batch is acknowledged, so an acknowledged block can be written.
+//! - After [`Ingest::finish`], all blocks are on the drives.
 
-mod arrivals;
+mod arrival_table;
 pub(crate) mod check;
-mod paths;
-mod window;
+mod path_table;
+mod write_buffer;
 
 use std::collections::HashMap;
 use std::io;
@@ -17,72 +33,73 @@ use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
-use dayfly_stagein::pipeline::Gauge;
+use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_transport::Slot;
 
 use crate::store::{Segments, room_for};
-use arrivals::Arrivals;
-use paths::{Content, Paths};
-use window::Window;
+use arrival_table::ArrivalTable;
+use path_table::{Content, PathTable};
+use write_buffer::WriteBuffer;
 
-/// What was shipped here in one stage-in.
+/// The blocks that one stage-in ships to this node.
 pub(crate) struct Ingest {
     segments: Arc<Segments>,
-    arrivals: Arrivals,
-    state: Mutex<State>,
-    /// Bytes of memory that may wait to be written.
-    window_len: u64,
-    gauge: Arc<Gauge>,
-    paths: Paths,
+    arrivals: ArrivalTable,
+    intake: Mutex<Intake>,
+    /// Bytes of memory for blocks that wait to be written.
+    buffer_len: u64,
+    gauge: Arc<ProgressMonitor>,
+    paths: PathTable,
 }
 
 #[derive(Default)]
-struct State {
-    window: Option<Window>,
+struct Intake {
+    buffer: Option<WriteBuffer>,
     next_arrival: u32,
-    taken_bytes: u64,
-    /// Blocks that come in pieces: where, and how long.
+    stored_bytes: u64,
+    /// The positions and lengths of blocks that arrive in pieces, by arrival number.
     in_pieces: HashMap<u32, (DrivePosition, u64)>,
 }
 
-/// What became of a batch.
+/// The result of storing a batch.
 pub(crate) enum Stored {
-    /// It is taken: the number of its first block, which the others' follow.
+    /// The batch is stored. Its blocks have consecutive arrival numbers, which start at this one.
     At(u32),
-    /// Nothing of it is, for there is no room: it comes back.
+    /// No drive has room for the batch. Nothing of it is stored, and its slot goes back to the caller.
     Full(Slot),
 }
 
-/// Why a batch cannot be taken.
+/// Why a batch or a piece was not stored.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum IngestError {
-    #[error("the batch's table contradicts its bytes")]
+    #[error("the batch is malformed: its block lengths do not match its bytes")]
     Malformed,
-    #[error("the batch is damaged: the checksum of block {} is {:08x}, at its source it was {:08x}", .0.at, .0.found, .0.expected)]
+    #[error("the batch is damaged: block {} has the checksum {:08x}, and had {:08x} at its source", .0.at, .0.found, .0.expected)]
     Damaged(Damaged),
     #[error("{0}")]
     Room(String),
-    #[error("a piece came of a block for which no room was asked")]
+    #[error("a piece arrived for a block that has no reservation")]
     NotReserved,
-    #[error("more blocks than one node can number in a stage-in; stage the sources into several datasets")]
+    #[error("one node cannot store this many blocks in one stage-in; stage the sources into several datasets")]
     Numbers,
-    #[error("{0}")]
+    #[error(transparent)]
     Write(#[from] io::Error),
 }
 
 impl Ingest {
-    /// With so much memory for what waits to be written, and for the table of paths.
+    /// `buffer_len` is the memory for blocks that wait to be written, `paths_len` that for the table of paths. `arrivals` is an
+    /// empty file for the table of positions.
     pub(crate) fn new(
         segments: Arc<Segments>,
         arrivals: std::fs::File,
-        (window_len, paths_len): (u64, usize),
-        gauge: Arc<Gauge>,
+        (buffer_len, paths_len): (u64, usize),
+        gauge: Arc<ProgressMonitor>,
     ) -> Self {
-        let (arrivals, paths) = (Arrivals::new(arrivals), Paths::new(paths_len));
-        Self { segments, arrivals, state: Mutex::default(), window_len, gauge, paths }
+        let (arrivals, paths) = (ArrivalTable::new(arrivals), PathTable::new(paths_len));
+        Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths }
     }
 
-    /// Paths that several sources may have, suspected since the last call.
+    /// The path conflicts that were suspected since the last call.
     pub(crate) fn take_suspects(&self) -> Vec<Question> {
         self.paths.take_suspects()
     }
@@ -91,55 +108,56 @@ impl Ingest {
         &self.segments
     }
 
-    /// Where a block lies, by its number; known once [`Self::finish`] was called.
+    /// Where the block with this arrival number lies. `None` before [`Self::finish`].
     pub(crate) fn find(&self, arrival: u32) -> Option<DrivePosition> {
         self.arrivals.find(arrival)
     }
 
-    /// Bytes of all blocks that were taken.
-    pub(crate) fn taken_bytes(&self) -> u64 {
-        self.state().taken_bytes
+    /// The length of all blocks that were stored.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        self.intake().stored_bytes
     }
 
-    /// Takes room for a block that comes in pieces; its number, or `None` if there is no room.
+    /// Reserves room for a block that will arrive in pieces, and returns its arrival number. `None` if there is no room.
     pub(crate) fn reserve(&self, block_len: u64, rival: Rival) -> Result<Option<u32>, IngestError> {
         if block_len > BLOCK_SIZE_MAX {
             return Err(IngestError::Malformed);
         }
-        let promised = room_for(block_len);
-        let mut state = self.state();
-        for drive in self.segments.by_room() {
-            if !self.segments.promise(drive, promised)? {
+        let room = room_for(block_len);
+        let mut intake = self.intake();
+        for drive in self.segments.drives_by_room() {
+            if !self.segments.reserve(drive, room)? {
                 continue;
             }
-            let places = self.segments.place(drive, [block_len].into_iter(), promised)?;
-            let arrival = state.number(1)?;
-            self.arrivals.write(arrival, &places)?;
-            state.taken_bytes += block_len;
-            state.in_pieces.extend(places.into_iter().map(|place| (arrival, (place, block_len))));
-            self.paths.see(rival, Content::default());
+            let positions = self.segments.allocate(drive, [block_len].into_iter(), room)?;
+            let arrival = intake.number(1)?;
+            self.arrivals.write(arrival, &positions)?;
+            intake.stored_bytes += block_len;
+            intake.in_pieces.extend(positions.into_iter().map(|position| (arrival, (position, block_len))));
+            self.paths.record(rival, Content::default());
             return Ok(Some(arrival));
         }
         Ok(None)
     }
 
-    /// Stores a piece of such a block. Blocks; call it where that does no harm.
+    /// Stores a piece of a block that was reserved. May wait for the drive, so it must not run on a runtime thread.
     pub(crate) fn store_piece(&self, arrival: u32, offset: u64, checksum: u32, bytes: &[u8]) -> Result<(), IngestError> {
-        let (place, block_len) = self.state().in_pieces.get(&arrival).copied().ok_or(IngestError::NotReserved)?;
+        let (position, block_len) = self.intake().in_pieces.get(&arrival).copied().ok_or(IngestError::NotReserved)?;
         let end = offset.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > block_len) {
             return Err(IngestError::Malformed);
         }
         check::piece(checksum, bytes).map_err(IngestError::Damaged)?;
         let start = Instant::now();
-        let activity = self.gauge.activity();
-        activity.begin(Step::Writing, self.segments.drive_path(place.drive));
-        self.segments.write(DrivePosition { offset: place.offset + offset, ..place }, bytes)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        let activity = self.gauge.new_activity();
+        activity.begin(Step::Writing, self.segments.drive_path(position.drive));
+        self.segments.write(DrivePosition { offset: position.offset + offset, ..position }, bytes)?;
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 
-    /// Takes a batch, whose first `len` bytes in the slot are the blocks'. Blocks; call it where that does no harm.
+    /// Stores a batch whose blocks are the first `len` bytes in the slot. May wait for the drive, so it must not run on a
+    /// runtime thread.
     pub(crate) fn store(&self, blocks: &[ShippedBlock], slot: Slot, len: usize) -> Result<Stored, IngestError> {
         let total = blocks.iter().try_fold(0_usize, |total, block| total.checked_add(block.len as usize));
         if total != Some(len) || len > slot.len() || len > BATCH_LEN_MAX || blocks.len() > BATCH_BLOCKS_MAX {
@@ -147,69 +165,71 @@ impl Ingest {
         }
         check::batch(blocks, &slot[..len]).map_err(IngestError::Damaged)?;
         let room = blocks.iter().map(|block| room_for(u64::from(block.len))).sum();
-        let told = blocks.iter().map(|block| (block.rival, Content { len: block.len, checksum: block.checksum }));
-        let mut state = self.state();
-        let Some(drive) = self.drive_for(&state, room)? else { return Ok(Stored::Full(slot)) };
-        let arrival = state.number(blocks.len())?;
-        state.taken_bytes += len as u64;
-        // Blocks that are written together lie on one drive.
-        let other = state.window.take_if(|window| window.drive() != drive);
-        let window = state.window.get_or_insert_with(|| Window::new(drive));
-        window.push(blocks, slot, arrival, room);
-        let full = if window.slots_len() >= self.window_len { state.window.take() } else { None };
-        drop(state);
-        for (rival, content) in told {
-            self.paths.see(rival, content);
+        let paths = blocks.iter().map(|block| (block.rival, Content { len: block.len, checksum: block.checksum }));
+        let mut intake = self.intake();
+        let Some(drive) = self.drive_for(&intake, room)? else { return Ok(Stored::Full(slot)) };
+        let arrival = intake.number(blocks.len())?;
+        intake.stored_bytes += len as u64;
+        // A buffer holds blocks of one drive only.
+        let other = intake.buffer.take_if(|buffer| buffer.drive() != drive);
+        let buffer = intake.buffer.get_or_insert_with(|| WriteBuffer::new(drive));
+        buffer.push(blocks, slot, arrival, room);
+        let full = if buffer.memory() >= self.buffer_len { intake.buffer.take() } else { None };
+        drop(intake);
+        for (rival, content) in paths {
+            self.paths.record(rival, content);
         }
-        // By whoever brought the last batch: so a slow drive slows those who ship to it.
-        for window in [other, full].into_iter().flatten() {
-            self.write(window)?;
+        // The caller that filled the buffer writes it before its batch is acknowledged. So a slow drive slows down the workers
+        // that ship to it.
+        for buffer in [other, full].into_iter().flatten() {
+            self.write(buffer)?;
         }
         Ok(Stored::At(arrival))
     }
 
-    /// Writes what waits, so that its memory is free again.
-    pub(crate) fn write_out(&self) -> Result<(), IngestError> {
-        let window = self.state().window.take();
-        window.map_or(Ok(()), |window| self.write(window))
+    /// Writes the blocks that wait, so that their memory is free again.
+    pub(crate) fn flush(&self) -> Result<(), IngestError> {
+        let buffer = self.intake().buffer.take();
+        buffer.map_or(Ok(()), |buffer| self.write(buffer))
     }
 
-    /// All that was shipped is on the drives, and found by its number.
+    /// Brings all blocks onto the drives and opens the table of their positions, when no further block will arrive.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
-        self.write_out()?;
+        self.flush()?;
         self.segments.trim()?;
         self.segments.sync()?;
-        let count = self.state().next_arrival;
-        Ok(self.arrivals.finish(count)?)
+        let Intake { next_arrival: blocks, stored_bytes: bytes, .. } = *self.intake();
+        tracing::debug!(blocks, bytes, "all shipped blocks are on the drives");
+        Ok(self.arrivals.finish(blocks)?)
     }
 
-    /// A drive on which there is room, which is taken: the present one, or the one with the most.
-    fn drive_for(&self, state: &State, room: u64) -> Result<Option<u8>, IngestError> {
-        let present = state.window.as_ref().map(Window::drive);
-        for drive in present.into_iter().chain(self.segments.by_room()) {
-            if self.segments.promise(drive, room)? {
+    /// Reserves room on the drive of the present buffer, or else on the drive with the most room. `None` if all are full.
+    fn drive_for(&self, intake: &Intake, room: u64) -> Result<Option<u8>, IngestError> {
+        let present = intake.buffer.as_ref().map(WriteBuffer::drive);
+        for drive in present.into_iter().chain(self.segments.drives_by_room()) {
+            if self.segments.reserve(drive, room)? {
                 return Ok(Some(drive));
             }
         }
         Ok(None)
     }
 
-    fn write(&self, window: Window) -> Result<(), IngestError> {
+    fn write(&self, buffer: WriteBuffer) -> Result<(), IngestError> {
         let start = Instant::now();
-        let activity = self.gauge.activity();
-        activity.begin(Step::Writing, self.segments.drive_path(window.drive()));
-        window.write(&self.segments, &self.arrivals)?;
-        self.gauge.busy(Step::Writing, start.elapsed());
+        let activity = self.gauge.new_activity();
+        activity.begin(Step::Writing, self.segments.drive_path(buffer.drive()));
+        buffer.write(&self.segments, &self.arrivals)?;
+        self.gauge.add_busy_time(Step::Writing, start.elapsed());
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn intake(&self) -> MutexGuard<'_, Intake> {
+        self.intake.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    /// Numbers for so many blocks; the first of them.
+impl Intake {
+    /// Assigns arrival numbers to `blocks` blocks, and returns the first of them.
     fn number(&mut self, blocks: usize) -> Result<u32, IngestError> {
         let first = self.next_arrival;
         self.next_arrival = u32::try_from(blocks).ok().and_then(|count| first.checked_add(count)).ok_or(IngestError::Numbers)?;
@@ -245,7 +265,7 @@ mod tests {
         slot
     }
 
-    /// A block whose bytes are all `byte`; one that is longer than a batch has no right checksum.
+    /// A block whose bytes are all `byte`. If it is longer than a batch, its checksum is wrong.
     fn filled(len: u32, byte: u8, shuffle: u64) -> ShippedBlock {
         let bytes = vec![byte; (len as usize).min(BATCH_LEN_MAX)];
         ShippedBlock { len, checksum: checksum(&bytes), shuffle, rival: Rival::default() }
@@ -256,14 +276,14 @@ mod tests {
     }
 
     fn read(ingest: &Ingest, arrival: u32, len: usize) -> Vec<u8> {
-        let place = ingest.find(arrival).unwrap();
+        let position = ingest.find(arrival).unwrap();
         let mut bytes = vec![0; len];
-        ingest.segments.file(place.drive).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
+        ingest.segments.file(position.drive).unwrap().read_exact_at(&mut bytes, position.offset).unwrap();
         bytes
     }
 
     #[test]
-    fn batches_are_stored_whole_and_found_and_lie_in_shuffled_order() {
+    fn batches_are_stored_whole_and_lie_in_shuffled_order() {
         let (ingest, region, _folder) = ingest(1 << 24);
         let mut sizes = Vec::new();
         for batch in 0..40_u32 {
@@ -295,12 +315,12 @@ mod tests {
         assert!(read(&ingest, large, 3 << 20)[2 << 20..] == vec![2; 1 << 20]);
         let offsets: Vec<u64> = (0..sizes.len() as u32).map(|arrival| ingest.find(arrival).unwrap().offset).collect();
         let ascents = offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
-        assert!((800..1300).contains(&ascents), "{ascents} of {} follow the one before", sizes.len());
+        assert!((800..1300).contains(&ascents), "{ascents} of {} blocks lie behind the one that arrived before", sizes.len());
         assert_eq!(ingest.find(large + 1), None);
     }
 
     #[test]
-    fn malformed_batches_and_full_drives() {
+    fn malformed_batches_are_rejected_and_batches_for_full_drives_are_returned() {
         let (ingest, region, _folder) = ingest(40_000);
         let store = |blocks: &[ShippedBlock], bytes: &[u8]| ingest.store(blocks, slot(&region, bytes), bytes.len());
         assert!(matches!(store(&[block(10, 0)], &[0; 11]), Err(IngestError::Malformed)));
@@ -327,7 +347,7 @@ mod tests {
             let stored = ingest.store(&blocks, slot(&region, &bytes), bytes.len());
             assert!(matches!(stored, Err(IngestError::Damaged(damaged)) if damaged.at == at), "bit {bit}");
         }
-        assert_eq!(ingest.taken_bytes(), 0);
+        assert_eq!(ingest.stored_bytes(), 0);
         assert!(matches!(ingest.store(&blocks, slot(&region, &whole), whole.len()).unwrap(), Stored::At(0)));
         let piece = ingest.reserve(2 << 20, Rival::default()).unwrap().unwrap();
         let mut bytes = vec![3; 1 << 20];
@@ -339,9 +359,8 @@ mod tests {
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 
-    /// SEMANTICS: "a drive that loses what was staged in fails the stage-in".
     #[test]
-    fn an_error_of_any_call_ends_the_stage_in_and_is_not_forgotten() {
+    fn an_error_of_any_call_fails_the_stage_in_for_good() {
         for call in 0..2 {
             let folder = tempfile::tempdir().unwrap();
             let failing = Arc::new(Failing::default());
@@ -353,7 +372,7 @@ mod tests {
             let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
             assert!(matches!(stored, Stored::At(0)));
             [&failing.start, &failing.sync][call].store(true, Ordering::Relaxed);
-            // The kernel reports an error once.
+            // The kernel reports an error once, so the second call shows that we remember it.
             for _ in 0..2 {
                 let message = ingest.finish().unwrap_err().to_string();
                 let folder = folder.path().to_str().unwrap();

@@ -20,7 +20,7 @@ use dayfly_meta::wire::peer::{Damaged, Reply, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::tcp::{Identity, Purpose};
-use dayfly_transport::{Ability, Answer, Incoming, Piece, Region, Service, Serving, Transport};
+use dayfly_transport::{Ability, Answer, Incoming, Piece, Refusal, Region, Service, Serving, Transport};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
@@ -35,8 +35,8 @@ use crate::fetch::Fetcher;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::stage::{Beginning, Stage, Stages};
-use crate::stats::{Damage, Reading};
-use crate::store::{Dataset, Store, nameless_file};
+use crate::stats::{ClientReads, Damage};
+use crate::store::{Dataset, Store, unnamed_file};
 
 /// Bytes for what servers read of each other outside of the arena: runs and catalogs.
 const EXCHANGE_LEN: u64 = 8 << 20;
@@ -75,7 +75,7 @@ async fn beat(status_page: Arc<StatusPage>, interval: Duration) {
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        status_page.beat();
+        status_page.advance_heartbeat();
     }
 }
 
@@ -94,7 +94,7 @@ pub struct Server {
     stages: Stages,
     coordinator: Coordinator,
     processes: Arc<Processes>,
-    reading: Reading,
+    reading: ClientReads,
     damage: Arc<Damage>,
     /// Held while what is kept is thought over.
     planning: tokio::sync::Mutex<()>,
@@ -160,7 +160,7 @@ impl Server {
             stages: Stages::default(),
             coordinator: Coordinator::new(deadlines),
             processes: Arc::default(),
-            reading: Reading::default(),
+            reading: ClientReads::default(),
             damage,
             planning: tokio::sync::Mutex::default(),
             running: Mutex::new(None),
@@ -195,7 +195,7 @@ impl Server {
 
     /// Gives all room back, whoever still has files open, and serves nothing any more. Returns the bytes freed.
     pub fn give_up(&self) -> u64 {
-        self.store.give_up()
+        self.store.free_all()
     }
 
     /// Ends the session here, once what was asked last has been answered.
@@ -258,7 +258,7 @@ impl Server {
     }
 
     /// What they ask for.
-    pub(crate) fn reading(&self) -> &Reading {
+    pub(crate) fn reading(&self) -> &ClientReads {
         &self.reading
     }
 
@@ -296,7 +296,7 @@ impl Server {
             match check(&bytes, checksum) {
                 Ok(()) => return Ok(bytes),
                 Err(mismatch) => {
-                    self.damage.found(Hop::Fetched, node, "a part of a catalog", mismatch);
+                    self.damage.record(Hop::Fetched, node, "a part of a catalog", mismatch);
                     damaged = Some(mismatch);
                 }
             }
@@ -453,9 +453,9 @@ impl Server {
         room.shrink_to(len);
         // The locations take less than the catalog.
         self.make_headroom(len.saturating_mul(2)).await?;
-        let cannot = |error: io::Error| format!("cannot write the catalog: {}", drive.cannot_write(error));
+        let cannot = |error: io::Error| format!("cannot write the catalog: {}", drive.write_error(error));
         if from != self.config.node {
-            let file = Arc::new(nameless_file(drive.path()).map_err(cannot)?);
+            let file = Arc::new(unnamed_file(drive.path()).map_err(cannot)?);
             let mut offset = 0;
             while offset < len {
                 let request = Request::ReadCatalog { stage: stage.number(), offset };
@@ -474,7 +474,7 @@ impl Server {
             let file = stage.catalog()?;
             let (ingest, segments) = (stage.ingest(), stage.ingest().segments().clone());
             let find = |arrival| ingest.find(arrival);
-            let taken = ingest.taken_bytes();
+            let taken = ingest.stored_bytes();
             let dataset = Dataset::prepare(id, target, &file, checksum, room, (me, nodes), &drive, segments, taken, &find);
             stage.set_prepared(dataset.map_err(|error| error.to_string())?);
             Ok(())
@@ -488,15 +488,15 @@ struct PeerService(Arc<Server>);
 
 #[async_trait]
 impl Service for PeerService {
-    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let server = &self.0;
-        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
+        let request = decode_sealed::<Request>(&message).map_err(Refusal::new)?;
         if let Request::Read { dataset, chunks } = request {
             let dataset = server.to_be_read(dataset).ok_or("the dataset is not there (any more)")?;
             return if chunks.len() == room.len() {
                 Ok(server.fetcher.serve(&dataset, &chunks))
             } else {
-                Err("a slot a chunk is needed".to_owned())
+                Err("a slot a chunk is needed".into())
             };
         }
         let (reply, pieces) =
@@ -504,18 +504,18 @@ impl Service for PeerService {
         Ok(Answer { message: encode_sealed(&reply), pieces })
     }
 
-    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
-        let request = decode_sealed::<Request>(&message).map_err(|error| error.to_string())?;
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
+        let request = decode_sealed::<Request>(&message).map_err(Refusal::new)?;
         let reply = match request {
             Request::Ship { stage, blocks } => self.0.stages.get(stage)?.land(&self.0, blocks, incoming).await?,
             Request::ShipPiece { stage, arrival, offset, checksum } => {
                 self.0.stages.get(stage)?.land_piece((arrival, offset), checksum, incoming).await?
             }
-            _ => return Err("only batches are offered".to_owned()),
+            _ => return Err("only batches are offered".into()),
         };
         if let Reply::Damaged(Damaged { at, expected, found }) = reply {
             let what = format!("block {at} of a batch");
-            self.0.damage.found(Hop::Shipped, from, &what, Mismatch { expected, found });
+            self.0.damage.record(Hop::Shipped, from, &what, Mismatch { expected, found });
         }
         Ok(encode_sealed(&reply))
     }

@@ -15,8 +15,9 @@ use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_meta::wire::peer::{Reply, Request, Rival, ShippedBlock, UnitReport};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::collisions::Questions;
-use dayfly_stagein::pipeline::{Decoders, Gauge, Orders, Worker};
+use dayfly_stagein::path_conflicts::SuspectPaths;
+use dayfly_stagein::pipeline::{DecoderLimits, Worker, WorkerConfig};
+use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_stagein::runs::RunWriter;
 use dayfly_transport::{Incoming, Region, Slot};
 use tokio::sync::{SetOnce, watch};
@@ -27,7 +28,7 @@ use crate::blocking::Blocking;
 use crate::ingest::{Ingest, IngestError, Stored};
 use crate::peers::PeerError;
 use crate::server::Server;
-use crate::store::{Dataset, Drive, Reservation, Segments, nameless_file, room_for};
+use crate::store::{Dataset, Drive, Reservation, Segments, room_for, unnamed_file};
 use memory::Memory;
 use sink::ServerSink;
 
@@ -101,9 +102,9 @@ pub(crate) struct Stage {
     blocking: Arc<dyn Blocking>,
     ingest: Arc<Ingest>,
     landing: Region,
-    gauge: Arc<Gauge>,
+    gauge: Arc<ProgressMonitor>,
     /// What the coordinator asks the workers.
-    questions: Arc<Questions>,
+    questions: Arc<SuspectPaths>,
     /// The workers' runs, once all have ended.
     runs: watch::Sender<Option<Runs>>,
     outcome: Mutex<Outcome>,
@@ -139,8 +140,8 @@ impl Stage {
         let memory = Memory::part(server.config().stage_memory, server.config().workers);
         let landing = server.transport().region(memory.landing_len()).map_err(cannot)?;
         let catalog_drive = server.store().roomiest_drive();
-        let arrivals = nameless_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.cannot_write(error)))?;
-        let gauge = Arc::new(Gauge::new(max_rate));
+        let arrivals = unnamed_file(catalog_drive.path()).map_err(|error| cannot(catalog_drive.write_error(error)))?;
+        let gauge = Arc::new(ProgressMonitor::new(max_rate));
         let stage = Arc::new(Self {
             number,
             coordinator,
@@ -179,7 +180,7 @@ impl Stage {
         &self.ingest
     }
 
-    pub(crate) fn gauge(&self) -> &Gauge {
+    pub(crate) fn gauge(&self) -> &ProgressMonitor {
         &self.gauge
     }
 
@@ -207,7 +208,7 @@ impl Stage {
         }
         // What lies there may be too little to be written, and in too many pieces to let anything land between them.
         let ingest = self.ingest.clone();
-        let written = self.blocking.run(move || ingest.write_out()).await;
+        let written = self.blocking.run(move || ingest.flush()).await;
         written.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let slot = self.landing.slot_within(len, self.deadlines.landing).await;
         slot.ok_or_else(|| "this node is too busy to take a batch".to_owned())
@@ -300,7 +301,7 @@ impl Stage {
         let ingest = self.ingest.clone();
         let finished = self.blocking.run(move || ingest.finish()).await;
         finished.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
-        Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take()))
+        Ok((runs.iter().map(|(_, len)| *len).collect(), self.gauge.take_counted()))
     }
 
     /// Bytes of a run, at most `room`.
@@ -360,7 +361,7 @@ impl Stage {
         self.stop();
         if let Some(replaced) = self.outcome().replaced.take() {
             replaced.set_gone(true);
-            replaced.give_up();
+            replaced.free();
             server.arena().forget(replaced.id());
         }
     }
@@ -380,7 +381,7 @@ impl Stage {
         if let Some(prepared) = outcome.prepared.take() {
             prepared.set_gone(true);
         }
-        self.ingest.segments().give_up();
+        self.ingest.segments().free();
     }
 
     /// Whether the coordinator said to show the dataset. From then on only the coordinator may take it back: others show it too.
@@ -459,7 +460,7 @@ async fn tell_failure(server: &Arc<Server>, stage: &Stage, reason: &str) {
 fn run_worker(server: &Arc<Server>, stage: &Arc<Stage>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
     let drive = server.store().roomiest_drive();
     work_through(server, stage, placement, drive.clone()).map_err(|error| match error {
-        StageInError::Scratch(error) => StageInError::Scratch(drive.cannot_write(error)),
+        StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)),
         error => error,
     })
 }
@@ -472,11 +473,11 @@ fn work_through(
 ) -> Result<Vec<(File, u64)>, StageInError> {
     let runtime = tokio::runtime::Handle::current();
     let memory = stage.memory;
-    let runs = RunWriter::new(Box::new(move || nameless_file(drive.path())), memory.run_len);
+    let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
     let sink = ServerSink::new(server.clone(), stage.clone(), memory.batches, runtime.clone())?;
-    let decoders = Decoders { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
+    let decoders = DecoderLimits { threads: server.config().decoders, ahead_len: memory.decoded_ahead_len };
     let questions = stage.questions.clone();
-    let orders = Orders { placement, selection: &stage.selection, seed: stage.seed, decoders, questions };
+    let orders = WorkerConfig { placement, selection: &stage.selection, seed: stage.seed, decoders, suspect_paths: questions };
     let mut worker = Worker::new(sink, runs, orders, stage.gauge.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
@@ -487,13 +488,13 @@ fn work_through(
             request,
             2 * server.deadlines().request,
         )))?;
-        worker.answer()?;
-        let lost = |reason: String| StageInError::Ship { node: stage.coordinator, reason };
-        match reply.map_err(|error| lost(error.to_string()))? {
+        worker.check_suspect_paths()?;
+        let lost = |error: PeerError| StageInError::NoAssignment { coordinator: stage.coordinator, cause: error.into() };
+        match reply.map_err(lost)? {
             Reply::Units(units) => finished = worker.run(&units)?,
             // A stage-in that was cancelled meanwhile ends at the next request.
             Reply::Wait => {}
-            Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::Scratch),
+            Reply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
             _ => return Err(StageInError::Cancelled),
         }
     }
@@ -513,8 +514,8 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
     let (mut is_undone, mut unheard) = (false, None);
     loop {
         tokio::time::sleep(server.deadlines().progress_interval).await;
-        let progress = stage.gauge.take();
-        let waits = if progress.is_still() { stage.gauge.activities() } else { Vec::new() };
+        let progress = stage.gauge.take_counted();
+        let waits = if progress.is_still() { stage.gauge.current_activities() } else { Vec::new() };
         let (suspects, sightings) = (stage.ingest.take_suspects(), stage.questions.take_sightings());
         let request = Request::Report { stage: stage.number, progress, waits, suspects, sightings };
         let (asked_at, mut asked) = (Instant::now(), 0);
@@ -530,7 +531,7 @@ async fn report(server: Arc<Server>, stage: Arc<Stage>) {
         };
         match reply {
             Ok(Reply::Go { files, questions }) => {
-                stage.questions.ask(questions);
+                stage.questions.set(questions);
                 let missing = stage.keep_catalog_room(files);
                 // If there is none, that will be told when the catalog comes.
                 if missing > 0 && server.make_room(missing).await.is_ok_and(|made| made) {

@@ -1,5 +1,7 @@
-//! What a node counts of its reading: atomics, read by `status`.
+//! Counters of what a node reads and of the damage that it finds. They are atomics; `status` and the metrics read them.
 
+use std::fmt::Display;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -8,7 +10,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::metrics::HOP_NAMES;
 use dayfly_meta::wire::status::{HOPS, Hop, OwnerStatus, Reads};
 
-/// Reads that are counted.
+/// Counts reads and their bytes.
 #[derive(Default)]
 pub(crate) struct ReadCounter {
     count: AtomicU64,
@@ -26,12 +28,14 @@ impl ReadCounter {
     }
 }
 
-/// What came from one owner.
+/// Counts what one owner sent to this node.
 #[derive(Default)]
 pub(crate) struct OwnerCounter {
     reads: ReadCounter,
     requests: AtomicU64,
+    /// Microseconds between request and answer, summed over all requests.
     busy_us: AtomicU64,
+    failures: AtomicU64,
 }
 
 impl OwnerCounter {
@@ -39,6 +43,13 @@ impl OwnerCounter {
         self.reads.add(count, bytes);
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.busy_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a request that failed. Returns the number of failures when it is a power of two: only those are logged, so that
+    /// a lost owner does not fill the log.
+    pub(crate) fn add_failure(&self) -> Option<u64> {
+        let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
+        failures.is_power_of_two().then_some(failures)
     }
 
     pub(crate) fn get(&self) -> OwnerStatus {
@@ -50,28 +61,28 @@ impl OwnerCounter {
     }
 }
 
-/// Damaged bytes that were found, by where.
+/// Counts damaged copies by the hop on which they were found.
 #[derive(Default)]
 pub(crate) struct Damage {
     counts: [AtomicU64; HOPS],
 }
 
 impl Damage {
-    /// Counts a find, and warns of it. A network or a drive that damages much must not fill the log, so only the first finds
-    /// of a hop are told, and then ever fewer: the second, the fourth, the eighth.
-    pub(crate) fn found(&self, hop: Hop, owner: NodeId, what: &str, Mismatch { expected, found }: Mismatch) {
+    /// Counts bytes of `what` that differ from what was staged in, and logs a warning. Only the first, second, fourth, eighth...
+    /// find of a hop is logged, so that a network or drive that damages much does not fill the log.
+    pub(crate) fn record(&self, hop: Hop, owner: NodeId, what: impl Display, Mismatch { expected, found }: Mismatch) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
             let (hop, expected, found) = (HOP_NAMES[hop as usize], format!("{expected:08x}"), format!("{found:08x}"));
-            tracing::warn!(hop, node = %owner, what, expected, found, count, "bytes differ from what was staged in");
+            tracing::warn!(hop, node = %owner, %what, expected, found, count, "bytes differ from those that were staged in");
         }
     }
 
-    /// As [`Self::found`], of bytes that cannot be read at all.
-    pub(crate) fn unreadable(&self, hop: Hop, owner: NodeId, what: &str, error: &str) {
+    /// Like [`Self::record`], for a copy that its drive could not read.
+    pub(crate) fn record_unreadable(&self, hop: Hop, owner: NodeId, what: impl Display, error: &io::Error) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {
-            tracing::warn!(hop = HOP_NAMES[hop as usize], node = %owner, what, error, count, "a copy cannot be read");
+            tracing::warn!(hop = HOP_NAMES[hop as usize], node = %owner, %what, %error, count, "cannot read a copy from its drive");
         }
     }
 
@@ -80,27 +91,27 @@ impl Damage {
     }
 }
 
-/// Four buckets to each doubling: what is told is at most a fifth too much.
+/// Each doubling of the latency has 4 buckets, so a reported percentile is at most a quarter too high.
 const SUB_BITS: u32 = 2;
 const BUCKETS: usize = 40 << SUB_BITS;
 
-/// How often what took how long.
-pub(crate) struct Latencies {
+/// A histogram of latencies.
+pub(crate) struct LatencyHistogram {
     buckets: [AtomicU64; BUCKETS],
 }
 
-impl Default for Latencies {
+impl Default for LatencyHistogram {
     fn default() -> Self {
         Self { buckets: [const { AtomicU64::new(0) }; BUCKETS] }
     }
 }
 
-impl Latencies {
+impl LatencyHistogram {
     pub(crate) fn add(&self, took: Duration) {
         self.buckets[bucket(took.as_micros() as u64)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Microseconds that so many thousandths took at most.
+    /// For each `permille`, the latency in microseconds that this many thousandths of all values do not exceed.
     pub(crate) fn permille_us<const N: usize>(&self, permilles: [u64; N]) -> [u64; N] {
         let counts: Vec<u64> = self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect();
         let all: u64 = counts.iter().sum();
@@ -121,7 +132,7 @@ fn bucket(us: u64) -> usize {
     (((bits as usize) << SUB_BITS) + (us >> bits) as usize).min(BUCKETS - 1)
 }
 
-/// The most that falls into a bucket.
+/// The largest value, in microseconds, that falls into a bucket.
 fn end_us(bucket: usize) -> u64 {
     let sub = 1_usize << SUB_BITS;
     if bucket < 2 * sub {
@@ -132,39 +143,40 @@ fn end_us(bucket: usize) -> u64 {
     ((top as u64 + 1) << bits) - 1
 }
 
-/// Processes' requests for what is not in the segments.
+/// Counts requests of this node's processes for blocks that are not on its drives.
 #[derive(Default)]
-pub(crate) struct Reading {
-    under_way: AtomicU64,
-    took: Latencies,
+pub(crate) struct ClientReads {
+    in_flight: AtomicU64,
+    latencies: LatencyHistogram,
 }
 
-/// A request, as long as it is worked on.
-pub(crate) struct Asking<'a>(&'a Reading);
+/// Counts a request as in flight until it is dropped.
+pub(crate) struct PendingRead<'a>(&'a ClientReads);
 
-impl Reading {
-    pub(crate) fn begin(&self) -> Asking<'_> {
-        self.under_way.fetch_add(1, Ordering::Relaxed);
-        Asking(self)
+impl ClientReads {
+    pub(crate) fn begin(&self) -> PendingRead<'_> {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        PendingRead(self)
     }
 
-    /// One was answered.
+    /// Records how long a request took to be answered.
     pub(crate) fn end(&self, took: Duration) {
-        self.took.add(took);
+        self.latencies.add(took);
     }
 
-    pub(crate) fn under_way(&self) -> u64 {
-        self.under_way.load(Ordering::Relaxed)
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
     }
 
+    /// The median, the 90th and the 99th percentile of the requests' latencies, in microseconds.
     pub(crate) fn wait_us(&self) -> [u64; 3] {
-        self.took.permille_us([500, 900, 990])
+        self.latencies.permille_us([500, 900, 990])
     }
 }
 
-impl Drop for Asking<'_> {
+impl Drop for PendingRead<'_> {
     fn drop(&mut self) {
-        self.0.under_way.fetch_sub(1, Ordering::Relaxed);
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -173,8 +185,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_near_what_was_measured() {
-        let latencies = Latencies::default();
+    fn percentiles_are_close_to_the_measured_values() {
+        let latencies = LatencyHistogram::default();
         assert_eq!(latencies.permille_us([500]), [0]);
         (1..=1000).for_each(|us| latencies.add(Duration::from_micros(us * 10)));
         let [half, most, last] = latencies.permille_us([500, 900, 990]);

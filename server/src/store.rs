@@ -1,4 +1,27 @@
-//! What this node holds: datasets, each with its catalog, its locations and its segments, all in nameless files.
+//! What this node stores: its drives, and the datasets that are visible on it, each with a catalog, a locations table and
+//! segments. All of these are unnamed files or anonymous memory, so nothing is left behind when the server ends, even when it
+//! is killed.
+//!
+//! # Parts
+//!
+//! - [`Store`]: the node's drives and visible datasets, and the memory that it shares with all processes of the node.
+//! - [`drive`]: a data dir, the share of the capacity that it got, and reservations of it.
+//! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
+//! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
+//! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.
+//! - [`write_back`]: getting written bytes onto the drive, and remembering what the drive lost.
+//! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
+//!
+//! # Invariants
+//!
+//! - A block's location is published only after a sync has covered its bytes, and is withdrawn before its room is reused or
+//!   freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
+//! - Room is reserved before it is written, so a stage-in learns that a drive is full before it takes a batch.
+//! - Cached blocks lie behind all blocks that the node owns. An offset at which a cached block lay is never used again.
+//! - After one failed write-back call, a drive's file is never trusted again: a later sync that succeeds proves nothing.
+//!
+//! The store does not talk to other nodes, and does not decide how much is cached or when copies are evicted (the server's
+//! policy does). Its calls may wait for a drive, so they must not run on a runtime thread unless they only read memory.
 
 mod cached_blocks;
 mod dataset;
@@ -21,10 +44,10 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
 pub(crate) use dataset::{ChunkInfo, Dataset};
-pub(crate) use drive::{Drive, Reservation, nameless_file, read_only};
+pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
 pub(crate) use segment::{Segments, room_for};
 
-/// Memory to be shared with processes, which cannot make it shorter under our feet.
+/// Makes memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
 pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
     let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
     file.set_len(len)?;
@@ -33,45 +56,45 @@ pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Why a dataset cannot be where it is wanted.
+/// Why a dataset cannot be made at a path.
 pub(crate) enum Conflict {
-    /// Another is.
+    /// Another dataset is at the path.
     Taken,
-    /// Another is above or below it.
+    /// Another dataset is above or below the path; this is its path.
     Overlap(Vec<u8>),
 }
 
 impl Conflict {
-    /// For the user, who knows paths by the namespace's prefix.
-    pub(crate) fn told(&self, prefix: &[u8]) -> String {
+    /// The message for the user, with paths below the namespace's `prefix`.
+    pub(crate) fn message(&self, prefix: &[u8]) -> String {
         match self {
-            Self::Taken => "a dataset is there already; --replace puts the new one in its place".to_owned(),
-            Self::Overlap(there) => format!("it would overlap with the dataset at '{}'", display(&join(prefix, there))),
+            Self::Taken => "a dataset is there already; use --replace to replace it".to_owned(),
+            Self::Overlap(other) => format!("it would overlap with the dataset at '{}'", display(&join(prefix, other))),
         }
     }
 }
 
-/// The node's drives and datasets.
+/// The node's drives and its visible datasets.
 pub(crate) struct Store {
     drives: Vec<Arc<Drive>>,
     datasets: RwLock<BTreeMap<DatasetId, Arc<Dataset>>>,
     status_page: Arc<StatusPage>,
     counters: Arc<Counters>,
-    board_file: File,
+    status_page_file: File,
     counters_file: File,
 }
 
 impl Store {
-    /// `capacity` is for all data dirs together; it is parted among them by their free room.
+    /// Opens the data dirs. `capacity` holds for all of them together, and is divided among them by their free room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
-        let board_file = shared_file("dayfly-status_page", status_page::FILE_LEN)?;
+        let status_page_file = shared_file("dayfly-status-page", status_page::FILE_LEN)?;
         let counters_file = shared_file("dayfly-counters", status_page::COUNTERS_LEN)?;
         Ok(Self {
             drives: Drive::open_all(data_dirs, capacity)?,
             datasets: RwLock::default(),
-            status_page: Arc::new(StatusPage::map(&board_file, true)?),
+            status_page: Arc::new(StatusPage::map(&status_page_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
-            board_file: read_only(&board_file)?,
+            status_page_file: read_only(&status_page_file)?,
             counters_file,
         })
     }
@@ -80,57 +103,62 @@ impl Store {
         &self.drives
     }
 
-    /// The drive with the most room left, for what is not a segment.
+    /// The drive with the most room left, for files that are not segments.
     pub(crate) fn roomiest_drive(&self) -> Arc<Drive> {
         // `Drive::open_all` refuses an empty list.
         let roomiest = self.drives.iter().max_by_key(|drive| drive.free().min(drive.free_on_file_system()));
-        roomiest.unwrap_or_else(|| unreachable!("a store has a drive")).clone()
+        roomiest.unwrap_or_else(|| unreachable!("a store has at least one drive")).clone()
     }
 
     pub(crate) fn capacity(&self) -> u64 {
         self.drives.iter().map(|drive| drive.capacity()).sum()
     }
 
-    /// What stage-ins may take: our share, or what is left of the drives if others have taken from it. What is only kept makes way.
+    /// Bytes that a stage-in may still take: the free part of our capacity, or less where other programs have filled the file
+    /// systems, plus the room of cached blocks, which can be evicted.
     pub(crate) fn free(&self) -> u64 {
-        let mut ours = BTreeMap::new();
+        // By file system: two data dirs may share one.
+        let mut by_device = BTreeMap::new();
         for drive in &self.drives {
-            let free: &mut (u64, u64) = ours.entry(drive.device()).or_default();
+            let free: &mut (u64, u64) = by_device.entry(drive.device()).or_default();
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
-        ours.values().map(|&(ours, all)| ours.min(all)).sum::<u64>() + self.kept_room()
+        by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// The most that a drive's file system lacks of the room for what a stage-in writes beside blocks.
+    /// Bytes that the fullest drive lacks of the headroom that a stage-in needs for its catalog and runs: `bytes`, and at least
+    /// the usual headroom.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
 
-    /// Whether segments leave that room free. They do while copies can make way for them instead.
-    pub(crate) fn spare_headroom(&self, is_spared: bool) {
-        self.drives.iter().for_each(|drive| drive.spare_headroom(is_spared));
+    /// Makes segments leave the headroom free, or no longer. They leave it while cached blocks can be evicted instead.
+    pub(crate) fn protect_headroom(&self, is_protected: bool) {
+        self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
 
-    /// Whether `bytes` for blocks fit on a drive, by what we may take and by what its file system has.
+    /// Whether one drive has room for `bytes` of blocks, both in our capacity and in its file system.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
-        let has =
-            |drive: &Arc<Drive>| drive.free() >= bytes && drive.free_on_file_system() >= bytes.saturating_add(drive.spared());
+        let has = |drive: &Arc<Drive>| {
+            drive.free() >= bytes && drive.free_on_file_system() >= bytes.saturating_add(drive.protected_headroom())
+        };
         self.drives.iter().any(has)
     }
 
-    /// Whether segments left room free, which they need not from now on.
-    pub(crate) fn end_headroom(&self) -> bool {
-        let was_spared = self.drives.iter().any(|drive| drive.spared() > 0);
-        self.spare_headroom(false);
-        if was_spared {
+    /// Lets segments use the headroom from now on. Returns whether they had to leave it free before, so that a stage-in that
+    /// found no room tries again.
+    pub(crate) fn release_headroom(&self) -> bool {
+        let was_protected = self.drives.iter().any(|drive| drive.protected_headroom() > 0);
+        self.protect_headroom(false);
+        if was_protected {
             self.drives.iter().for_each(|drive| drive.set_not_full());
         }
-        was_spared
+        was_protected
     }
 
-    /// What blocks take that are only kept.
-    pub(crate) fn kept_room(&self) -> u64 {
-        self.datasets().iter().map(|dataset| dataset.segments().kept_room()).sum()
+    /// Bytes of room that cached blocks take.
+    pub(crate) fn cached_room(&self) -> u64 {
+        self.datasets().iter().map(|dataset| dataset.segments().cached_room()).sum()
     }
 
     pub(crate) fn used(&self) -> u64 {
@@ -145,11 +173,12 @@ impl Store {
         &self.status_page
     }
 
-    /// The status page to read, and the counters to write.
+    /// The files that clients get: the status page, read-only, and the counters, which they write.
     pub(crate) fn shared_files(&self) -> (&File, &File) {
-        (&self.board_file, &self.counters_file)
+        (&self.status_page_file, &self.counters_file)
     }
 
+    /// Changes whenever a dataset becomes visible or invisible.
     pub(crate) fn generation(&self) -> u64 {
         self.status_page.generation()
     }
@@ -162,24 +191,28 @@ impl Store {
         self.datasets.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// The dataset that one at `target` would replace, or why none may be there.
+    /// The dataset that a new one at `target` would replace, if any.
+    ///
+    /// # Errors
+    /// Returns a [`Conflict`] if no dataset may be made at `target`.
     pub(crate) fn conflict(&self, target: &[u8], replace: bool) -> Result<Option<DatasetId>, Conflict> {
         for dataset in self.datasets() {
-            let there = dataset.target();
-            if there == target {
+            let other = dataset.target();
+            if other == target {
                 return if replace { Ok(Some(dataset.id())) } else { Err(Conflict::Taken) };
             }
-            if is_below(target, there) || is_below(there, target) {
-                return Err(Conflict::Overlap(there.to_vec()));
+            if is_below(target, other) || is_below(other, target) {
+                return Err(Conflict::Overlap(other.to_vec()));
             }
         }
         Ok(None)
     }
 
-    /// Shows a dataset in place of another. From here on clients see it; copies out of the other give EIO.
-    pub(crate) fn show(&self, dataset: Arc<Dataset>, instead_of: Option<DatasetId>) -> Option<Arc<Dataset>> {
+    /// Makes a dataset visible and hides the one that it replaces, which is returned. From now on clients find the new dataset,
+    /// and bytes that they copy out of the old one do not count: such a read fails with `EIO`.
+    pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
-        let replaced = instead_of.and_then(|id| datasets.remove(&id));
+        let replaced = replaces.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
             replaced.hide();
         }
@@ -189,7 +222,7 @@ impl Store {
         replaced
     }
 
-    /// Takes a dataset out of sight.
+    /// Makes a dataset invisible.
     pub(crate) fn hide(&self, id: DatasetId) {
         let hidden = self.datasets.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
         if let Some(dataset) = hidden {
@@ -198,13 +231,13 @@ impl Store {
         }
     }
 
-    /// Gives everything up, whoever still has it open; returns the bytes freed.
-    pub(crate) fn give_up(&self) -> u64 {
+    /// Frees the room of everything, also of files that processes still have open. Returns the bytes freed.
+    pub(crate) fn free_all(&self) -> u64 {
         let freed = self.used();
         self.status_page.set_gone();
         let datasets = std::mem::take(&mut *self.datasets.write().unwrap_or_else(PoisonError::into_inner));
         datasets.values().for_each(|dataset| dataset.set_gone(true));
-        datasets.values().for_each(|dataset| dataset.give_up());
+        datasets.values().for_each(|dataset| dataset.free());
         freed
     }
 }

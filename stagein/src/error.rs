@@ -1,171 +1,212 @@
-//! What can go wrong while staging in. Each message names the source, the place in it, and the way out.
+//! Everything that can go wrong in a stage-in. Each message names the source or sample, where in
+//! it the problem lies, the reason, and what the user can do about it.
 
+use std::error::Error;
 use std::io;
 use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
 
+/// The advice that ends some messages. It is left out of the notes about what `--keep-going`
+/// skipped.
+const KEEP_GOING_ADVICE: &str = "; replace it with an intact copy, or skip what cannot be read with --keep-going";
+
 /// Why a stage-in failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StageInError {
-    /// Nothing is there.
-    #[error("no file or directory matches '{0}'")]
+    /// A path, glob or line of a list matches nothing.
+    #[error("no file or directory matches '{0}'; check the path, which every node must be able to read")]
     NoMatch(String),
-    /// A pattern that cannot be understood.
-    #[error("'{pattern}' is not a pattern: {reason}")]
-    Pattern {
-        /// As given.
-        pattern: String,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// A list that cannot be one.
-    #[error("'{}' cannot be a list of sources: {reason}", path.display())]
-    List {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
-    /// More sources than are kept in memory.
+    /// A pattern (of a source, `--include` or `--exclude`) does not parse.
     #[error(
-        "'{pattern}' names too many sources: one stage-in takes at most {SOURCES_MAX}, with {SOURCE_PATHS_LEN_MAX} bytes of paths; \
-             stage in the folder that they lie in, or some of them after the others"
+        "'{pattern}' is not a valid pattern: {reason}; wildcards are *, ?, [...] and **, \
+         and a wildcard in brackets stands for itself, as in [*]"
     )]
-    TooMany {
-        /// The glob or list that names the first one too many.
+    InvalidPattern {
+        /// The pattern as the user wrote it.
+        pattern: String,
+        /// The parser's complaint.
+        reason: String,
+    },
+    /// The file of `@LIST` cannot be a list of sources.
+    #[error("'{}' cannot be used as a list of sources: {reason}", path.display())]
+    InvalidList {
+        /// Path of the list.
+        path: PathBuf,
+        /// What is wrong, and what to write instead.
+        reason: String,
+    },
+    /// There are more sources than the coordinator keeps in memory.
+    #[error(
+        "'{pattern}' names too many sources: one stage-in takes at most {SOURCES_MAX}, with {SOURCE_PATHS_LEN_MAX} bytes of \
+         paths in total; name the directory that contains them instead, or use several stage-ins"
+    )]
+    TooManySources {
+        /// The glob or list that named the first source beyond the limit.
         pattern: String,
     },
-    /// A source, or a file of a tree, cannot be read.
+    /// A source, a file of a tree, or a list cannot be opened or read.
     #[error("cannot read '{}': {error}", path.display())]
     Read {
-        /// Which.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
+        #[source]
         error: io::Error,
     },
-    /// A device, FIFO or socket, named as a source.
-    #[error("'{}' is neither a file nor a directory", path.display())]
-    Special {
-        /// Which.
+    /// A source is a device, FIFO or socket.
+    #[error("'{}' is neither a file nor a directory; a device, FIFO or socket cannot be staged in", path.display())]
+    SpecialFile {
+        /// Path of the source.
         path: PathBuf,
     },
-    /// Named as an archive, but not one.
-    #[error("'{}' is named like an archive, but is none that can be unpacked (known: zip, and tar, plain or in gzip, zstd, xz, bzip2 or lz4); \
-             --no-unpack keeps archives as they are", path.display())]
+    /// A file has the name of an archive, but not the contents.
+    #[error(
+        "'{}' is named like an archive, but is not one that can be unpacked (supported: zip, and tar, either plain or compressed \
+         with gzip, zstd, xz, bzip2 or lz4); rename it, or stage archives in as files with --no-unpack",
+        path.display()
+    )]
     NotAnArchive {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// An archive breaks off or is damaged.
-    #[error("'{}' is damaged at byte {offset} of its unpacked content: {reason}", path.display())]
+    /// An archive is truncated or damaged.
+    #[error(
+        "'{}' is damaged at byte {offset} of the archive (of the tar inside, if it is compressed): {reason}{KEEP_GOING_ADVICE}",
+        path.display()
+    )]
     Damaged {
-        /// Which.
+        /// Path of the archive. An archive within an archive has the outer one's path in front.
         path: PathBuf,
-        /// Where, after decompression.
+        /// Offset in the archive; in a compressed tar, counted after decompression.
         offset: u64,
         /// What is wrong there.
         reason: String,
     },
-    /// A member that this version does not unpack.
-    #[error("'{}' has at byte {offset} a member that cannot be unpacked: {reason}", path.display())]
-    Unsupported {
-        /// Which archive.
-        path: PathBuf,
-        /// Where, after decompression.
-        offset: u64,
-        /// What it is.
-        reason: String,
-    },
-    /// A source is not what it was when it was listed or opened.
-    #[error("'{}' changed while it was staged in", path.display())]
-    Changed {
-        /// Which.
-        path: PathBuf,
-    },
-    /// A file that gives more or fewer bytes than its metadata say, though it did not change: those of /proc do.
-    #[error("'{}' says that it has {size} bytes and gives {}: it is no plain file of data; copy what it gives, and stage in the copy",
-            path.display(), if *gives_more { "more" } else { "fewer" })]
-    Lies {
-        /// Which.
-        path: PathBuf,
-        /// What it says.
-        size: u64,
-        /// What it gives.
-        gives_more: bool,
-    },
-    /// Larger than a sample may be; a hostile header can say so of a small file.
-    #[error("'{sample}' says it has {size} bytes, and a sample has at most {SAMPLE_SIZE_MAX}")]
-    TooLarge {
-        /// The sample.
-        sample: String,
-        /// What it says.
-        size: u64,
-    },
-    /// No node has room for a block.
-    #[error("no node has room left for '{sample}'; give more with --capacity or --data-dir, or stage in less")]
-    NoRoom {
-        /// The sample.
-        sample: String,
-    },
-    /// The data dir failed while something was put aside there.
-    #[error("cannot put aside what was found: {0}")]
-    Scratch(#[source] io::Error),
-    /// A node did not take what was shipped to it.
-    #[error("cannot store on node {node}: {reason}")]
-    Ship {
-        /// Which node.
-        node: NodeId,
-        /// Why.
-        reason: String,
-    },
-    /// Bytes changed between the source and the network, in a worker's memory.
+    /// A zip uses a feature that this version cannot unpack.
     #[error(
-        "a block changed in the memory of node {node} after it was read: its checksum is {found:08x}, at the source it was \
-         {expected:08x}; have that node's memory tested, and stage in without it"
+        "'{}' has a member at byte {offset} that cannot be unpacked: {reason}; pack it again as a plain zip or tar, \
+         or skip what cannot be read with --keep-going",
+        path.display()
+    )]
+    Unsupported {
+        /// Path of the archive.
+        path: PathBuf,
+        /// Offset in the archive.
+        offset: u64,
+        /// The feature.
+        reason: String,
+    },
+    /// A source is not the same as when it was planned or opened.
+    #[error("'{}' changed while it was staged in; stage it in again once nothing writes to it", path.display())]
+    Changed {
+        /// Path of the source.
+        path: PathBuf,
+    },
+    /// A file yields more or fewer bytes than its metadata promise, although it did not change.
+    /// Files in /proc and /sys do.
+    #[error(
+        "'{}' has a size of {size} bytes but yields {}, so it is not an ordinary file; copy its contents to a file, \
+         and stage in the copy",
+        path.display(), if *yields_more { "more" } else { "fewer" }
+    )]
+    WrongSize {
+        /// Path of the file.
+        path: PathBuf,
+        /// Size in bytes according to its metadata.
+        size: u64,
+        /// Whether the file yields more than that; otherwise it yields less.
+        yields_more: bool,
+    },
+    /// A sample is too large. A hostile header can claim any size for a small file.
+    #[error("'{sample}' claims to have {size} bytes, but a sample has at most {SAMPLE_SIZE_MAX}; split it, or check the archive")]
+    TooLarge {
+        /// Path of the sample in the dataset.
+        sample: String,
+        /// The claimed size in bytes.
+        size: u64,
+    },
+    /// Every node is full.
+    #[error("no node has room left for '{sample}'; raise --capacity, add drives with --data-dir, or stage in less")]
+    NoRoom {
+        /// Path of the sample in the dataset.
+        sample: String,
+    },
+    /// A temporary file on a data dir failed.
+    #[error("cannot use a temporary file of the stage-in: {0}")]
+    TempFile(#[source] io::Error),
+    /// A node did not store the blocks it was sent.
+    #[error("cannot store blocks on node {node}: {cause}")]
+    Ship {
+        /// The blocks' owner.
+        node: NodeId,
+        /// The node's answer, or why there was none.
+        #[source]
+        cause: Box<dyn Error + Send + Sync>,
+    },
+    /// The coordinator did not assign units to a worker.
+    #[error("cannot get work from node {coordinator}, the stage-in's coordinator: {cause}")]
+    NoAssignment {
+        /// The coordinator's node.
+        coordinator: NodeId,
+        /// Its answer, or why there was none.
+        #[source]
+        cause: Box<dyn Error + Send + Sync>,
+    },
+    /// A block changed in a worker's memory between reading and sending.
+    #[error(
+        "a block changed in the memory of node {node} after it was read: its checksum is {found:08x} and was {expected:08x} at \
+         the source; have that node's memory tested, and run without that node"
     )]
     Corrupted {
         /// The worker's node.
         node: NodeId,
-        /// The checksum taken while the source was read.
+        /// CRC32C taken when the source was read.
         expected: u32,
-        /// The checksum now.
+        /// CRC32C of the bytes in memory.
         found: u32,
     },
-    /// More members than can be told apart.
-    #[error("'{}' holds too many members for an archive within an archive; unpack it before", path.display())]
-    Crowded {
-        /// Which.
+    /// An archive within an archive has more members than can be numbered.
+    #[error("'{}' has too many members for an archive within an archive; unpack it first, or stage it in by itself", path.display())]
+    TooManyMembers {
+        /// Path of the inner archive, with the outer one's path in front.
         path: PathBuf,
     },
-    /// It was cancelled.
+    /// The stage-in was cancelled, by its user or by a failure elsewhere.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl StageInError {
-    /// Whether it is about one source, or a member of it, so that the others can be staged in all the same.
+    /// Whether the error concerns one source or member only, so that `--keep-going` may skip it.
     pub(crate) fn is_of_source(&self) -> bool {
         match self {
             Self::Read { .. }
             | Self::Damaged { .. }
             | Self::Unsupported { .. }
             | Self::Changed { .. }
-            | Self::Lies { .. }
+            | Self::WrongSize { .. }
             | Self::TooLarge { .. }
             | Self::NotAnArchive { .. }
-            | Self::Crowded { .. } => true,
+            | Self::TooManyMembers { .. } => true,
             Self::NoMatch(_)
-            | Self::Pattern { .. }
-            | Self::List { .. }
-            | Self::TooMany { .. }
-            | Self::Special { .. }
+            | Self::InvalidPattern { .. }
+            | Self::InvalidList { .. }
+            | Self::TooManySources { .. }
+            | Self::SpecialFile { .. }
             | Self::NoRoom { .. }
-            | Self::Scratch(_)
+            | Self::TempFile(_)
             | Self::Ship { .. }
+            | Self::NoAssignment { .. }
             | Self::Corrupted { .. }
             | Self::Cancelled => false,
         }
+    }
+
+    /// The message for the list of what `--keep-going` skipped.
+    pub(crate) fn skip_note(&self) -> String {
+        let message = self.to_string();
+        message.strip_suffix(KEEP_GOING_ADVICE).map_or_else(|| message.clone(), str::to_owned)
     }
 }

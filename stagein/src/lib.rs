@@ -4,11 +4,11 @@
 //! found is kept in sorted [`runs`] that the coordinator merges into a catalog. This crate knows no network: blocks are shipped into a
 //! [`pipeline::Sink`].
 
-pub mod collisions;
 pub mod error;
-mod gauge;
+pub mod path_conflicts;
 pub mod pipeline;
 pub mod plan;
+pub mod progress;
 pub mod runs;
 mod selection;
 mod source;
@@ -17,4 +17,4 @@ mod tests;
 pub mod unit_ledger;
 
 pub use error::StageInError;
-pub use source::is_named_archive;
+pub use source::has_archive_ending;

@@ -26,14 +26,14 @@ use dayfly_meta::wire::control::{Counts, Grouping, Selection, Step};
 use dayfly_meta::wire::peer::{RangeReport, Rival, Rivalry, ShippedBlock, Unit, UnitReport, Work};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-pub use batch::{Batch, BatchTable, Piece};
+pub use batch::{Batch, BatchTable, BlockPiece};
 
 use crate::StageInError;
-use crate::collisions::{Questions, rival};
-pub use crate::gauge::{Activity, Gauge};
+use crate::path_conflicts::{SuspectPaths, rival};
+use crate::progress::{Activity, ProgressMonitor};
 use crate::runs::RunWriter;
 use crate::selection::Selector;
-pub use crate::source::compressed::stage::Decoders;
+pub use crate::source::compressed::decoder_threads::DecoderLimits;
 
 /// The ticket of members that were taken back.
 const WITHDRAWN: u32 = u32::MAX;
@@ -50,20 +50,20 @@ pub trait Sink {
     fn ship(&mut self, owner: NodeId, batch: Batch<Self::Buffer>) -> Result<(), StageInError>;
 
     /// Starts to move a piece of a block for which room was taken.
-    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Self::Buffer>) -> Result<(), StageInError>;
+    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Self::Buffer>) -> Result<(), StageInError>;
 
     /// Batches and pieces under way.
     fn in_flight(&self) -> usize;
 
     /// Waits for one of them to arrive. A batch for which its owner had no room comes back.
-    fn settle(&mut self) -> Result<Settled<Self::Buffer>, StageInError>;
+    fn next_delivery(&mut self) -> Result<Delivery<Self::Buffer>, StageInError>;
 
     /// Asks the owner for room for a block that will come in pieces; its number there, if there is room.
     fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
 }
 
 /// What became of a batch.
-pub enum Settled<B> {
+pub enum Delivery<B> {
     /// Its owner has it. The first block's number there, and the others' follow.
     Stored(u32, BatchTable),
     /// A piece has arrived.
@@ -73,7 +73,7 @@ pub enum Settled<B> {
 }
 
 /// How a worker does its work.
-pub struct Orders<'a> {
+pub struct WorkerConfig<'a> {
     /// Who owns what.
     pub placement: Arc<Placement>,
     /// What to take.
@@ -81,9 +81,9 @@ pub struct Orders<'a> {
     /// Seed of the order in which blocks are stored.
     pub seed: u64,
     /// For compressed sources.
-    pub decoders: Decoders,
+    pub decoders: DecoderLimits,
     /// What the coordinator wants to know of what is found.
-    pub questions: Arc<Questions>,
+    pub suspect_paths: Arc<SuspectPaths>,
 }
 
 /// Reads units and ships what is in them.
@@ -99,15 +99,15 @@ pub struct Worker<S: Sink> {
     selector: Selector,
     selection: Selection,
     seed: u64,
-    decoders: Decoders,
-    gauge: Arc<Gauge>,
+    decoders: DecoderLimits,
+    monitor: Arc<ProgressMonitor>,
     activity: Activity,
     counts: Counts,
     ticket: u32,
     rivalry: Rivalry,
-    questions: Arc<Questions>,
+    suspect_paths: Arc<SuspectPaths>,
     /// Up to which of its generations they were answered; `None` if something was passed over.
-    answered: Option<u64>,
+    checked_generation: Option<u64>,
     /// Whether members of the present unit may yet turn out to be none: then nothing is said of them before it ends.
     is_uncertain: bool,
     /// Source bytes read for the present unit, and how long its thread waited for them.
@@ -124,27 +124,27 @@ pub struct Worker<S: Sink> {
 
 impl<S: Sink> Worker<S> {
     /// A worker of one stage-in.
-    pub fn new(sink: S, runs: RunWriter, orders: Orders<'_>, gauge: Arc<Gauge>) -> Result<Self, StageInError> {
+    pub fn new(sink: S, runs: RunWriter, config: WorkerConfig<'_>, monitor: Arc<ProgressMonitor>) -> Result<Self, StageInError> {
         Ok(Self {
             sink,
-            placement: orders.placement,
+            placement: config.placement,
             full: Vec::new(),
             open: BTreeMap::new(),
             members: Vec::new(),
             members_len: 0,
             runs,
-            selector: Selector::new(orders.selection)?,
-            selection: orders.selection.clone(),
+            selector: Selector::new(config.selection)?,
+            selection: config.selection.clone(),
             // Another than the placement's, or what a node owns would be stored in the order of the ring.
-            seed: orders.seed ^ 0x5eed_0f0f_da1f_1700,
-            decoders: orders.decoders,
-            activity: gauge.activity(),
-            gauge,
+            seed: config.seed ^ 0x5eed_0f0f_da1f_1700,
+            decoders: config.decoders,
+            activity: monitor.new_activity(),
+            monitor,
             counts: Counts::default(),
             ticket: 0,
             rivalry: Rivalry::default(),
-            questions: orders.questions,
-            answered: Some(0),
+            suspect_paths: config.suspect_paths,
+            checked_generation: Some(0),
             is_uncertain: false,
             source_bytes: 0,
             reading: Duration::ZERO,
@@ -176,10 +176,10 @@ impl<S: Sink> Worker<S> {
         }
         self.flush()?;
         self.is_uncertain = false;
-        self.answer()?;
+        self.check_suspect_paths()?;
         self.activity.end();
-        self.gauge.busy(Step::Shipping, self.shipping);
-        self.gauge.busy(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
+        self.monitor.add_busy_time(Step::Shipping, self.shipping);
+        self.monitor.add_busy_time(Step::Placing, start.elapsed().saturating_sub(self.reading + self.shipping));
         Ok(reports)
     }
 
@@ -189,20 +189,20 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Looks for what was asked since the last look, in all that was found before.
-    pub fn answer(&mut self) -> Result<(), StageInError> {
-        let generation = self.questions.generation();
-        if self.answered == Some(generation) {
+    pub fn check_suspect_paths(&mut self) -> Result<(), StageInError> {
+        let generation = self.suspect_paths.generation();
+        if self.checked_generation == Some(generation) {
             return Ok(());
         }
-        self.answered = if self.is_uncertain { None } else { Some(generation) };
+        self.checked_generation = if self.is_uncertain { None } else { Some(generation) };
         let uncertain = self.is_uncertain.then_some(self.ticket);
         let mut look_at = |member: &Member| {
             if member.ticket != WITHDRAWN && Some(member.ticket) != uncertain {
-                self.questions.look_at(member);
+                self.suspect_paths.check(member);
             }
         };
         self.members.iter().for_each(&mut look_at);
-        self.runs.each(&mut look_at).map_err(StageInError::Scratch)
+        self.runs.each(&mut look_at).map_err(StageInError::TempFile)
     }
 
     fn note(&mut self, text: &str) {
@@ -211,13 +211,13 @@ impl<S: Sink> Worker<S> {
 
     /// Whether a failure can be left at that: with `--keep-going`, if it is about a source.
     fn forgive(&mut self, error: StageInError) -> Result<(), StageInError> {
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return Err(StageInError::Cancelled);
         }
         if !self.selection.keep_going || !error.is_of_source() {
             return Err(error);
         }
-        self.counts.skip(&error.to_string());
+        self.counts.skip(&error.skip_note());
         Ok(())
     }
 
@@ -226,7 +226,7 @@ impl<S: Sink> Worker<S> {
         self.counts.hard_links += u64::from(matches!(member.kind, MemberKind::HardLink(_)));
         self.members_len += member.memory_len();
         self.members.push(member);
-        self.gauge.step();
+        self.monitor.advance();
         self.flush_if_many()
     }
 
@@ -271,16 +271,16 @@ impl<S: Sink> Worker<S> {
         self.place_returned()?;
         self.counts.files += 1;
         self.counts.bytes += size;
-        self.gauge.file(size);
-        if self.questions.generation() == 0 {
+        self.monitor.count_file(size);
+        if self.suspect_paths.generation() == 0 {
             return Ok(());
         }
         if self.is_uncertain {
-            self.answered = None;
+            self.checked_generation = None;
             return Ok(());
         }
-        self.members.get(index).into_iter().for_each(|member| self.questions.look_at(member));
-        self.answer()
+        self.members.get(index).into_iter().for_each(|member| self.suspect_paths.check(member));
+        self.check_suspect_paths()
     }
 
     /// Takes back the file that was taken last: its bytes are not what they should be.
@@ -336,7 +336,7 @@ impl<S: Sink> Worker<S> {
             let is_first = offset.is_multiple_of(CHUNK_LEN);
             chunk = if is_first { checksum } else { combine(chunk, checksum, len as u64) };
             self.make_way()?;
-            self.sink.ship_piece(owner, Piece { buffer, len, arrival, offset, checksum })?;
+            self.sink.ship_piece(owner, BlockPiece { buffer, len, arrival, offset, checksum })?;
             offset += len as u64;
             if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
                 self.add_checksum(index, chunk);
@@ -416,7 +416,7 @@ impl<S: Sink> Worker<S> {
 
     fn take_buffer(&mut self, owner: NodeId) -> Result<S::Buffer, StageInError> {
         loop {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             let start = Instant::now();
@@ -432,7 +432,7 @@ impl<S: Sink> Worker<S> {
             {
                 self.ship(owner, batch)?;
             } else {
-                return Err(StageInError::Ship { node: owner, reason: "there is no memory for a batch".to_owned() });
+                return Err(StageInError::Ship { node: owner, cause: "there is no memory for a batch".into() });
             }
         }
     }
@@ -447,9 +447,9 @@ impl<S: Sink> Worker<S> {
 
     /// Calls the sink, which may wait.
     fn storing<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
-        self.activity.go_on(Step::Shipping);
+        self.activity.switch_to(Step::Shipping);
         let result = call(&mut self.sink);
-        self.activity.go_on(Step::Reading);
+        self.activity.switch_to(Step::Reading);
         result
     }
 
@@ -462,15 +462,15 @@ impl<S: Sink> Worker<S> {
 
     /// Waits for a batch to arrive; one that its owner had no room for goes to the next on the ring, block by block.
     fn settle(&mut self) -> Result<(), StageInError> {
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return Err(StageInError::Cancelled);
         }
         let start = Instant::now();
-        let settled = self.storing(S::settle);
+        let settled = self.storing(S::next_delivery);
         self.shipping += start.elapsed();
         let (node, batch) = match settled? {
-            Settled::Piece => return Ok(()),
-            Settled::Stored(first, table) => {
+            Delivery::Piece => return Ok(()),
+            Delivery::Stored(first, table) => {
                 for (&(index, part), arrival) in table.members.iter().zip(first..) {
                     if let Some(MemberKind::File { blocks, .. }) = self.members.get_mut(index).map(|member| &mut member.kind)
                         && let Some(block) = blocks.get_mut(part as usize)
@@ -480,7 +480,7 @@ impl<S: Sink> Worker<S> {
                 }
                 return Ok(());
             }
-            Settled::Full(node, batch) => (node, batch),
+            Delivery::Full(node, batch) => (node, batch),
         };
         self.mark_full(node);
         // Its memory is needed to ship it again, so it waits elsewhere.
@@ -491,7 +491,7 @@ impl<S: Sink> Worker<S> {
     /// Gives blocks whose owner was full to the next on the ring.
     fn place_returned(&mut self) -> Result<(), StageInError> {
         while let Some(batch) = self.returned.pop_front() {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             for ((index, part), block, bytes) in batch.iter() {
@@ -525,7 +525,7 @@ impl<S: Sink> Worker<S> {
         }
         self.members_len = 0;
         for member in std::mem::take(&mut self.members).into_iter().filter(|member| member.ticket != WITHDRAWN) {
-            self.runs.push(member).map_err(StageInError::Scratch)?;
+            self.runs.push(member).map_err(StageInError::TempFile)?;
         }
         Ok(())
     }
@@ -535,7 +535,7 @@ impl<S: Sink> Worker<S> {
         self.open.clear();
         self.returned.clear();
         while self.sink.in_flight() > 0 {
-            self.sink.settle()?;
+            self.sink.next_delivery()?;
         }
         self.members.clear();
         (self.members_len, self.counts) = (0, Counts::default());

@@ -21,7 +21,7 @@ pub use preflight::check_sources;
 pub use queue::UnitQueue;
 
 use crate::StageInError;
-use crate::gauge::{Activity, Gauge};
+use crate::progress::{Activity, ProgressMonitor};
 use crate::selection::Selector;
 use crate::source::directory::{Found, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
@@ -36,8 +36,8 @@ pub struct StageInPlan {
     pub rivalries: Vec<Rivalry>,
     /// The units, to be handed out.
     pub units: UnitQueue,
-    /// The ranges of the archives that are cut, by source.
-    pub ranges: Ranges,
+    /// Plain tars that are split into ranges, each a unit of its own.
+    pub split_tars: Vec<SplitTar>,
     /// Bytes of the sources as they lie.
     pub source_bytes: u64,
     /// Bytes of files of trees, and of single files: what is certainly stored.
@@ -52,11 +52,10 @@ pub struct StageInPlan {
     pub counts: Counts,
 }
 
-/// Archives that are cut into ranges, by source.
-pub type Ranges = Vec<(u32, Cut)>;
-
-/// A plain tar that is cut into ranges.
-pub struct Cut {
+/// A plain tar that is split into ranges.
+pub struct SplitTar {
+    /// Number of its source.
+    pub source: u32,
     /// The archive.
     pub path: Vec<u8>,
     /// As it was when it was cut.
@@ -70,7 +69,7 @@ pub struct Cut {
 }
 
 /// What a plan is made from.
-pub struct Wanted<'a> {
+pub struct PlanRequest<'a> {
     /// Paths, globs and lists.
     pub patterns: &'a [Vec<u8>],
     /// What to take of them.
@@ -81,11 +80,11 @@ pub struct Wanted<'a> {
     pub workers: u64,
 }
 
-/// Finds, tells apart and cuts. `scratch` is a nameless file; `gauge` is told of each step, and asked whether to go on.
-pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<StageInPlan, StageInError> {
-    let &Wanted { patterns, selection, seed, workers } = wanted;
+/// Finds, tells apart and cuts. `scratch` is a nameless file; `monitor` is told of each step, and asked whether to go on.
+pub fn plan_sources(wanted: &PlanRequest<'_>, scratch: File, monitor: &ProgressMonitor) -> Result<StageInPlan, StageInError> {
+    let &PlanRequest { patterns, selection, seed, workers } = wanted;
     let selector = Selector::new(selection)?;
-    let watch = Watch::new(gauge);
+    let watch = Watch::new(monitor);
     let paths = given(patterns, selection, &watch)?;
     let is_alone = paths.len() == 1;
     let mut planner = Planner {
@@ -93,7 +92,7 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<StageIn
             sources: Vec::new(),
             rivalries: Vec::new(),
             units: UnitQueue::new(scratch),
-            ranges: Vec::new(),
+            split_tars: Vec::new(),
             source_bytes: 0,
             known_bytes: 0,
             known_files: 0,
@@ -120,29 +119,29 @@ pub fn plan(wanted: &Wanted<'_>, scratch: File, gauge: &Gauge) -> Result<StageIn
         } else if metadata.is_file() {
             planner.file(path, None, &metadata).or_else(|error| planner.forgive(error))?;
         } else {
-            return Err(StageInError::Special { path });
+            return Err(StageInError::SpecialFile { path });
         }
     }
-    planner.plan.units.close(seed).map_err(StageInError::Scratch)?;
+    planner.plan.units.close(seed).map_err(StageInError::TempFile)?;
     Ok(planner.plan)
 }
 
-/// Tells the gauge how planning goes.
+/// Tells the monitor how planning goes.
 struct Watch<'a> {
-    gauge: &'a Gauge,
+    monitor: &'a ProgressMonitor,
     activity: Activity,
 }
 
 impl<'a> Watch<'a> {
-    fn new(gauge: &'a Gauge) -> Self {
-        Self { gauge, activity: gauge.activity() }
+    fn new(monitor: &'a ProgressMonitor) -> Self {
+        Self { monitor, activity: monitor.new_activity() }
     }
 
     /// It goes on with this path, unless the stage-in was cancelled.
     fn look_at(&self, path: &[u8]) -> Result<(), StageInError> {
         self.activity.begin(Step::Reading, path);
-        self.gauge.step();
-        if self.gauge.is_cancelled() { Err(StageInError::Cancelled) } else { Ok(()) }
+        self.monitor.advance();
+        if self.monitor.is_cancelled() { Err(StageInError::Cancelled) } else { Ok(()) }
     }
 }
 
@@ -174,7 +173,7 @@ impl Planner<'_> {
         if !self.selection.keep_going || !error.is_of_source() {
             return Err(error);
         }
-        self.plan.counts.skip(&error.to_string());
+        self.plan.counts.skip(&error.skip_note());
         Ok(())
     }
 
@@ -226,7 +225,7 @@ impl Planner<'_> {
         if ranges.len() > 1 {
             let ends = ranges.iter().map(|&(from, to, _)| (from, to)).collect();
             let (prefix, rivalry) = (prefix.to_vec(), self.rivalry);
-            self.plan.ranges.push((source, Cut { path: path.clone(), version, prefix, rivalry, ranges: ends }));
+            self.plan.split_tars.push(SplitTar { source, path: path.clone(), version, prefix, rivalry, ranges: ends });
         }
         // Also what is left over at the end: a range is never one of several small units.
         let least = if ranges.len() > 1 { RANGE_LEN_MIN } else { 0 };
@@ -320,7 +319,7 @@ impl Planner<'_> {
     }
 
     fn unit(&mut self, unit: Unit, bytes: u64) -> Result<(), StageInError> {
-        self.plan.units.push(&unit, bytes).map_err(StageInError::Scratch)
+        self.plan.units.push(&unit, bytes).map_err(StageInError::TempFile)
     }
 }
 
@@ -367,8 +366,8 @@ mod tests {
 
     fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<Unit>), StageInError> {
         let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
-        let wanted = Wanted { patterns: &patterns, selection, seed: 1, workers: 1 };
-        let mut plan = plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())?;
+        let wanted = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };
+        let mut plan = plan_sources(&wanted, tempfile::tempfile().unwrap(), &ProgressMonitor::default())?;
         let mut units = Vec::new();
         while let Some(unit) = plan.units.next_unit()? {
             units.push(unit);

@@ -81,7 +81,7 @@ fn matches(set: &GlobSet, path: &[u8]) -> bool {
 fn compile(patterns: &[String]) -> Result<GlobSet, StageInError> {
     let invalid = |pattern: &str, error: globset::Error| {
         let (pattern, reason) = (pattern.to_owned(), error.kind().to_string());
-        StageInError::Pattern { pattern, reason }
+        StageInError::InvalidPattern { pattern, reason }
     };
     let mut set = GlobSetBuilder::new();
     for pattern in patterns {
@@ -119,6 +119,6 @@ mod tests {
         let refused = Selector::new(&Selection::default()).unwrap().name(b"../x", false);
         assert_eq!(refused, Named::Refused(InvalidPath::Leaves));
         let broken = Selection { include: vec!["[".into()], ..Selection::default() };
-        assert!(matches!(Selector::new(&broken), Err(StageInError::Pattern { .. })));
+        assert!(matches!(Selector::new(&broken), Err(StageInError::InvalidPattern { .. })));
     }
 }

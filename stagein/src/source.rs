@@ -55,7 +55,7 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
 }
 
 /// Whether a name ends as those of archives do.
-pub fn is_named_archive(name: &[u8]) -> bool {
+pub fn has_archive_ending(name: &[u8]) -> bool {
     without_archive_ending(name).is_some()
 }
 

@@ -1,8 +1,16 @@
-//! UnitLedger out units, and judging what came back.
+//! The unit ledger: which units wait, which are assigned to a worker, and which of their results
+//! count.
 //!
-//! A range of a tar is begun wherever something looks like a header. Whether that was right shows once the range before it
-//! has been read: it ends where this one must have begun, or this one is handed out again. So a range counts only after all
-//! ranges before it do; nothing else waits for that.
+//! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
+//! ticket it was found under. The result of most units counts as soon as it is reported. A range
+//! of a tar is different: its worker starts at the first block that looks like a header, and
+//! whether that was a real header is known only after the range before it has been read. The end
+//! of that range is where this one must have started. If it did not, the ledger rejects the ticket
+//! and assigns the range again, this time with its true start. Ranges of one archive therefore
+//! count strictly in order, while workers read them in parallel; no other unit waits for that.
+//!
+//! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
+//! from the queue's temporary file. The coordinator holds it in a mutex.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -11,186 +19,209 @@ use dayfly_meta::wire::control::Counts;
 use dayfly_meta::wire::peer::{TarPosition, TarRange, Unit, UnitReport, Work};
 
 use crate::StageInError;
-use crate::plan::{Cut, Ranges, UnitQueue};
+use crate::plan::{SplitTar, UnitQueue};
 
-/// The units of a stage-in, on their way out and back.
+/// Assigns the units of one stage-in to workers and decides which results count.
 pub struct UnitLedger {
-    queue: UnitQueue,
-    again: VecDeque<Unit>,
-    chains: HashMap<u32, Chain>,
-    out: HashMap<u32, Out>,
+    waiting: UnitQueue,
+    /// Ranges whose first attempt was rejected; they go before everything else, because the ranges
+    /// after them cannot count until they do.
+    retries: VecDeque<Unit>,
+    /// Split archives, by source.
+    chains: HashMap<u32, RangeChain>,
+    /// Units that a worker is reading, by ticket.
+    assigned: HashMap<u32, Assignment>,
     last_ticket: u32,
     rejected: HashSet<u32>,
 }
 
-/// A unit that someone reads.
-struct Out {
+/// A unit that a worker is reading.
+struct Assignment {
     source: u32,
-    /// Of a range: its number, and the global headers that it was begun with.
+    /// Only for a range of a tar: its index, and the global headers that its worker started with.
     range: Option<(usize, Vec<u8>)>,
 }
 
-/// What a worker gets.
+/// The answer to a worker that asks for units.
 #[derive(Debug)]
-pub enum Handed {
-    /// A unit, or several small ones.
-    Units(Vec<Unit>),
-    /// Nothing now; what is out may have to be handed out again.
-    Nothing,
-    /// Nothing any more: all is read.
-    Done,
+pub enum NextUnits {
+    /// One unit, or several small ones. The worker must report each of them.
+    Assigned(Vec<Unit>),
+    /// No unit waits now, but an assigned one may be rejected and assigned again. Ask later.
+    NoneYet,
+    /// All units are finished and none will be added.
+    Finished,
 }
 
-/// What reports come to.
+/// What the ledger decided after a report. Because ranges count in order, one report can decide
+/// the fate of several units, or of none yet.
 #[derive(Debug, Default)]
-pub struct Judged {
-    /// What was met in what counts from now on.
-    pub counts: Vec<Counts>,
-    /// What was met in what does not count, for progress was told of it.
-    pub undone: Vec<Counts>,
-    /// Bytes that were read for it.
-    pub undone_bytes: u64,
-    /// Why the stage-in cannot go on.
+pub struct Verdict {
+    /// Counts of the units whose results count from now on.
+    pub accepted: Vec<Counts>,
+    /// Counts of rejected units. Progress has included them already, so the caller subtracts them.
+    pub rejected: Vec<Counts>,
+    /// Source bytes that were read for the rejected units.
+    pub rejected_bytes: u64,
+    /// Set if a unit that counts could not be read to its end; the stage-in has failed.
     pub failure: Option<String>,
 }
 
 impl UnitLedger {
-    /// `ranges` are those of the archives that are cut.
-    pub fn new(queue: UnitQueue, ranges: Ranges) -> Self {
-        let chains = ranges.into_iter().map(|(source, ranges)| (source, Chain::new(ranges))).collect();
-        Self { queue, again: VecDeque::new(), chains, out: HashMap::new(), last_ticket: 0, rejected: HashSet::new() }
+    /// Creates a ledger over the units of a plan and the archives that the plan split.
+    pub fn new(units: UnitQueue, split_tars: Vec<SplitTar>) -> Self {
+        let chains = split_tars.into_iter().map(|tar| (tar.source, RangeChain::new(tar))).collect();
+        Self {
+            waiting: units,
+            retries: VecDeque::new(),
+            chains,
+            assigned: HashMap::new(),
+            last_ticket: 0,
+            rejected: HashSet::new(),
+        }
     }
 
-    /// The next unit, or several small ones.
-    pub fn hand_out(&mut self) -> Result<Handed, StageInError> {
+    /// Assigns the next unit, or several small ones.
+    ///
+    /// # Errors
+    ///
+    /// [`StageInError::TempFile`] if a unit cannot be read back from the plan's temporary file.
+    pub fn assign_next(&mut self) -> Result<NextUnits, StageInError> {
         let mut units = Vec::new();
         let mut len = 0;
-        // Ranges are not small: those that are begun where a header is found, and those that are read again, go alone.
-        while let Some(small_len) = self.queue.next_small_len().filter(|_| self.again.is_empty()) {
+        // Ranges count as large, so a range is always assigned alone, and so is a retry.
+        while let Some(small_len) = self.waiting.next_small_len().filter(|_| self.retries.is_empty()) {
             len += small_len;
             if units.len() == SMALL_UNITS_MAX || len > MESSAGE_LEN_MAX / 2 {
                 break;
             }
-            units.extend(self.next_unit()?);
+            units.extend(self.assign_one()?);
         }
         if units.is_empty() {
-            units.extend(self.next_unit()?);
+            units.extend(self.assign_one()?);
         }
         match units.is_empty() {
-            false => Ok(Handed::Units(units)),
-            true if self.out.is_empty() => Ok(Handed::Done),
-            true => Ok(Handed::Nothing),
+            false => Ok(NextUnits::Assigned(units)),
+            true if self.assigned.is_empty() => Ok(NextUnits::Finished),
+            true => Ok(NextUnits::NoneYet),
         }
     }
 
-    fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
+    fn assign_one(&mut self) -> Result<Option<Unit>, StageInError> {
         loop {
-            let unit = match self.again.pop_front() {
+            let unit = match self.retries.pop_front() {
                 Some(unit) => Some(unit),
-                None => self.queue.next_unit()?,
+                None => self.waiting.next_unit()?,
             };
             let Some(mut unit) = unit else { return Ok(None) };
             let range = match (&unit.work, self.chains.get_mut(&unit.source)) {
                 (Work::TarRange(range), Some(chain)) => {
                     if chain.position.is_none() {
-                        // The archive ended before it: what lies there is no part of it.
+                        // The archive ended in an earlier range; the bytes here are not part of it.
                         continue;
                     }
-                    let number = chain.cut.ranges.partition_point(|&(from, _)| from < range.from);
+                    let index = chain.tar.ranges.partition_point(|&(from, _)| from < range.from);
                     let globals = range.start.as_ref().map_or_else(Vec::new, |start| start.globals.clone());
-                    Some((number, globals))
+                    Some((index, globals))
                 }
                 _ => None,
             };
             self.last_ticket += 1;
             unit.ticket = self.last_ticket;
-            self.out.insert(unit.ticket, Out { source: unit.source, range });
+            self.assigned.insert(unit.ticket, Assignment { source: unit.source, range });
             return Ok(Some(unit));
         }
     }
 
-    /// A unit came back.
-    pub fn take_back(&mut self, report: UnitReport) -> Judged {
-        let mut judged = Judged::default();
-        let Some(Out { source, range }) = self.out.remove(&report.ticket) else { return judged };
+    /// Records the report of a finished unit. A report for an unknown ticket is ignored.
+    pub fn record(&mut self, report: UnitReport) -> Verdict {
+        let mut verdict = Verdict::default();
+        let Some(Assignment { source, range }) = self.assigned.remove(&report.ticket) else { return verdict };
         if report.withdrawn {
             self.rejected.insert(report.ticket);
         }
-        let (Some((number, globals)), Some(chain)) = (range, self.chains.get_mut(&source)) else {
-            judged.counts.push(report.counts);
-            return judged;
+        let (Some((index, globals)), Some(chain)) = (range, self.chains.get_mut(&source)) else {
+            verdict.accepted.push(report.counts);
+            return verdict;
         };
-        chain.reports.insert(number, (report, globals));
-        chain.judge(&mut judged, &mut self.rejected, &mut self.again, source);
-        judged
+        chain.reports.insert(index, (report, globals));
+        if let Some(retry) = chain.judge(&mut verdict, &mut self.rejected) {
+            self.retries.push_back(retry);
+        }
+        verdict
     }
 
-    /// Whether what this ticket found will certainly count. A range counts once all before it do; any other unit from the start, unless
-    /// its source may still turn out to have changed, which only `keep_going` forgives.
+    /// Whether the result of this ticket is certain to count. A range is certain once all ranges
+    /// before it count. Any other unit is certain from its assignment on, except with
+    /// `keep_going`: then its worker may still withdraw it because the source changed, where
+    /// without `keep_going` the stage-in would fail.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {
-        let is_out = self.out.get(&ticket).is_some_and(|out| keep_going || out.range.is_some());
-        let is_unjudged =
+        let may_be_rejected = self.assigned.get(&ticket).is_some_and(|assigned| keep_going || assigned.range.is_some());
+        let awaits_verdict =
             || self.chains.values().flat_map(|chain| chain.reports.values()).any(|(report, _)| report.ticket == ticket);
-        !is_out && !self.rejected.contains(&ticket) && !is_unjudged()
+        !may_be_rejected && !self.rejected.contains(&ticket) && !awaits_verdict()
     }
 
-    /// What was found by these does not count.
-    pub fn rejected(&self) -> &HashSet<u32> {
+    /// Tickets whose members must be left out of the catalog.
+    pub fn rejected_tickets(&self) -> &HashSet<u32> {
         &self.rejected
     }
 }
 
-/// An archive's ranges, one after another.
-struct Chain {
-    cut: Cut,
-    /// Those that came back and are not judged, with the global headers that they were begun with.
+/// The ranges of one archive, of which a prefix has been judged.
+struct RangeChain {
+    tar: SplitTar,
+    /// Reports that wait for a range before them, by index, with the global headers that the
+    /// worker started with.
     reports: BTreeMap<usize, (UnitReport, Vec<u8>)>,
-    /// The first that is not judged.
-    at: usize,
-    /// Where the archive's next member begins; `None` after its end.
+    /// Index of the first range without a verdict.
+    next: usize,
+    /// Where the archive's next member starts; `None` after the archive's end.
     position: Option<TarPosition>,
 }
 
-impl Chain {
-    fn new(cut: Cut) -> Self {
-        Self { cut, reports: BTreeMap::new(), at: 0, position: Some(TarPosition::default()) }
+impl RangeChain {
+    fn new(tar: SplitTar) -> Self {
+        Self { tar, reports: BTreeMap::new(), next: 0, position: Some(TarPosition::default()) }
     }
 
-    fn judge(&mut self, judged: &mut Judged, rejected: &mut HashSet<u32>, again: &mut VecDeque<Unit>, source: u32) {
+    /// Judges reports in order, as far as there are any. Returns the next range, with its true
+    /// start, if its report had to be rejected.
+    fn judge(&mut self, verdict: &mut Verdict, rejected: &mut HashSet<u32>) -> Option<Unit> {
         while let Some(position) = self.position.clone() {
-            let Some((report, globals)) = self.reports.remove(&self.at) else { return };
-            let (from, to) = self.cut.ranges[self.at];
+            let (report, globals) = self.reports.remove(&self.next)?;
+            let (from, to) = self.tar.ranges[self.next];
             if position.offset >= to {
-                // No member of the archive begins in this range.
-                reject(report, judged, rejected);
-                self.at += 1;
+                // A member of an earlier range spans this one, so no member starts here.
+                reject(report, verdict, rejected);
+                self.next += 1;
                 continue;
             }
             let range = report.range.clone().unwrap_or_default();
             if range.first == Some(position.offset) && globals == position.globals {
-                judged.counts.push(report.counts);
+                verdict.accepted.push(report.counts);
                 if range.failure.is_some() {
-                    judged.failure = range.failure;
-                    return;
+                    verdict.failure = range.failure;
+                    return None;
                 }
                 self.position = range.next;
-                self.at += 1;
+                self.next += 1;
                 continue;
             }
-            reject(report, judged, rejected);
-            let (path, version) = (self.cut.path.clone(), self.cut.version);
+            reject(report, verdict, rejected);
+            let (path, version) = (self.tar.path.clone(), self.tar.version);
             let range = TarRange { path, version, from, to, start: Some(position) };
-            let (prefix, rivalry) = (self.cut.prefix.clone(), self.cut.rivalry);
-            again.push_back(Unit { source, ticket: 0, prefix, rivalry, work: Work::TarRange(range) });
-            return;
+            let (source, prefix, rivalry) = (self.tar.source, self.tar.prefix.clone(), self.tar.rivalry);
+            return Some(Unit { source, ticket: 0, prefix, rivalry, work: Work::TarRange(range) });
         }
-        // The archive has ended: whatever lies behind is no part of it.
-        std::mem::take(&mut self.reports).into_values().for_each(|(report, _)| reject(report, judged, rejected));
+        // The archive has ended; the bytes behind its end are not part of it.
+        std::mem::take(&mut self.reports).into_values().for_each(|(report, _)| reject(report, verdict, rejected));
+        None
     }
 }
 
-fn reject(report: UnitReport, judged: &mut Judged, rejected: &mut HashSet<u32>) {
+fn reject(report: UnitReport, verdict: &mut Verdict, rejected: &mut HashSet<u32>) {
     rejected.insert(report.ticket);
-    judged.undone.push(report.counts);
-    judged.undone_bytes += report.source_bytes;
+    verdict.rejected.push(report.counts);
+    verdict.rejected_bytes += report.source_bytes;
 }

@@ -1,35 +1,35 @@
-//! What an error may say, and what explains that it is said. An error whose words are in no row is a failure, and so is one that no
-//! fault of the run explains.
+//! The causes that errors name, and the faults that explain them. The test fails on an error whose words match no row of the table,
+//! and on an error that no fault of the run explains.
 
 use crate::data::Version;
 use crate::schedule::{Drive, Fault, READERS, Victim};
 
-/// What an error names as its cause.
+/// The cause that an error names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// Another node, or its server, is gone or silent.
+    /// Another node or its server has died or does not answer.
     NodeLost,
-    /// A drive, of this node or of the one that is named.
+    /// A drive of this node, or of the node that the error names.
     Drive,
-    /// The server of the reader's own node.
+    /// The server of the reader's own node does not answer.
     OwnServer,
-    /// The session, or the dataset, is no more.
+    /// The session has ended, or the dataset was removed.
     Gone,
-    /// A path of a dataset that was replaced.
+    /// A path does not exist, because its dataset was replaced.
     NoName,
-    /// No room.
+    /// A drive is full.
     Full,
-    /// It was interrupted.
+    /// The stage-in was interrupted.
     Cancelled,
-    /// A source of a stage-in has gone or changed.
+    /// A source of a stage-in disappeared or changed.
     Source,
-    /// `cat` knows nothing but EIO; the library's line beside it names the cause.
+    /// `cat` reports only EIO; the preload library prints the cause beside it.
     Io,
-    /// Another stage-in has not ended.
+    /// Another stage-in to the same target is still running.
     Busy,
 }
 
-/// By words of the message, the first row that matches.
+/// Words of a message and the cause that they name. The first row that matches counts.
 const TABLE: &[(&str, Cause)] = &[
     ("Input/output error (os error 5)", Cause::Drive),
     ("Input/output error", Cause::Io),
@@ -67,40 +67,40 @@ const TABLE: &[(&str, Cause)] = &[
     ("no such file or directory", Cause::NoName),
 ];
 
-/// The cause that a message names, and the nodes that it names.
+/// Returns the cause and the nodes that a message names.
 pub(crate) fn classify(message: &str) -> Option<(Cause, Vec<u16>)> {
     let cause = TABLE.iter().find(|(words, _)| message.contains(words)).map(|&(_, cause)| cause)?;
     let digits = |rest: &str| rest.chars().take_while(char::is_ascii_digit).collect::<String>().parse().ok();
     Some((cause, message.split("node ").skip(1).filter_map(digits).collect()))
 }
 
-/// Something that was done, and the time from which to which it explains errors.
+/// An event of the run, and the time within which it explains errors.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Interval {
     pub(crate) event: Event,
     pub(crate) begin_ms: u64,
-    /// With what comes after it; none while it lasts.
+    /// Includes the aftermath of the event; `None` while the event lasts.
     pub(crate) end_ms: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
     Fault(Fault),
-    /// This version was, perhaps, replaced.
+    /// A stage-in began that may replace this version.
     Replaced(Version),
 }
 
-/// Who met an error.
+/// The process that saw an error: a command on a node, or a reader.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Who {
+pub(crate) struct Observer {
     pub(crate) node: u16,
     pub(crate) reader: Option<usize>,
 }
 
-/// Whether a fault explains an error that names this cause, and perhaps nodes, met by a reader or a command of a node in what it did.
-pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], who: Who) -> bool {
+/// Whether `event` explains that `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
+pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], observer: Observer) -> bool {
     let fault = match event {
-        // Of the version that takes its place nothing may fail. A walk over all may meet a name that is gone.
+        // No read of the new version may fail. A listing of all datasets may come upon a name that was just removed.
         Event::Replaced(old) => {
             let is_old = what.contains(&old.path_of_all()) || what == "list";
             return is_old && matches!(cause, Cause::Gone | Cause::NoName | Cause::Io);
@@ -108,29 +108,29 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], wh
         Event::Fault(fault) => fault,
     };
     match fault {
-        // A node that stands still loses its peers' answers, and they its.
+        // A stopped node misses the answers of its peers, and they miss its answers.
         Fault::Stop(Victim::Server(node)) => match cause {
-            Cause::NodeLost => nodes.contains(&node) || who.node == node,
-            Cause::OwnServer => who.node == node,
+            Cause::NodeLost => nodes.contains(&node) || observer.node == node,
+            Cause::OwnServer => observer.node == node,
             Cause::Io => true,
             _ => false,
         },
         Fault::KillServer(node) => match cause {
-            Cause::NodeLost => nodes.contains(&node) || who.node == node,
-            Cause::OwnServer => who.node == node,
-            // One that ends by itself says that it has given everything up.
-            Cause::Gone => who.node == node || nodes.contains(&node),
-            Cause::NoName => who.node == node && who.reader.is_none(),
+            Cause::NodeLost => nodes.contains(&node) || observer.node == node,
+            Cause::OwnServer => observer.node == node,
+            // A server that exits by itself reports that its data are gone.
+            Cause::Gone => observer.node == node || nodes.contains(&node),
+            Cause::NoName => observer.node == node && observer.reader.is_none(),
             Cause::Io => true,
             _ => false,
         },
-        // A reader that does not take what it is sent is given up by its server.
-        Fault::Stop(Victim::Reader(reader)) => who.reader == Some(reader) && matches!(cause, Cause::OwnServer | Cause::Io),
+        // A server revokes the leases of a reader that takes no bytes from its socket.
+        Fault::Stop(Victim::Reader(reader)) => observer.reader == Some(reader) && matches!(cause, Cause::OwnServer | Cause::Io),
         Fault::KillReader(_) | Fault::Tune(_) => false,
-        Fault::Drive(Victim::Reader(reader), _) => who.reader == Some(reader) && matches!(cause, Cause::Drive | Cause::Io),
+        Fault::Drive(Victim::Reader(reader), _) => observer.reader == Some(reader) && matches!(cause, Cause::Drive | Cause::Io),
         Fault::Drive(Victim::Server(node), drive) => match cause {
             Cause::Io => true,
-            Cause::Drive => nodes.is_empty() && who.node == node || nodes.contains(&node),
+            Cause::Drive => nodes.is_empty() && observer.node == node || nodes.contains(&node),
             Cause::Full => matches!(drive, Drive::NoRoom { .. }),
             _ => false,
         },
@@ -142,7 +142,7 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], wh
 }
 
 #[test]
-fn a_message_tells_its_cause_and_its_nodes() {
+fn a_message_is_classified_by_its_cause_and_its_nodes() {
     let check =
         |message: &str, cause: Cause, nodes: &[u16]| assert_eq!(classify(message), Some((cause, nodes.to_vec())), "{message}");
     check("node 2 (127.0.0.3:99) is lost: it closed the connection", Cause::NodeLost, &[2]);
@@ -154,17 +154,20 @@ fn a_message_tells_its_cause_and_its_nodes() {
 }
 
 #[test]
-fn only_what_was_done_to_a_node_explains_errors_about_it() {
-    let who = Who { node: 0, reader: Some(READERS - 1) };
+fn a_fault_of_one_node_explains_only_errors_that_concern_that_node() {
+    let observer = Observer { node: 0, reader: Some(READERS - 1) };
     let killed = Event::Fault(Fault::KillServer(2));
-    assert!(explains(killed, "", Cause::NodeLost, &[2], who));
-    assert!(!explains(killed, "", Cause::NodeLost, &[1], who));
-    assert!(!explains(killed, "", Cause::Drive, &[2], who));
+    assert!(explains(killed, "", Cause::NodeLost, &[2], observer));
+    assert!(!explains(killed, "", Cause::NodeLost, &[1], observer));
+    assert!(!explains(killed, "", Cause::Drive, &[2], observer));
     let drive = Event::Fault(Fault::Drive(Victim::Server(2), Drive::ReadFails { nth: 1 }));
-    assert!(explains(drive, "", Cause::Drive, &[2], who));
-    assert!(!explains(drive, "", Cause::NodeLost, &[2], who), "a drive that fails is no node that is lost");
+    assert!(explains(drive, "", Cause::Drive, &[2], observer));
+    assert!(!explains(drive, "", Cause::NodeLost, &[2], observer), "a failing drive does not make its node lost");
     let replaced = Event::Replaced(Version { tag: 1, generation: 3 });
-    assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], who));
-    assert!(!explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], who), "the new one");
-    assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], who));
+    assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], observer));
+    assert!(
+        !explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], observer),
+        "reads of the new version must not fail"
+    );
+    assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], observer));
 }

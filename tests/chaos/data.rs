@@ -1,5 +1,5 @@
-//! The datasets of a run: every byte follows from the seed, the dataset's name and its generation, so a reader process can
-//! check what it reads without being told anything.
+//! The datasets of a run. The seed, the dataset's name and its generation determine every byte, so a reader process can check what
+//! it reads on its own.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,12 +8,12 @@ use std::path::Path;
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 
-/// Files get their bytes from a pool of this length, each from a place of its own. Prime, so that no chunk or page at a wrong
-/// place looks right.
+/// Each file takes its bytes from a pool of this length, starting at its own offset. The length is prime, so that a chunk or a page
+/// at a wrong offset never looks right.
 const POOL_LEN: usize = 1_048_583;
 
-/// One version of one dataset. Its target is `/dayfly/t{tag}`; all its files lie in `g{generation}` there, so that a path
-/// tells which bytes must be in it, also while a dataset is being replaced.
+/// One version of one dataset. Its target is `/dayfly/t{tag}`, and all of its files lie in `g{generation}` there, so that a path
+/// alone determines a file's bytes, also while a dataset is being replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Version {
     pub(crate) tag: u8,
@@ -25,7 +25,7 @@ impl Version {
         format!("/dayfly/t{}", self.tag)
     }
 
-    /// What the paths of all its files begin with.
+    /// The folder that holds all of its files.
     pub(crate) fn path_of_all(self) -> String {
         format!("/dayfly/t{}/g{}/", self.tag, self.generation)
     }
@@ -52,19 +52,19 @@ impl Content {
         lens.extend([(4 << 20) - 1, 4 << 20, (4 << 20) + 1].iter().filter(|_| random.random_ratio(1, 2)));
         lens.push(random.random_range((8 << 20)..(13 << 20)));
         if version.generation == 0 && version.tag == 0 && seed.is_multiple_of(8) {
-            // More than one block.
+            // A file of more than one block.
             lens.push((64 << 20) + 70_001);
         }
         Self { lens, pool }
     }
 
-    /// The bytes of a file from an offset on, in pieces.
+    /// The bytes of a file from `offset`, as an endless sequence of pieces.
     fn pieces(&self, number: usize, offset: usize) -> impl Iterator<Item = &[u8]> {
         let start = number.wrapping_mul(70_003).wrapping_add(offset) % POOL_LEN;
         std::iter::once(&self.pool[start..]).chain(std::iter::repeat(&self.pool[..]))
     }
 
-    /// Where bytes read from a file begin to differ from what they must be.
+    /// Returns the first position at which `bytes`, read from a file at `offset`, differ from the file's content.
     pub(crate) fn difference(&self, number: usize, offset: usize, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         for piece in self.pieces(number, offset) {
@@ -102,7 +102,7 @@ impl Content {
     }
 }
 
-/// Contents that were made before.
+/// A cache of the contents of all versions.
 pub(crate) struct Contents {
     seed: u64,
     known: BTreeMap<Version, Content>,
@@ -119,7 +119,7 @@ impl Contents {
 }
 
 #[test]
-fn content_tells_versions_files_and_places_apart() {
+fn each_version_file_and_offset_has_its_own_bytes() {
     let version = Version { tag: 0, generation: 1 };
     let content = Content::new(3, version);
     let other = Content::new(3, Version { generation: 2, ..version });

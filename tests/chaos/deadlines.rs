@@ -1,19 +1,19 @@
-//! How long operations may take. What is looked for are hangs, on a machine that may have more to do than it can: so each deadline is
-//! taken several times, and a constant is added.
+//! How long operations may take. The test looks for hangs, on a machine that may be overloaded, so each limit is a multiple of the
+//! session's deadlines plus a constant.
 
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 
-/// Sessions run with a part of the deadlines, so that a seed takes seconds; not with a tenth, for on a machine with many runs at once
-/// a server may not come to its turn for half a second.
+/// Sessions run with a fraction of the default deadlines, so that a seed takes seconds. A tenth would be too short: on a machine with
+/// many runs at once, a server may not be scheduled for half a second.
 const DIVISOR: u32 = 4;
 
-/// For a machine with much else to do.
+/// Added to each limit for a machine that is busy with other work.
 const SLACK: Duration = Duration::from_secs(15);
 
-/// By what the deadlines of a session are divided; `DAYFLY_CHAOS_DIVISOR` says otherwise.
+/// The divisor of a session's deadlines: [`DIVISOR`], or the value of `DAYFLY_CHAOS_DIVISOR`.
 pub(crate) fn divisor() -> u32 {
     static DIVISOR_OF_RUN: OnceLock<u32> = OnceLock::new();
     *DIVISOR_OF_RUN.get_or_init(|| {
@@ -26,37 +26,37 @@ fn deadlines() -> Deadlines {
     Deadlines::DEFAULT.scaled(divisor())
 }
 
-/// An operation of a reader, by its name in the log: at most so many waits for a server that does not answer.
+/// The limit of a reader's operation, by its name in the log: a few waits for a server that does not answer.
 pub(crate) fn of_reader(what: &str) -> Duration {
-    // A large file is asked for piece by piece, a batch in parts; one server that stands still is waited for once.
+    // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };
     deadlines().server * waits + deadlines().arena + SLACK
 }
 
-/// A command that asks servers and waits for all of them.
+/// The limit of a command that sends requests to all servers and waits for all of them.
 pub(crate) fn of_command() -> Duration {
     deadlines().server * 2 + deadlines().request + SLACK
 }
 
-/// A stage-in of a few MB, from the last thing that was done to it.
+/// The limit of a stage-in of a few MB, counted from the last disturbance.
 pub(crate) fn of_stage_in() -> Duration {
-    // Publishing may begin just before a node is lost.
+    // Twice, because publishing may begin just before a node is lost.
     let deadlines = deadlines();
     (deadlines.offer + deadlines.peer_lost + deadlines.request) * 2 + deadlines.prepare / 10 + SLACK
 }
 
-/// Servers whose supervisor was killed are gone.
+/// The time within which all servers exit after their supervisor was killed.
 pub(crate) fn of_lease() -> Duration {
     deadlines().lease * 3 + SLACK
 }
 
-/// For so long after a fault its errors may still be met.
+/// The time after a fault within which its errors may still appear.
 pub(crate) fn aftermath() -> Duration {
     let deadlines = deadlines();
     (deadlines.peer_lost + deadlines.request + deadlines.redial) * 2 + SLACK / 5
 }
 
-/// The permille of a schedule as time.
+/// Converts a time of the schedule, in permille of the deadline after which a peer is lost.
 pub(crate) fn of_schedule(permille: u32) -> Duration {
     deadlines().peer_lost * permille / 1000
 }

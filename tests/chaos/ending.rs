@@ -1,4 +1,4 @@
-//! How a run ends: everything is read once more, and nothing is left.
+//! The end of a run: every file is read once more, and nothing may be left behind.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -16,11 +16,11 @@ use crate::readers::{self, Reader};
 use crate::run::Run;
 use crate::schedule::READERS;
 
-/// Lines of each server's log that a failure shows.
+/// The number of lines of each server's log that a failure shows.
 const LOG_LINES: usize = 12;
 
 impl Run {
-    /// Ends readers and session, and looks at what is left.
+    /// Ends the readers and the session, and checks that nothing is left.
     pub(crate) fn end(&mut self) -> Result<(), String> {
         fs::write(&self.stop, "").unwrap();
         for mut reader in std::mem::take(&mut self.readers) {
@@ -41,13 +41,14 @@ impl Run {
         self.nothing_is_left()
     }
 
-    /// From every node that lives: every file, right, but for what dead nodes hold. Soon after the last fault, not at once.
+    /// Reads every file from every live node, except for blocks that dead nodes hold. Errors are retried until the aftermath of the
+    /// last fault must be over.
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;
         let live = self.location.live_nodes();
         let expected = 4 - self.dead.len();
         if live.len() != expected {
-            return Err(format!("DIED: {} servers live, and should {expected}", live.len()));
+            return Err(format!("DIED: {} servers are alive instead of {expected}", live.len()));
         }
         for node in live {
             for attempt in 0.. {
@@ -67,7 +68,7 @@ impl Run {
         Ok(())
     }
 
-    /// Reads every file from a node; what could not be read.
+    /// Reads every file from a node, and returns the errors.
     fn read_from(&mut self, node: u16, attempt: u32) -> Result<Vec<String>, String> {
         let task = readers::task(self.cluster(), self.schedule.seed, READERS, attempt, node, None, &self.stop);
         let mut reader = Reader::start(self.cluster(), task);
@@ -88,9 +89,9 @@ impl Run {
         }
     }
 
-    /// No lease, no request and no descriptor is left of the readers, which have ended.
+    /// Checks that the readers, which have exited, left no lease, no request and no descriptor in the servers.
     fn is_settled(&mut self) -> Result<(), String> {
-        let datasets = self.shown.len().saturating_sub(self.datasets_before);
+        let datasets = self.visible.len().saturating_sub(self.datasets_before);
         let deadline = Instant::now() + deadlines::aftermath() * 2;
         loop {
             let excess: Vec<String> = self.unsettled(datasets)?;
@@ -110,7 +111,7 @@ impl Run {
             let Some(pid) = self.location.pid(NodeId(*node)) else { continue };
             excess.extend(Descriptors::of(pid).excess(before, datasets).map(|excess| format!("node {node}: {excess}")));
         }
-        // With a dead node its exit status is 1.
+        // If a node is dead, the command exits with 1.
         let output = self.cluster().output(&["status", "--json"]);
         let status: serde_json::Value =
             serde_json::from_slice(&output.stdout).map_err(|error| format!("no status: {error}: {}", text(&output.stderr)))?;
@@ -149,9 +150,9 @@ impl Run {
         }
     }
 
-    /// The last words of supervisor and servers.
+    /// Returns the last lines of the logs of the supervisor and the servers.
     pub(crate) fn logs(&self) -> String {
-        let mut said = String::new();
+        let mut all = String::new();
         for entry in fs::read_dir(&self.location.folder).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|kind| kind == "log") {
                 let log = fs::read(entry.path()).unwrap_or_default();
@@ -159,11 +160,11 @@ impl Run {
                 let lines: Vec<&str> = log.lines().collect();
                 let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n    ");
                 if !last.is_empty() {
-                    said.push_str(&format!("\n  {}:\n    {last}", entry.file_name().display()));
+                    all.push_str(&format!("\n  {}:\n    {last}", entry.file_name().display()));
                 }
             }
         }
-        said
+        all
     }
 }
 
@@ -171,7 +172,7 @@ impl Drop for Run {
     fn drop(&mut self) {
         self.readers.clear();
         let Some(cluster) = self.cluster.take() else { return };
-        // Only what belongs to this session's folders; after a run that found nothing there is none.
+        // Only processes that use this session's folders. After a run without a failure there are none.
         for (pid, _) in processes_of(cluster.runtime.path()) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }

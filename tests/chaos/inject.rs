@@ -1,11 +1,11 @@
-//! What a drive of the schedule does wrong, as system calls that fail or take longer.
+//! Injects the faults of a drive, as system calls that fail or are delayed.
 
 use std::path::Path;
 
 use crate::harness::strace::Tracer;
 use crate::schedule::{Drive, Victim};
 
-/// Begins it in a process.
+/// Begins to inject `drive`'s faults into a process.
 pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Result<Tracer, String> {
     let reads = match victim {
         Victim::Server(_) => "sendfile,pread64,preadv2",
@@ -16,7 +16,7 @@ pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Re
         Drive::ReadFails { nth } => (reads, format!("error=EIO:when={nth}+{nth}")),
         Drive::ReadGivesNothing { nth } => (reads, format!("retval=0:when={nth}+{nth}")),
         Drive::ReadIsSlow { ms } => {
-            // Nothing seems to be in the page cache, for what is there no drive is asked for.
+            // The page cache must look empty, because cached pages never reach the drive.
             let slow = format!("delay_enter={}", ms * 1000);
             return Tracer::inject(pid, &[("preadv2", "error=EAGAIN"), ("pread64", &slow)], folder);
         }

@@ -1,17 +1,17 @@
-//! What a run must not leave: processes, descriptors, space, folders.
+//! Finds what a run must not leave behind: processes, descriptors, space, folders.
 
 use std::fs;
 use std::path::Path;
 
 use nix::sys::statvfs::statvfs;
 
-/// The descriptors of a process, by what they are.
+/// The open descriptors of a process, by kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Descriptors {
     pub(crate) sockets: usize,
-    /// Descriptors of processes.
+    /// The number of pidfds.
     pub(crate) processes: usize,
-    /// Segments, catalogs, shared memory: what they are, and how long.
+    /// Names and lengths of segments, catalogs and shared memory.
     pub(crate) files: Vec<(String, u64)>,
 }
 
@@ -34,17 +34,17 @@ impl Descriptors {
         found
     }
 
-    /// What is more than before, beyond `datasets` more datasets.
+    /// Describes descriptors in excess of `before` and of those that `datasets` additional datasets need.
     pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
-        // A catalog, its locations and a segment each.
+        // Each dataset has a catalog, its locations and a segment.
         let is_excess = self.sockets > before.sockets
             || self.processes > before.processes
             || self.files.len() > before.files.len() + 3 * datasets;
-        is_excess.then(|| format!("{self:?}, before {before:?} and {datasets} datasets fewer"))
+        is_excess.then(|| format!("{self:?}, before {before:?} with {datasets} datasets fewer"))
     }
 }
 
-/// The processes that belong to a session of these folders: its servers, its supervisor, its clients.
+/// Returns the processes of the sessions in a runtime folder (servers, supervisor, clients), each with its command line.
 pub(crate) fn processes_of(runtime: &Path) -> Vec<(i32, String)> {
     let needle = format!("DAYFLY_RUNTIME_DIR={}\0", runtime.display());
     let mut found = Vec::new();
@@ -60,7 +60,7 @@ pub(crate) fn processes_of(runtime: &Path) -> Vec<(i32, String)> {
     found
 }
 
-/// Bytes taken on a file system.
+/// Returns the bytes in use on a file system.
 pub(crate) fn taken(folder: &Path) -> u64 {
     let stat = statvfs(folder).unwrap();
     (stat.blocks() - stat.blocks_free()) * stat.fragment_size()

@@ -1,4 +1,4 @@
-//! The log of a reader, read while it grows.
+//! Follows the log of a reader while it grows.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,11 +7,11 @@ use std::path::Path;
 /// A line of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// An operation ended, well or with an error.
+    /// An operation finished, with success or with an error.
     Done { what: String, begin_ms: u64, end_ms: u64, error: Option<String> },
-    /// Bytes were wrong.
+    /// A read returned wrong bytes.
     Wrong { at_ms: u64, what: String },
-    /// All was read.
+    /// The reader has read all that it was to read.
     Finished,
 }
 
@@ -19,7 +19,7 @@ pub(crate) enum Line {
 pub(crate) struct Follower {
     file: Option<File>,
     partial: Vec<u8>,
-    /// The operation that is under way, and since when.
+    /// When the current operation began, and what it is.
     pub(crate) under_way: Option<(u64, String)>,
 }
 
@@ -28,10 +28,10 @@ impl Follower {
         Self { file: None, partial: Vec::new(), under_way: None }
     }
 
-    /// What has been written since the last look.
+    /// Returns the lines that were completed since the last call.
     pub(crate) fn read(&mut self, path: &Path) -> Vec<Line> {
         if self.file.is_none() {
-            // The reader may not have begun.
+            // The reader may not have created it yet.
             self.file = File::open(path).ok();
         }
         let Some(file) = &mut self.file else { return Vec::new() };
@@ -61,7 +61,7 @@ impl Follower {
 }
 
 #[test]
-fn a_log_is_followed_over_broken_lines() {
+fn a_line_that_is_written_in_two_parts_is_read_once_it_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let mut follower = Follower::new();

@@ -1,5 +1,5 @@
-//! A reader: a process of its own, so that it can be stopped and killed, that reads whatever datasets it sees and checks every
-//! byte. It writes what it does into a log, one line when an operation begins and one when it ends; so the run sees what hangs.
+//! A reader: a separate process, so that it can be stopped and killed, which reads the datasets that it sees and checks every byte.
+//! It logs the beginning and the end of each operation, so that the run notices an operation that hangs.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -14,27 +14,27 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::data::{Contents, Version};
-use crate::schedule::Face;
+use crate::schedule::Interface;
 
 /// The variable that makes the test binary a reader.
 pub(crate) const VARIABLE: &str = "DAYFLY_CHAOS_READER";
-/// Between two operations, for the sake of the machine.
+/// The pause between two operations, which keeps the load on the machine bearable.
 const PAUSE: Duration = Duration::from_millis(4);
 
-/// What a reader is told.
+/// The instructions of a reader, which it gets as JSON in [`VARIABLE`].
 #[derive(Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Task {
     pub(crate) seed: u64,
-    /// Which reader, and which of those that took its place.
     pub(crate) reader: usize,
+    /// How many processes had the number `reader` before this one. A killed reader is replaced by the next incarnation.
     pub(crate) incarnation: u32,
     pub(crate) node: u16,
-    /// Without one: read every file of every dataset once, then end.
-    pub(crate) face: Option<Face>,
+    /// `None` makes the reader read every file of every dataset once, and exit.
+    pub(crate) interface: Option<Interface>,
     pub(crate) session: String,
     pub(crate) folder: PathBuf,
     pub(crate) log: PathBuf,
-    /// It ends when this exists.
+    /// The reader exits when this file exists.
     pub(crate) stop: PathBuf,
 }
 
@@ -57,8 +57,8 @@ struct Reader {
     random: StdRng,
 }
 
-/// Failed, and told; the reader goes on with something else.
-struct Told;
+/// An operation failed and its error was logged. The reader continues with another operation.
+struct Logged;
 
 impl Reader {
     fn run(&mut self) {
@@ -71,13 +71,13 @@ impl Reader {
                 std::thread::sleep(20 * PAUSE);
                 continue;
             };
-            let Some(face) = self.task.face else {
+            let Some(interface) = self.task.interface else {
                 self.read_all(&view);
                 return;
             };
-            // An attachment is used for a while, and again after errors: what was broken must heal.
+            // One attachment is used for many operations, also after errors, because it must recover from them.
             for _ in 0..40 {
-                if self.task.stop.exists() || self.read(&view, face).is_err() && view.session().is_gone() {
+                if self.task.stop.exists() || self.read(&view, interface).is_err() && view.session().is_gone() {
                     break;
                 }
                 std::thread::sleep(PAUSE);
@@ -85,46 +85,46 @@ impl Reader {
         }
     }
 
-    fn tell(&mut self, kind: char, words: &str) {
+    fn log(&mut self, kind: char, words: &str) {
         let line = format!("{kind} {} {}\n", now_ms(), words.replace('\n', "\\n"));
         self.log.write_all(line.as_bytes()).unwrap();
     }
 
-    /// Does something of which the log tells when it began, and when and how it ended.
-    fn operation<T>(&mut self, what: &str, operate: impl FnOnce() -> Result<T, String>) -> Result<T, Told> {
-        self.tell('B', what);
+    /// Runs an operation, and logs its beginning, its end and its error.
+    fn operation<T>(&mut self, what: &str, operate: impl FnOnce() -> Result<T, String>) -> Result<T, Logged> {
+        self.log('B', what);
         match operate() {
             Ok(result) => {
-                self.tell('O', what);
+                self.log('O', what);
                 Ok(result)
             }
             Err(error) => {
-                self.tell('E', &format!("{what}: {error}"));
-                Err(Told)
+                self.log('E', &format!("{what}: {error}"));
+                Err(Logged)
             }
         }
     }
 
-    /// The versions that this node shows.
-    fn visible(&mut self, view: &View) -> Result<Vec<Version>, Told> {
+    /// Lists the versions that are visible on this node.
+    fn visible(&mut self, view: &View) -> Result<Vec<Version>, Logged> {
         self.operation("list", || visible(view))
     }
 
-    fn read(&mut self, view: &View, face: Face) -> Result<(), Told> {
+    fn read(&mut self, view: &View, interface: Interface) -> Result<(), Logged> {
         let versions = self.visible(view)?;
         if versions.is_empty() {
             return Ok(());
         }
         let version = versions[self.random.random_range(0..versions.len())];
-        match face {
-            Face::Plain => self.read_plain(view, version),
-            Face::Batch => self.read_batch(view, version),
-            Face::Order => self.read_order(view, version),
-            Face::Preload => self.read_preload(version),
+        match interface {
+            Interface::Plain => self.read_plain(view, version),
+            Interface::Batch => self.read_batch(view, version),
+            Interface::Order => self.read_order(view, version),
+            Interface::Preload => self.read_preload(version),
         }
     }
 
-    /// A file, mostly a small one: of the large ones there are few.
+    /// Chooses a file. Most files are small, so most choices are too.
     fn any_file(&mut self, version: Version) -> usize {
         let count = self.contents.get(version).lens.len();
         self.random.random_range(0..count)
@@ -137,10 +137,10 @@ impl Reader {
             None if bytes.len() != expected => format!("{} bytes instead of {expected} from {offset} on", bytes.len()),
             None => return,
         };
-        self.tell('W', &format!("{}: {found}", version.path(number)));
+        self.log('W', &format!("{}: {found}", version.path(number)));
     }
 
-    fn read_plain(&mut self, view: &View, version: Version) -> Result<(), Told> {
+    fn read_plain(&mut self, view: &View, version: Version) -> Result<(), Logged> {
         let number = self.any_file(version);
         let (path, len) = (version.path(number), self.contents.get(version).lens[number]);
         let file = self.operation(&format!("open {path}"), || view.open(path.as_bytes()).map_err(|error| error.to_string()))?;
@@ -157,13 +157,13 @@ impl Reader {
         Ok(())
     }
 
-    fn read_batch(&mut self, view: &View, version: Version) -> Result<(), Told> {
+    fn read_batch(&mut self, view: &View, version: Version) -> Result<(), Logged> {
         let numbers: Vec<usize> = (0..self.random.random_range(4..48)).map(|_| self.any_file(version)).collect();
         let paths: Vec<String> = numbers.iter().map(|&number| version.path(number)).collect();
         let paths: Vec<&[u8]> = paths.iter().map(|path| path.as_bytes()).collect();
         let all = version.path_of_all();
-        let delivery = if self.random.random() { Delivery::Given } else { Delivery::Arrival };
-        let begin = || view.read_many(&paths, delivery, OnMissing::Tell).map_err(|error| error.to_string());
+        let delivery = if self.random.random() { Delivery::InOrder } else { Delivery::AsAvailable };
+        let begin = || view.read_many(&paths, delivery, OnMissing::Report).map_err(|error| error.to_string());
         let mut batch = self.operation(&format!("begin a batch of {all}"), begin)?;
         loop {
             let next = self.operation(&format!("next of a batch of {all}"), || match batch.next() {
@@ -177,11 +177,11 @@ impl Reader {
             match next {
                 Ok(None) => break,
                 Ok(Some(_)) => {}
-                // One sample that cannot be had is not the end; after an error of the batch comes nothing more.
-                Err(Told) => continue,
+                // The batch continues after a sample that could not be read. After an error of the whole batch, `next` returns `None`.
+                Err(Logged) => continue,
             }
         }
-        // All that has come, looked at once more while the batch lives; what was seen counts if the batch is good afterwards.
+        // Check all delivered samples through their views. The result counts only if the batch is still good afterwards.
         let mut wrong = Vec::new();
         for (index, &number) in numbers.iter().enumerate() {
             let content = self.contents.get(version);
@@ -201,7 +201,7 @@ impl Reader {
         Ok(())
     }
 
-    fn read_order(&mut self, view: &View, version: Version) -> Result<(), Told> {
+    fn read_order(&mut self, view: &View, version: Version) -> Result<(), Logged> {
         let path = version.path(0);
         let dataset =
             self.operation(&format!("find {path}"), || view.dataset_of(path.as_bytes()).map_err(|error| error.to_string()))?;
@@ -212,12 +212,12 @@ impl Reader {
         for &sample in &order {
             let name = samples.entry(sample).and_then(|entry| dataset.catalog().entry(entry)).map(|entry| entry.name.to_vec());
             let Some(number) = name.and_then(|name| String::from_utf8(name).ok()?.parse::<usize>().ok()) else {
-                self.tell('W', &format!("sample {sample:?} has no name that is a number"));
+                self.log('W', &format!("sample {sample:?} has no name that is a number"));
                 continue;
             };
             let len = self.contents.get(version).lens.get(number).copied().unwrap_or(0);
             let mut buffer = vec![0xAA; len + 10];
-            let got = self.operation(&format!("read {path}, or rather {sample:?}"), || {
+            let got = self.operation(&format!("read {path}, {sample:?} of its order"), || {
                 view.session().read_at(&dataset, sample, 0, &mut buffer, &mut None).map_err(|error| error.to_string())
             })?;
             self.check(version, number, 0, &buffer[..got], len);
@@ -225,7 +225,7 @@ impl Reader {
         Ok(())
     }
 
-    fn read_preload(&mut self, version: Version) -> Result<(), Told> {
+    fn read_preload(&mut self, version: Version) -> Result<(), Logged> {
         let number = self.any_file(version);
         let path = version.path(number);
         let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
@@ -259,11 +259,11 @@ impl Reader {
                 }
             }
         }
-        self.tell('F', "");
+        self.log('F', "");
     }
 }
 
-/// The versions that a node shows.
+/// Lists the versions that are visible through `view`.
 pub(crate) fn visible(view: &View) -> Result<Vec<Version>, String> {
     let names = |path: &str| -> Result<Vec<String>, String> {
         let directory = view.open_directory(path.as_bytes()).map_err(|error| format!("{path}: {error}"))?;
@@ -271,7 +271,7 @@ pub(crate) fn visible(view: &View) -> Result<Vec<Version>, String> {
     };
     let mut found = Vec::new();
     for target in names("/dayfly")? {
-        // Replaced between two looks, perhaps; then the next look finds the other.
+        // The dataset may be replaced between the two listings; then the second one returns the new version.
         for inner in names(&format!("/dayfly/{target}"))? {
             let number = |name: &str, kind: char| name.strip_prefix(kind)?.parse::<u32>().ok();
             match (number(&target, 't'), number(&inner, 'g')) {

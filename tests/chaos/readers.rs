@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
-use crate::causes::Who;
+use crate::causes::Observer;
 use crate::deadlines;
 use crate::harness::Cluster;
 use crate::log::{Follower, Line};
 use crate::reader::{Task, VARIABLE, now_ms};
-use crate::schedule::Face;
+use crate::schedule::Interface;
 
 /// A reader process.
 pub(crate) struct Reader {
@@ -22,7 +22,7 @@ pub(crate) struct Reader {
     child: Child,
     follower: Follower,
     errors: PathBuf,
-    /// Time for which it was stopped in the operation under way.
+    /// How long it was stopped during the current operation.
     stopped: Duration,
 }
 
@@ -33,7 +33,7 @@ impl Reader {
         command.args(["a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
         command.env(VARIABLE, serde_json::to_string(&task).unwrap()).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
         command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE");
-        // What it starts is killed with it.
+        // A process group, so that its children are killed with it.
         command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors).unwrap());
         let child = command.spawn().unwrap();
@@ -44,16 +44,16 @@ impl Reader {
         self.child.id() as i32
     }
 
-    pub(crate) fn who(&self) -> Who {
-        Who { node: self.task.node, reader: Some(self.task.reader) }
+    pub(crate) fn observer(&self) -> Observer {
+        Observer { node: self.task.node, reader: Some(self.task.reader) }
     }
 
     pub(crate) fn send(&self, signal: Signal) {
-        // It may have ended.
+        // It may have exited already.
         let _ = killpg(Pid::from_raw(self.pid()), signal);
     }
 
-    /// It was stopped for so long: what it does takes that much longer.
+    /// Extends the limit of the current operation by the time for which the reader was stopped.
     pub(crate) fn was_stopped(&mut self, time: Duration) {
         self.stopped += time;
     }
@@ -63,9 +63,10 @@ impl Reader {
         self.child.wait().unwrap();
     }
 
-    /// What is new in its log, and what is wrong by itself: wrong bytes, operations that take too long, a process that has died.
+    /// Returns the new lines of its log, and adds failures that need no explanation: wrong bytes, operations that take too long, and
+    /// the death of the process.
     pub(crate) fn look(&mut self, failures: &mut Vec<String>) -> Vec<Line> {
-        let name = format!("reader {} ({:?}) on node {}", self.task.reader, self.task.face, self.task.node);
+        let name = format!("reader {} ({:?}) on node {}", self.task.reader, self.task.interface, self.task.node);
         let lines = self.follower.read(&self.task.log);
         for line in &lines {
             match line {
@@ -91,19 +92,19 @@ impl Reader {
         if let Some(status) = self.child.try_wait().unwrap()
             && !status.success()
         {
-            let said = fs::read_to_string(&self.errors).unwrap_or_default();
-            failures.push(format!("DIED: {name}: {status}: {}", said.trim()));
+            let message = fs::read_to_string(&self.errors).unwrap_or_default();
+            failures.push(format!("DIED: {name}: {status}: {}", message.trim()));
         }
         lines
     }
 
-    /// Waits for its end, which it was told to come to; what it last did, if it does not.
+    /// Waits until the reader exits, as the stop file tells it to. If it does not, the error names its current operation.
     pub(crate) fn wait(&mut self, mut look: impl FnMut(&mut Self)) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::of_reader("read") + Duration::from_secs(60);
         while self.child.try_wait().unwrap().is_none() {
             look(self);
             if Instant::now() > deadline {
-                return Err(format!("HANGS: reader {} does not end: {:?}", self.task.reader, self.follower.under_way));
+                return Err(format!("HANGS: reader {} does not exit: {:?}", self.task.reader, self.follower.under_way));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -116,19 +117,19 @@ impl Drop for Reader {
     fn drop(&mut self) {
         self.send(Signal::SIGCONT);
         self.send(Signal::SIGKILL);
-        // Reaped already, perhaps.
+        // It may have been reaped already.
         let _ = self.child.wait();
     }
 }
 
-/// What a reader is told.
+/// Makes the instructions of a reader.
 pub(crate) fn task(
     cluster: &Cluster,
     seed: u64,
     reader: usize,
     incarnation: u32,
     node: u16,
-    face: Option<Face>,
+    interface: Option<Interface>,
     stop: &Path,
 ) -> Task {
     Task {
@@ -136,7 +137,7 @@ pub(crate) fn task(
         reader,
         incarnation,
         node,
-        face,
+        interface,
         session: cluster.id.clone(),
         folder: cluster.folder(),
         log: cluster.at(format!("reader-{reader}-{incarnation}-{node}.log")),

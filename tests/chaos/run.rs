@@ -1,4 +1,4 @@
-//! One run: a session of four nodes, readers on all of them, and the steps of a schedule. Whatever is found ends the run.
+//! One run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use dayfly_client::locate::Location;
 use dayfly_meta::id::NodeId;
 
-use crate::causes::{Event, Interval, Who, classify, explains};
+use crate::causes::{Event, Interval, Observer, classify, explains};
 use crate::data::{Contents, Version};
 use crate::deadlines;
 use crate::harness::{Cluster, Ground, signal, strace, text};
@@ -21,12 +21,13 @@ use crate::log::Line;
 use crate::reader::{now_ms, visible};
 use crate::readers::{self, Reader};
 use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
-use crate::stages::{Ended, Expected, Stage, expected};
+use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
-/// The data dir of a run that may mount: what a few datasets and their copies take, and little more.
+/// The size of the file system that a run mounts as its data dir, if it may mount: room for a few datasets and their cached copies,
+/// and little more.
 const DRIVE_LEN: u64 = 640 << 20;
 
-/// What came of a run that found nothing.
+/// The counts of a run without a failure.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) operations: u64,
@@ -38,16 +39,16 @@ pub(crate) struct Tally {
 pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
-    /// Of the session, also when it has ended.
+    /// The session's location, kept also after its end.
     pub(crate) location: Location,
-    /// A file system of its own for data; not without root.
+    /// The mounted file system for data; `None` without root.
     pub(crate) drive: Option<PathBuf>,
     pub(crate) taken_before: u64,
     pub(crate) contents: Contents,
     pub(crate) readers: Vec<Reader>,
     pub(crate) stop: PathBuf,
-    /// The version that is shown, by tag.
-    pub(crate) shown: BTreeMap<u8, Version>,
+    /// The visible version of each tag.
+    pub(crate) visible: BTreeMap<u8, Version>,
     pub(crate) dead: Vec<u16>,
     pub(crate) is_over: bool,
     pub(crate) intervals: Vec<Interval>,
@@ -94,7 +95,7 @@ impl Run {
             taken_before,
             readers: Vec::new(),
             stop,
-            shown: BTreeMap::new(),
+            visible: BTreeMap::new(),
             dead: Vec::new(),
             is_over: false,
             intervals: Vec::new(),
@@ -108,43 +109,43 @@ impl Run {
         self.cluster.as_ref().unwrap()
     }
 
-    /// The first dataset is there: from here on readers read, and descriptors are compared with those of now.
+    /// Starts the readers once the first dataset is visible, and notes the descriptors with which those at the end are compared.
     fn begin_to_read(&mut self) {
         let pids = self.cluster().pids();
         self.descriptors = pids.into_iter().map(|(node, pid)| (node, Descriptors::of(pid))).collect();
-        self.datasets_before = self.shown.len();
+        self.datasets_before = self.visible.len();
         for reader in 0..READERS {
-            let face = Some(self.schedule.faces[reader]);
-            let task = readers::task(self.cluster(), self.schedule.seed, reader, 0, reader as u16 % NODES, face, &self.stop);
+            let interface = Some(self.schedule.interfaces[reader]);
+            let task = readers::task(self.cluster(), self.schedule.seed, reader, 0, reader as u16 % NODES, interface, &self.stop);
             self.readers.push(Reader::start(self.cluster(), task));
         }
     }
 
     fn step(&mut self, step: &Step) -> Result<(), String> {
         let expected = expected(step, &self.dead);
-        let mut stage = step.stage.map(|plan| {
-            let old = self.shown.get(&plan.version.tag).copied();
+        let mut stage_in = step.stage_in.map(|plan| {
+            let old = self.visible.get(&plan.version.tag).copied();
             if let Some(old) = old {
                 self.begin(Event::Replaced(old));
             }
-            Stage::start(self.cluster.as_ref().unwrap(), &mut self.contents, plan, old.is_some())
+            RunningStageIn::start(self.cluster.as_ref().unwrap(), &mut self.contents, plan, old.is_some())
         });
         let mut ended = None;
         let begin = Instant::now();
         if let Some(fault) = step.fault {
             while begin.elapsed() < deadlines::of_schedule(step.delay) {
-                self.look(&mut stage, &mut ended)?;
+                self.look(&mut stage_in, &mut ended)?;
             }
-            self.fault(fault, step.lasts, &mut stage, &mut ended)?;
+            self.fault(fault, step.lasts, &mut stage_in, &mut ended)?;
         }
-        while stage.is_some() {
-            self.look(&mut stage, &mut ended)?;
+        while stage_in.is_some() {
+            self.look(&mut stage_in, &mut ended)?;
         }
-        if let (Some(plan), Some(ended)) = (step.stage, ended) {
+        if let (Some(plan), Some(ended)) = (step.stage_in, ended) {
             self.judge(step, plan, expected, &ended)?;
             self.end_event(|event| matches!(event, Event::Replaced(_)));
         }
-        // A moment in which only readers work.
+        // Let the readers work alone for a moment.
         let begin = Instant::now();
         while begin.elapsed() < deadlines::of_schedule(40) {
             self.look(&mut None, &mut None)?;
@@ -152,8 +153,14 @@ impl Run {
         Ok(())
     }
 
-    /// Does what a fault is, for as long as it lasts.
-    fn fault(&mut self, fault: Fault, lasts: u32, stage: &mut Option<Stage>, ended: &mut Option<Ended>) -> Result<(), String> {
+    /// Injects a fault and ends it after its duration.
+    fn fault(
+        &mut self,
+        fault: Fault,
+        lasts: u32,
+        stage_in: &mut Option<RunningStageIn>,
+        ended: &mut Option<Ended>,
+    ) -> Result<(), String> {
         let is_for_good = lasts == STOPPED_FOR_GOOD;
         let lasts = deadlines::of_schedule(lasts);
         let pid = self.pid_of(fault);
@@ -167,7 +174,7 @@ impl Run {
                 }
                 let begin = Instant::now();
                 self.signal(victim, pid, Signal::SIGSTOP);
-                let passed = self.pass(lasts, stage, ended);
+                let passed = self.pass(lasts, stage_in, ended);
                 self.signal(victim, pid, Signal::SIGCONT);
                 if let Victim::Reader(reader) = victim {
                     self.readers[reader].was_stopped(begin.elapsed());
@@ -175,14 +182,14 @@ impl Run {
                 passed?;
                 if let (Victim::Server(node), true) = (victim, is_for_good) {
                     let gone = |run: &Self| !run.location.live_nodes().contains(&NodeId(node));
-                    self.wait_until("a server that was given up ends", deadlines::of_lease(), stage, ended, gone)?;
+                    self.wait_until("a server that its peers declared lost exits", deadlines::of_lease(), stage_in, ended, gone)?;
                 }
             }
             Fault::KillReader(reader) => {
                 self.readers[reader].kill();
                 let mut task = self.readers[reader].task.clone();
                 task.incarnation += 1;
-                task = readers::task(self.cluster(), task.seed, reader, task.incarnation, task.node, task.face, &self.stop);
+                task = readers::task(self.cluster(), task.seed, reader, task.incarnation, task.node, task.interface, &self.stop);
                 self.readers[reader] = Reader::start(self.cluster(), task);
             }
             Fault::Drive(victim, drive) => {
@@ -191,11 +198,11 @@ impl Run {
                     return Ok(());
                 };
                 let injection = inject::begin(pid, victim, drive, self.cluster().work.path());
-                let passed = self.pass(lasts, stage, ended);
+                let passed = self.pass(lasts, stage_in, ended);
                 self.tally.injected += injection?.end();
                 passed?;
             }
-            Fault::FullDrive => self.fill_drive(lasts, stage, ended)?,
+            Fault::FullDrive => self.fill_drive(lasts, stage_in, ended)?,
             Fault::Tune(options) => {
                 self.command(&[&["tune"], options].concat())?;
             }
@@ -211,14 +218,14 @@ impl Run {
                     signal(pid, Signal::SIGKILL);
                 }
                 let gone = |run: &Self| run.location.live_nodes().is_empty();
-                self.wait_until("servers without a supervisor end", deadlines::of_lease(), stage, ended, gone)?;
+                self.wait_until("servers without a supervisor exit", deadlines::of_lease(), stage_in, ended, gone)?;
             }
         }
         if !matches!(fault, Fault::KillServer(_) | Fault::KillSupervisor) {
             self.end_event(|event| matches!(event, Event::Fault(other) if other == fault));
         }
-        if let Some(stage) = stage {
-            stage.disturbed = Instant::now();
+        if let Some(stage_in) = stage_in {
+            stage_in.disturbed = Instant::now();
         }
         Ok(())
     }
@@ -240,28 +247,33 @@ impl Run {
         }
     }
 
-    fn fill_drive(&mut self, lasts: Duration, stage: &mut Option<Stage>, ended: &mut Option<Ended>) -> Result<(), String> {
+    fn fill_drive(
+        &mut self,
+        lasts: Duration,
+        stage_in: &mut Option<RunningStageIn>,
+        ended: &mut Option<Ended>,
+    ) -> Result<(), String> {
         let Some(drive) = &self.drive else {
-            eprintln!("a full drive is NOT tested: this takes root, for a file system of its own");
+            eprintln!("a full drive is NOT tested: only root can mount a file system of its own");
             self.tally.skipped += 1;
             return Ok(());
         };
         let filler = drive.join("filler");
         let file = fs::File::create(&filler).unwrap();
         let free = DRIVE_LEN.saturating_sub(taken(drive));
-        // Fails where a server takes some of it meanwhile; then the drive is not quite as full.
+        // This fails if a server takes some of the space meanwhile; the drive is then almost full.
         let _ = nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, free.saturating_sub(64 << 10) as i64);
         drop(file);
-        let passed = self.pass(lasts, stage, ended);
+        let passed = self.pass(lasts, stage_in, ended);
         fs::remove_file(&filler).unwrap();
         passed
     }
 
-    /// Lets time pass, watching.
-    fn pass(&mut self, time: Duration, stage: &mut Option<Stage>, ended: &mut Option<Ended>) -> Result<(), String> {
+    /// Watches the readers and the stage-in for some time.
+    fn pass(&mut self, time: Duration, stage_in: &mut Option<RunningStageIn>, ended: &mut Option<Ended>) -> Result<(), String> {
         let begin = Instant::now();
         while begin.elapsed() < time {
-            self.look(stage, ended)?;
+            self.look(stage_in, ended)?;
         }
         Ok(())
     }
@@ -270,13 +282,13 @@ impl Run {
         &mut self,
         what: &str,
         limit: Duration,
-        stage: &mut Option<Stage>,
+        stage_in: &mut Option<RunningStageIn>,
         ended: &mut Option<Ended>,
         condition: impl Fn(&Self) -> bool,
     ) -> Result<(), String> {
         let deadline = Instant::now() + limit;
         while !condition(self) {
-            self.look(stage, ended)?;
+            self.look(stage_in, ended)?;
             if Instant::now() > deadline {
                 return Err(format!("HANGS: waited {limit:?} in vain until {what}"));
             }
@@ -284,24 +296,24 @@ impl Run {
         Ok(())
     }
 
-    /// Looks at all readers and at the stage-in, and lets a moment pass.
-    pub(crate) fn look(&mut self, stage: &mut Option<Stage>, ended: &mut Option<Ended>) -> Result<(), String> {
+    /// Checks all readers and the stage-in once, and sleeps for a moment.
+    pub(crate) fn look(&mut self, stage_in: &mut Option<RunningStageIn>, ended: &mut Option<Ended>) -> Result<(), String> {
         let mut readers = std::mem::take(&mut self.readers);
         let failures: Vec<String> = readers.iter_mut().flat_map(|reader| self.look_at(reader)).collect();
         self.readers = readers;
         if !failures.is_empty() {
             return Err(failures.join("\n"));
         }
-        if let Some(running) = stage
+        if let Some(running) = stage_in
             && let Some(end) = running.look()?
         {
-            (*stage, *ended) = (None, Some(end));
+            (*stage_in, *ended) = (None, Some(end));
         }
         std::thread::sleep(Duration::from_millis(10));
         Ok(())
     }
 
-    /// What is wrong with a reader.
+    /// Returns the failures of a reader since the last call.
     pub(crate) fn look_at(&mut self, reader: &mut Reader) -> Vec<String> {
         let mut failures = Vec::new();
         for line in reader.look(&mut failures) {
@@ -309,10 +321,10 @@ impl Run {
             self.tally.operations += 1;
             if let Some(error) = error {
                 self.tally.errors += 1;
-                failures.extend(self.unexplained(&what, &error, reader.who(), begin_ms, end_ms).map(|why| {
+                failures.extend(self.unexplained(&what, &error, reader.observer(), begin_ms, end_ms).map(|why| {
                     format!(
                         "{why}: reader {} ({:?}) on node {}, {what}: {error}",
-                        reader.task.reader, reader.task.face, reader.task.node
+                        reader.task.reader, reader.task.interface, reader.task.node
                     )
                 }));
             }
@@ -320,12 +332,19 @@ impl Run {
         failures
     }
 
-    /// Why an error should not have been met, or not with these words.
-    pub(crate) fn unexplained(&self, what: &str, error: &str, who: Who, begin_ms: u64, end_ms: u64) -> Option<&'static str> {
+    /// Returns why an error is a failure: its message names no cause, or no event of the run explains it.
+    pub(crate) fn unexplained(
+        &self,
+        what: &str,
+        error: &str,
+        observer: Observer,
+        begin_ms: u64,
+        end_ms: u64,
+    ) -> Option<&'static str> {
         let Some((cause, nodes)) = classify(error) else { return Some("NO CAUSE") };
         let is_then = |interval: &&Interval| interval.begin_ms <= end_ms && interval.end_ms.is_none_or(|end| end >= begin_ms);
         let is_explained =
-            self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, what, cause, &nodes, who));
+            self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, what, cause, &nodes, observer));
         if is_explained { None } else { Some("UNEXPLAINED") }
     }
 
@@ -340,31 +359,31 @@ impl Run {
         }
     }
 
-    /// Judges what came of a stage-in, and looks what is shown.
+    /// Checks the result of a stage-in, and that all nodes agree on which version is visible.
     fn judge(&mut self, step: &Step, plan: StageIn, expected: Expected, ended: &Ended) -> Result<(), String> {
         let version = plan.version;
-        let told =
-            format!("{plan:?} ended {}: {}", if ended.is_success { "well" } else { "with an error" }, ended.message.trim());
+        let result = if ended.is_success { "succeeded" } else { "failed" };
+        let outcome = format!("{plan:?} {result}: {}", ended.message.trim());
         match expected {
-            Expected::Success if !ended.is_success => return Err(format!("FAILED for no reason: {told}")),
-            Expected::Failure if ended.is_success => return Err(format!("SUCCEEDED though a node is dead: {told}")),
+            Expected::Success if !ended.is_success => return Err(format!("FAILED for no reason: {outcome}")),
+            Expected::Failure if ended.is_success => return Err(format!("SUCCEEDED although a node is dead: {outcome}")),
             _ => {}
         }
         let is_source = matches!(plan.twist, Twist::SourceVanishes(_) | Twist::SourceShrinks(_));
         if !ended.is_success && !ended.was_interrupted {
-            let Some((cause, nodes)) = classify(&ended.message) else { return Err(format!("NO CAUSE: {told}")) };
-            let who = Who { node: plan.node, reader: None };
+            let Some((cause, nodes)) = classify(&ended.message) else { return Err(format!("NO CAUSE: {outcome}")) };
+            let observer = Observer { node: plan.node, reader: None };
             let is_explained = is_source && cause == crate::causes::Cause::Source
-                || self.intervals.iter().any(|interval| explains(interval.event, "", cause, &nodes, who));
+                || self.intervals.iter().any(|interval| explains(interval.event, "", cause, &nodes, observer));
             if !is_explained {
-                return Err(format!("UNEXPLAINED: {told}"));
+                return Err(format!("UNEXPLAINED: {outcome}"));
             }
         }
         if self.is_over {
             return Ok(());
         }
-        let old = self.shown.get(&version.tag).copied();
-        // Who is interrupted, or loses who it asked, does not learn what became of it.
+        let old = self.visible.get(&version.tag).copied();
+        // A command that was interrupted, or that lost its server, does not learn the outcome of its stage-in.
         let is_known =
             !ended.was_interrupted && !matches!(step.fault, Some(Fault::KillServer(_) | Fault::Stop(Victim::Server(_))));
         let may_be: Vec<Option<Version>> = match (ended.is_success, is_known) {
@@ -372,15 +391,15 @@ impl Run {
             (false, true) => vec![old],
             (false, false) => vec![old, Some(version)],
         };
-        let now = self.agreed(version.tag, &may_be).map_err(|error| format!("{error}; {told}"))?;
+        let now = self.agreed(version.tag, &may_be).map_err(|error| format!("{error}; {outcome}"))?;
         match now {
-            Some(version) => drop(self.shown.insert(version.tag, version)),
-            None => drop(self.shown.remove(&version.tag)),
+            Some(version) => drop(self.visible.insert(version.tag, version)),
+            None => drop(self.visible.remove(&version.tag)),
         }
         Ok(())
     }
 
-    /// The version of a tag that all nodes show, in the end, which is one of these.
+    /// Waits until one version of a tag, one of `may_be`, is visible on all nodes, and returns it.
     fn agreed(&mut self, tag: u8, may_be: &[Option<Version>]) -> Result<Option<Version>, String> {
         let deadline = Instant::now() + deadlines::of_command();
         loop {
@@ -406,7 +425,7 @@ impl Run {
         }
     }
 
-    /// A command that must end in time; its output where it succeeds, else what it says must have a cause.
+    /// Runs a command and returns its output. It must finish in time, and an event of the run must explain its error if it fails.
     pub(crate) fn command(&mut self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.cluster().dayfly();
         command.args(arguments).env("DAYFLY_SESSION", &self.cluster().id);
@@ -418,7 +437,7 @@ impl Run {
         }
         let message = text(&output.stderr);
         if !output.status.success()
-            && let Some(why) = self.unexplained("", &message, Who { node: 0, reader: None }, begin_ms, now_ms())
+            && let Some(why) = self.unexplained("", &message, Observer { node: 0, reader: None }, begin_ms, now_ms())
         {
             return Err(format!("{why}: dayfly {arguments:?}: {message}"));
         }

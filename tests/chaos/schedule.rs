@@ -1,5 +1,5 @@
-//! The schedule of a run: a pure function of the seed. Times are in permille of the deadline by which a peer is lost, so that
-//! a schedule means the same whatever the deadlines are.
+//! The schedule of a run: a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that a
+//! schedule has the same meaning with any deadlines.
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -11,38 +11,38 @@ pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;
 const STEPS: usize = 7;
 const TAGS: u8 = 3;
-/// So long a server stands still that nobody waits for it any more.
+/// The duration of a server's stop after which its peers and the supervisor have declared it lost.
 pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
 
-/// All that a run does.
+/// Everything that a run does.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Schedule {
     pub(crate) seed: u64,
     pub(crate) memory: &'static str,
     pub(crate) options: Vec<&'static str>,
-    pub(crate) faces: [Face; READERS],
+    pub(crate) interfaces: [Interface; READERS],
     pub(crate) steps: Vec<Step>,
 }
 
-/// How a reader reads.
+/// The interface through which a reader reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) enum Face {
-    /// File by file, in parts.
+pub(crate) enum Interface {
+    /// `read_at`, file by file, in parts.
     Plain,
     /// `read_many`.
     Batch,
-    /// In an order that was submitted.
+    /// `read_at` in an order that was submitted before.
     Order,
     /// `cat` under `dayfly exec`.
     Preload,
 }
 
-/// A stage-in and a fault at the same time, or one of them.
+/// A stage-in, a fault, or both at the same time.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Step {
-    pub(crate) stage: Option<StageIn>,
+    pub(crate) stage_in: Option<StageIn>,
     pub(crate) fault: Option<Fault>,
-    /// From the begin of the step to the begin of the fault.
+    /// The time from the beginning of the step to the beginning of the fault.
     pub(crate) delay: u32,
     /// How long the fault lasts.
     pub(crate) lasts: u32,
@@ -55,15 +55,17 @@ pub(crate) enum Form {
     TarGz,
 }
 
-/// What becomes of a stage-in besides its fault.
+/// A disturbance of the stage-in itself, in addition to the step's fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twist {
     None,
-    /// Cancelled by a signal to its command, after this time.
+    /// SIGTERM to its command after this time.
     Interrupt(u32),
+    /// SIGKILL to its command after this time.
     Kill(u32),
-    /// Its source is removed, or cut, after this time.
+    /// Its source is removed after this time.
     SourceVanishes(u32),
+    /// Its source is cut to half its length after this time.
     SourceShrinks(u32),
 }
 
@@ -71,9 +73,9 @@ pub(crate) enum Twist {
 pub(crate) struct StageIn {
     pub(crate) version: Version,
     pub(crate) form: Form,
-    /// The node that is asked.
+    /// The node that the command connects to.
     pub(crate) node: u16,
-    /// MB/s; without one it is over before a fault meets it.
+    /// The limit of its rate in MB/s. Without a limit it is over before a fault can hit it.
     pub(crate) rate: Option<u32>,
     pub(crate) twist: Twist,
 }
@@ -84,20 +86,20 @@ pub(crate) enum Victim {
     Reader(usize),
 }
 
-/// What a drive does wrong; every `nth` call is hit.
+/// The faults of a drive; every `nth` call is affected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Drive {
     /// Reads fail.
     ReadFails { nth: u32 },
-    /// Reads give nothing, as at the end of a file. (A read that gives a part cannot be injected without a lie about the rest.)
+    /// Reads return 0 bytes, as at the end of a file. (`strace` cannot inject a short read that returns correct bytes.)
     ReadGivesNothing { nth: u32 },
-    /// Reads take longer.
+    /// Reads are delayed.
     ReadIsSlow { ms: u32 },
     /// Writes fail.
     WriteFails { nth: u32 },
-    /// Room cannot be set aside.
+    /// Space cannot be reserved.
     NoRoom { nth: u32 },
-    /// What was written cannot be made durable.
+    /// Syncs fail.
     SyncFails { nth: u32 },
 }
 
@@ -115,13 +117,15 @@ pub(crate) enum Fault {
 impl Schedule {
     pub(crate) fn new(seed: u64) -> Self {
         let mut random = StdRng::seed_from_u64(seed);
-        let faces = std::array::from_fn(|_| {
-            *[Face::Plain, Face::Batch, Face::Batch, Face::Order, Face::Preload].choose(&mut random).unwrap()
+        let interfaces = std::array::from_fn(|_| {
+            *[Interface::Plain, Interface::Batch, Interface::Batch, Interface::Order, Interface::Preload]
+                .choose(&mut random)
+                .unwrap()
         });
         let memory = *["40MiB", "64MiB", "256MiB"].choose(&mut random).unwrap();
         let options = [&[][..], &[], &["--verify-reads"], &["--encrypt"]].choose(&mut random).unwrap().to_vec();
         let mut generations = [0; TAGS as usize];
-        let mut stage = |random: &mut StdRng, tag: u8, is_first: bool| {
+        let mut stage_in = |random: &mut StdRng, tag: u8, is_first: bool| {
             let version = Version { tag, generation: generations[usize::from(tag)] };
             generations[usize::from(tag)] += 1;
             let form = *[Form::Folder, Form::Tar, Form::TarGz].choose(random).unwrap();
@@ -138,7 +142,7 @@ impl Schedule {
             let rate = (is_slow && !is_first).then(|| random.random_range(10..60));
             StageIn { version, form, node: random.random_range(0..NODES), rate, twist }
         };
-        let mut steps = vec![Step { stage: Some(stage(&mut random, 0, true)), fault: None, delay: 0, lasts: 0 }];
+        let mut steps = vec![Step { stage_in: Some(stage_in(&mut random, 0, true)), fault: None, delay: 0, lasts: 0 }];
         let mut killed = Vec::new();
         for number in 1..STEPS {
             let is_last = number == STEPS - 1;
@@ -147,7 +151,7 @@ impl Schedule {
                 0..3 => Some(Fault::Stop(Victim::Server(random.random_range(0..NODES)))),
                 3 | 4 => Some(Fault::Stop(Victim::Reader(random.random_range(0..READERS)))),
                 5 | 6 => Some(Fault::KillReader(random.random_range(0..READERS))),
-                7..13 => Some(drive(&mut random, &faces)),
+                7..13 => Some(drive(&mut random, &interfaces)),
                 13 => Some(Fault::FullDrive),
                 14 | 15 => Some(Fault::Tune(tune(&mut random))),
                 16 | 17 if number > 2 && killed.is_empty() => {
@@ -159,11 +163,11 @@ impl Schedule {
             };
             let is_staged = fault.is_none() || random.random_ratio(1, 2);
             let tag = random.random_range(0..TAGS);
-            let stage = is_staged.then(|| stage(&mut random, tag, false));
-            // Mostly shorter than what makes a peer lost.
+            let stage_in = is_staged.then(|| stage_in(&mut random, tag, false));
+            // Mostly shorter than the time after which a peer is lost.
             let lasts = if random.random_ratio(1, 5) { random.random_range(500..800) } else { random.random_range(40..400) };
             let lasts = match fault {
-                // Given up by its peers and by the supervisor, it ends.
+                // Its peers and the supervisor declare it lost, and it exits.
                 Some(Fault::Stop(Victim::Server(node))) if number > 2 && killed.is_empty() && random.random_ratio(1, 4) => {
                     killed.push(node);
                     STOPPED_FOR_GOOD
@@ -171,17 +175,17 @@ impl Schedule {
                 Some(Fault::Stop(Victim::Reader(_))) if random.random_ratio(1, 3) => random.random_range(1100..1600),
                 _ => lasts,
             };
-            steps.push(Step { stage, fault, delay: random.random_range(0..200), lasts });
+            steps.push(Step { stage_in, fault, delay: random.random_range(0..200), lasts });
         }
-        Self { seed, memory, options, faces, steps }
+        Self { seed, memory, options, interfaces, steps }
     }
 }
 
-fn drive(random: &mut StdRng, faces: &[Face; READERS]) -> Fault {
+fn drive(random: &mut StdRng, interfaces: &[Interface; READERS]) -> Fault {
     let reader = random.random_range(0..READERS);
     let victim = match random.random_range(0..5) {
-        // A reader that starts programs would lose them to faults of their own files, before a byte of ours is read.
-        0 if faces[reader] != Face::Preload => Victim::Reader(reader),
+        // The faults would hit the program files of a reader that starts programs, before it reads a byte of the namespace.
+        0 if interfaces[reader] != Interface::Preload => Victim::Reader(reader),
         _ => Victim::Server(random.random_range(0..NODES)),
     };
     let nth = *[1, 2, 5, 20].choose(random).unwrap();
@@ -211,7 +215,7 @@ fn tune(random: &mut StdRng) -> &'static [&'static str] {
 
 impl std::fmt::Display for Schedule {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(formatter, "seed {}: memory {}, {:?}, readers {:?}", self.seed, self.memory, self.options, self.faces)?;
+        writeln!(formatter, "seed {}: memory {}, {:?}, readers {:?}", self.seed, self.memory, self.options, self.interfaces)?;
         for (number, step) in self.steps.iter().enumerate() {
             writeln!(formatter, "  step {number}: {step}")?;
         }
@@ -221,9 +225,9 @@ impl std::fmt::Display for Schedule {
 
 impl std::fmt::Display for Step {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if let Some(StageIn { version, form, node, rate, twist }) = self.stage {
+        if let Some(StageIn { version, form, node, rate, twist }) = self.stage_in {
             let (tag, generation) = (version.tag, version.generation);
-            write!(formatter, "stage in t{tag} g{generation} from {form:?} by node {node}, rate {rate:?}, {twist:?}; ")?;
+            write!(formatter, "stage-in of t{tag} g{generation} from {form:?} by node {node}, rate {rate:?}, {twist:?}; ")?;
         }
         match self.fault {
             Some(fault) => write!(formatter, "{fault:?} after {} for {}", self.delay, self.lasts),
@@ -239,7 +243,7 @@ fn a_schedule_is_a_pure_function_of_its_seed() {
 }
 
 #[test]
-fn twenty_schedules_hold_every_kind_of_fault() {
+fn the_first_twenty_schedules_contain_every_kind_of_fault() {
     let all: Vec<Schedule> = (1..=20).map(Schedule::new).collect();
     let steps = || all.iter().flat_map(|schedule| &schedule.steps);
     let has_fault = |is: &dyn Fn(&Fault) -> bool| steps().any(|step| step.fault.as_ref().is_some_and(is));
@@ -257,8 +261,8 @@ fn twenty_schedules_hold_every_kind_of_fault() {
         fault,
         Fault::Drive(_, Drive::WriteFails { .. } | Drive::NoRoom { .. } | Drive::SyncFails { .. })
     )));
-    let has_twist = |is: &dyn Fn(&Twist) -> bool| steps().any(|step| step.stage.is_some_and(|stage| is(&stage.twist)));
+    let has_twist = |is: &dyn Fn(&Twist) -> bool| steps().any(|step| step.stage_in.is_some_and(|stage_in| is(&stage_in.twist)));
     assert!(has_twist(&|twist| matches!(twist, Twist::Interrupt(_) | Twist::Kill(_))));
     assert!(has_twist(&|twist| matches!(twist, Twist::SourceVanishes(_) | Twist::SourceShrinks(_))));
-    assert!(steps().any(|step| step.stage.is_some_and(|stage| stage.version.generation > 0)), "a dataset is replaced");
+    assert!(steps().any(|step| step.stage_in.is_some_and(|stage_in| stage_in.version.generation > 0)), "a dataset is replaced");
 }

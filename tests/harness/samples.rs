@@ -73,7 +73,7 @@ pub(crate) fn read_epoch(view: &View, epoch: u64) {
     let dataset = dataset(view);
     let order: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(5, epoch).collect();
     for samples in order.chunks(64) {
-        let mut batch = view.session().read_many(&dataset, samples, Delivery::Arrival, OnMissing::Fail).unwrap();
+        let mut batch = view.session().read_many(&dataset, samples, Delivery::AsAvailable, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
         assert!(batch.is_good());
     }

@@ -1,7 +1,8 @@
-//! The commands, each a file.
+//! The commands, one file each.
 
 mod cat;
 mod clean;
+mod completions;
 mod cp;
 mod df;
 mod doctor;
@@ -9,11 +10,15 @@ mod down;
 mod du;
 mod exec;
 mod ls;
+mod man;
 mod metrics;
+mod policy;
+mod query;
 mod run;
 mod serve;
 mod signals;
 mod stage_in;
+mod start;
 mod stat;
 mod status;
 mod top;
@@ -25,6 +30,7 @@ use std::process::ExitCode;
 
 use crate::args::Command;
 use crate::failure::Failure;
+use crate::preload;
 
 /// Runs a command.
 pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
@@ -49,13 +55,8 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Down(_) => down::run(),
         Command::Clean(arguments) => clean::run(&arguments),
         Command::Serve(arguments) => serve::run(&arguments),
-        Command::IsPreloaded => Ok(if crate::preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
-    }
-}
-
-/// For who has a session's key: no core file of this process, and no other process of this user looks into it.
-fn harden() {
-    if let Err(error) = nix::sys::prctl::set_dumpable(false) {
-        crate::failure::complain(format_args!("this process can be looked into by others of its user: {error}"));
+        Command::Completions(arguments) => completions::run(&arguments),
+        Command::Man(arguments) => man::run(&arguments),
+        Command::IsPreloaded => Ok(if preload::is_loaded() { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
     }
 }

@@ -1,4 +1,7 @@
-//! How a command fails: one line on standard error, and an exit status that means something.
+//! Messages and failures: lines on standard error, output on standard output, and exit statuses.
+//!
+//! Commands never use `eprintln!` and `println!`, which panic if they cannot write. [`mention`] and [`complain`] write messages,
+//! [`output`] and `say!` write output. Text that others chose (paths, names of hosts) is escaped for a terminal.
 
 use std::fmt::Display;
 use std::io::{self, Stderr, StdoutLock, Write};
@@ -9,26 +12,28 @@ use std::sync::{Mutex, PoisonError};
 
 use clap::error::ContextValue;
 use dayfly_client::ClientError;
-use dayfly_client::locate::NotPrivate;
+use dayfly_launch::preflight::PreflightError;
+use dayfly_launch::{LaunchError, Notices, owner_hint};
 use dayfly_meta::path::display;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
-use nix::unistd::User;
 
 /// The operation failed.
 pub(crate) const FAILED: u8 = 1;
-/// The arguments cannot be (clap uses the same).
+/// The arguments are wrong (clap uses the same status).
 pub(crate) const USAGE: u8 = 2;
-/// Staged in, but for what could not be read: with `--keep-going`.
+/// With `--keep-going`: staged in, except for what could not be read.
 pub(crate) const LEFT_OUT: u8 = 3;
-/// `exec` and `run` failed themselves, before or after CMD; as `env` and `timeout` do.
+/// `exec` or `run` itself failed, before or after CMD. `env` and `timeout` use the same status.
 pub(crate) const NOT_STARTED: u8 = 125;
-/// CMD was found but cannot be run.
+/// CMD was found but cannot be executed.
 pub(crate) const NOT_EXECUTABLE: u8 = 126;
 /// CMD was not found.
 pub(crate) const NOT_FOUND: u8 = 127;
+/// The reader of standard output closed it, as after SIGPIPE (128 + 13).
+const BROKEN_PIPE: u8 = 141;
 
-/// A failed command.
+/// A failed command: its message and its exit status.
 #[derive(Debug)]
 pub(crate) struct Failure {
     message: Option<String>,
@@ -44,7 +49,7 @@ impl Failure {
         Self { message: Some(message.to_string()), status: USAGE }
     }
 
-    /// All has been said already.
+    /// A failure whose messages were already printed.
     pub(crate) fn silent() -> Self {
         Self { message: None, status: FAILED }
     }
@@ -53,12 +58,7 @@ impl Failure {
         Self { status, ..self }
     }
 
-    /// The exit status that it will be.
-    #[cfg(test)]
-    pub(crate) fn status(&self) -> u8 {
-        self.status
-    }
-
+    /// Prints the message, and returns the exit status.
     pub(crate) fn report(self) -> ExitCode {
         if let Some(message) = self.message {
             complain(&message);
@@ -73,18 +73,52 @@ impl Display for Failure {
     }
 }
 
-/// A line on standard error; nothing can be done if that is closed. Whatever names are in it, it stays one line, and says nothing to
-/// the terminal.
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        let owner = if let ClientError::NotPrivate(exposed) = &error { owner_hint(exposed) } else { String::new() };
+        Self::new(format!("{error}{owner}"))
+    }
+}
+
+impl From<LaunchError> for Failure {
+    fn from(error: LaunchError) -> Self {
+        match error {
+            LaunchError::Client(error) => error.into(),
+            error if error.is_usage() => Self::usage(error),
+            error => Self::new(error),
+        }
+    }
+}
+
+impl From<PreflightError> for Failure {
+    fn from(error: PreflightError) -> Self {
+        LaunchError::from(error).into()
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        // A reader that has seen enough (`dayfly cat x | head`) is not worth a message.
+        let is_closed = error.kind() == io::ErrorKind::BrokenPipe;
+        if is_closed { Self { message: None, status: BROKEN_PIPE } } else { Self::new(error) }
+    }
+}
+
+/// Notices of the launch crate, printed as complaints.
+pub(crate) fn notices() -> Notices {
+    Notices::new(|notice| complain(notice))
+}
+
+/// Prints a line on standard error, beginning with `dayfly:`. The message is escaped, so it stays one line whatever names it contains.
 pub(crate) fn complain(message: impl Display) {
     mention(format_args!("dayfly: {}", display(message.to_string().as_bytes())));
 }
 
-/// The same of what is no complaint, in our own words. Not `eprintln!`, which panics where it cannot write: what nobody can read is no
-/// reason for a command to fail.
+/// Prints a line on standard error as it is. A message that cannot be written is dropped, and the command continues.
 pub(crate) fn mention(message: impl Display) {
     let line = format!("{message}\n");
     let mut rest = line.as_bytes();
-    // Not by the lock of standard error: another thread may have it, and wait for a terminal that was stopped (Ctrl-S).
+    // Without the lock of standard error, because another thread may hold it while it waits for a terminal that was stopped (Ctrl-S).
     let stderr = io::stderr();
     while !rest.is_empty() {
         if IS_ENDING.load(Ordering::Relaxed) && !is_writable(&stderr) {
@@ -98,52 +132,32 @@ pub(crate) fn mention(message: impl Display) {
     }
 }
 
-/// How long a message waits for its reader once a signal has come.
-const LAST_WORD_TIMEOUT_MS: u16 = 500;
+/// How long a message waits for its reader after a signal.
+const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 
-/// Whether a signal has come: from then on the end of a session waits for no reader.
+/// Whether a signal has asked this process to end. From then on, the end of a session waits for no reader.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
-/// From here on messages that nobody reads are dropped.
+/// From now on, messages that nobody reads are dropped.
 pub(crate) fn end_soon() {
     IS_ENDING.store(true, Ordering::Relaxed);
 }
 
 fn is_writable(stderr: &Stderr) -> bool {
     let mut wanted = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
-    // What went wrong here is told by the write.
-    poll(&mut wanted, LAST_WORD_TIMEOUT_MS) != Ok(0)
+    // If the poll fails, the write will report why.
+    poll(&mut wanted, LAST_MESSAGE_TIMEOUT_MS) != Ok(0)
 }
 
-impl From<ClientError> for Failure {
-    fn from(error: ClientError) -> Self {
-        let owner = if let ClientError::NotPrivate(exposed) = &error { owner(exposed) } else { String::new() };
-        Self::new(format!("{error}{owner}"))
-    }
-}
-
-/// Who can take away what is in our place, by name.
-pub(crate) fn owner(exposed: &NotPrivate) -> String {
-    let Some(owner) = exposed.owner() else { return String::new() };
-    let name = User::from_uid(owner.into()).ok().flatten().map_or_else(String::new, |user| format!(" ('{}')", user.name));
-    format!(" (only user {owner}{name} or root can remove it)")
-}
-
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        // A reader that has seen enough (`dayfly cat x | head`) is no failure worth a word.
-        if error.kind() == io::ErrorKind::BrokenPipe { Self { message: None, status: 141 } } else { Self::new(error) }
-    }
-}
-
-/// Tells what the parser of arguments has to say: help on standard output, else what is wrong on standard error. There it repeats
-/// arguments as they were given, so these are escaped, and then all but line ends.
-pub(crate) fn about_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
+/// Reports what the argument parser returned: help on standard output, and errors on standard error.
+///
+/// Errors repeat arguments as they were given. The arguments are escaped first, and then each line, but not the line ends.
+pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
     if !error.use_stderr() {
-        error.print().map_err(named)?;
+        error.print().map_err(name_stdout)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // Rendering without colors would leave out what begins like one.
+    // clap renders without colors by removing escape sequences, also those in arguments, so the arguments are escaped before.
     let given: Vec<_> = error.context().map(|(kind, value)| (kind, value.clone())).collect();
     for (kind, value) in given {
         let escaped = |text: String| display(text.as_bytes());
@@ -159,7 +173,7 @@ pub(crate) fn about_arguments(mut error: clap::Error) -> Result<ExitCode, Failur
     Ok(ExitCode::from(USAGE))
 }
 
-/// Standard output, whose errors name it.
+/// Standard output, with errors that name it.
 pub(crate) struct Output(StdoutLock<'static>);
 
 pub(crate) fn output() -> Output {
@@ -168,44 +182,44 @@ pub(crate) fn output() -> Output {
 
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes).map_err(named)
+        self.0.write(bytes).map_err(name_stdout)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush().map_err(named)
+        self.0.flush().map_err(name_stdout)
     }
 }
 
-/// The kind stays, for a reader that has gone is told by it.
-fn named(error: io::Error) -> io::Error {
+/// Keeps the error's kind, by which a closed reader is recognized.
+fn name_stdout(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::Interrupted => error,
         kind => io::Error::new(kind, format!("cannot write to standard output: {error}")),
     }
 }
 
-/// The first line of `say!` that could not be written, until it is asked for.
-static UNSAID: Mutex<Option<io::Error>> = Mutex::new(None);
+/// The error of the first `say!` that failed.
+static OUTPUT_ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
-/// The error of a line of `say!`, kept for the end of the command. Whoever has seen enough of the output and closed it is no failure.
-pub(crate) fn note_unsaid(error: io::Error) {
+/// Records that a `say!` failed, for the end of the command. A reader that has seen enough and closed the output is no failure.
+pub(crate) fn record_output_error(error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
-        UNSAID.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 }
 
-/// Whether all that was said by `say!` was written: a command that succeeds has told what it was asked.
-pub(crate) fn all_said() -> Result<(), Failure> {
-    let unsaid = UNSAID.lock().unwrap_or_else(PoisonError::into_inner).take();
-    unsaid.map_or(Ok(()), |error| Err(error.into()))
+/// Fails if a `say!` failed, because a command that succeeds must have printed its output.
+pub(crate) fn check_output() -> Result<(), Failure> {
+    let error = OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).take();
+    error.map_or(Ok(()), |error| Err(error.into()))
 }
 
-/// A line on standard output; what fails of it is told at the command's end.
+/// Prints a line on standard output. A failed write is reported at the end of the command.
 macro_rules! say {
     ($($argument:tt)*) => {{
         use std::io::Write;
         if let Err(error) = writeln!(crate::failure::output(), $($argument)*) {
-            crate::failure::note_unsaid(error);
+            crate::failure::record_output_error(error);
         }
     }};
 }

@@ -1,9 +1,11 @@
-//! `dayfly`: the one program, command line and daemon. This is the composition root: it alone may depend on everything.
+//! `dayfly`: the one program, both command line and daemon.
+//!
+//! It parses arguments, runs a command, and turns its result into messages and an exit status. As the composition root, it alone may
+//! depend on every crate.
 
 mod args;
 mod commands;
 mod failure;
-mod launch;
 mod namespace;
 mod preload;
 mod size;
@@ -13,16 +15,16 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    let ended = match args::Arguments::try_parse() {
+    let result = match args::Arguments::try_parse() {
         Ok(arguments) => commands::run(arguments.command),
-        Err(error) => failure::about_arguments(error),
+        Err(error) => failure::report_arguments(error),
     };
-    let status = ended.unwrap_or_else(|failure| failure.report());
-    match failure::all_said() {
+    let status = result.unwrap_or_else(|failure| failure.report());
+    match failure::check_output() {
         Ok(()) => status,
-        // A failure says more by its own status.
-        Err(unsaid) => match unsaid.report() {
-            unsaid if status == ExitCode::SUCCESS => unsaid,
+        // The status of a failed command says more than a failed write.
+        Err(write_failure) => match write_failure.report() {
+            write_status if status == ExitCode::SUCCESS => write_status,
             _ => status,
         },
     }

@@ -1,4 +1,4 @@
-//! What the commands share: the session that is meant, its view, and paths.
+//! What the commands share: the session that they use, its view, and paths of the namespace.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -6,22 +6,22 @@ use std::os::unix::ffi::OsStrExt;
 
 use dayfly_client::locate::{self, Location};
 use dayfly_client::{Session, View, ViewError};
-use dayfly_meta::path::{display, normalize};
+use dayfly_launch::preflight::target_below;
+use dayfly_meta::path::display;
 
 use crate::failure::Failure;
-use crate::launch;
 
-/// The session that is meant.
+/// Finds the session to use: the one that `DAYFLY_SESSION` names, the job's, or the only one.
 pub(crate) fn location() -> Result<Location, Failure> {
-    Ok(locate::find(launch::job().as_deref())?)
+    Ok(locate::find(dayfly_launch::current_job().as_deref())?)
 }
 
-/// The view of this process's node.
+/// Opens a view of the namespace through this process's node.
 pub(crate) fn view() -> Result<View, Failure> {
     Ok(View::new(Session::attach(&location()?)?))
 }
 
-/// The paths given, or the whole namespace.
+/// Returns the given paths, or the whole namespace if there are none.
 pub(crate) fn paths_or_all(view: &View, paths: Vec<OsString>) -> Vec<Vec<u8>> {
     if paths.is_empty() {
         return vec![view.session().prefix().to_vec()];
@@ -29,28 +29,17 @@ pub(crate) fn paths_or_all(view: &View, paths: Vec<OsString>) -> Vec<Vec<u8>> {
     paths.iter().map(|path| path.as_bytes().to_vec()).collect()
 }
 
-/// A target below the prefix, as the server wants it.
+/// Returns a target's path below the prefix, as the server expects it.
 pub(crate) fn target(session: &Session, path: &OsStr) -> Result<Vec<u8>, Failure> {
-    target_below(session.prefix(), path)
+    Ok(target_below(session.prefix(), path)?)
 }
 
-/// The same, of a session that is not there yet.
-pub(crate) fn target_below(prefix: &[u8], path: &OsStr) -> Result<Vec<u8>, Failure> {
-    let prefix = prefix.strip_suffix(b"/").unwrap_or(prefix);
-    let below = path.as_bytes().strip_prefix(prefix).filter(|rest| rest.is_empty() || rest.starts_with(b"/"));
-    let below = below.ok_or_else(|| {
-        let (path, prefix) = (display(path.as_bytes()), display(prefix));
-        Failure::usage(format!("'{path}' is not in the namespace; a target begins with {prefix}/"))
-    })?;
-    normalize(below).map_err(|reason| Failure::usage(format!("'{}' cannot be a target: {reason}", display(path.as_bytes()))))
-}
-
-/// A path in words, with what is wrong with it.
+/// Formats an error with the path that it is about.
 pub(crate) fn about(path: &[u8], error: &ViewError) -> String {
     format!("'{}': {error}", display(path))
 }
 
-/// Writes a name: bytes as they are for a program, escaped for a terminal, as GNU's `ls` does too.
+/// Writes a name: escaped for a terminal, and as raw bytes for a program, as GNU `ls` does.
 pub(crate) fn write_name(output: &mut impl Write, name: &[u8], is_terminal: bool) -> io::Result<()> {
     if is_terminal { write!(output, "{}", display(name)) } else { output.write_all(name) }
 }

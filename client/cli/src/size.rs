@@ -1,10 +1,10 @@
-//! Sizes as people write and read them: `10GiB`.
+//! Sizes on the command line, such as `10GiB`.
 
-const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+pub(crate) use dayfly_launch::units::show_bytes as show;
 
-/// Reads `10GiB`, `512M` (binary), `5GB` (decimal) or plain bytes.
+/// Parses `10GiB` and `512M` (binary), `5GB` (decimal), or plain bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
-    let invalid = || format!("'{text}' is no size; write it as 10GiB, 512MiB or plain bytes");
+    let invalid = || format!("'{text}' is not a size; write it as 10GiB, 512MiB or plain bytes");
     let text = text.trim();
     let digits = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -30,22 +30,11 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Writes `1.5GiB`.
-pub(crate) fn show(bytes: u64) -> String {
-    let mut unit = 0;
-    let mut value = bytes as f64;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
-}
-
-/// As [`parse`], with or without `/s` behind it.
+/// Parses a size per second, with or without a trailing `/s`. A rate of 0 is refused, because a stage-in would never finish.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     let text = text.trim();
     match parse(text.strip_suffix("/s").unwrap_or(text))? {
-        0 => Err("a rate of 0 would never end".to_owned()),
+        0 => Err("a stage-in at a rate of 0 would never finish".to_owned()),
         rate => Ok(rate),
     }
 }
@@ -55,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_and_shown() {
+    fn sizes_are_parsed_and_shown() {
         let check = |text, expect| assert_eq!(parse(text).ok(), expect, "{text}");
         check("0", Some(0));
         check("10GiB", Some(10 << 30));

@@ -100,7 +100,7 @@ int dayfly_list(dayfly *session, const char *path, int (*see)(const char *name, 
 #define DAYFLY_REPORT_MISSING 1
 /* Flag: a batch delivers files as they become available, those on this node first. Without it, it delivers them in the
  * requested order. */
-#define DAYFLY_ANY_ORDER 2
+#define DAYFLY_AS_AVAILABLE 2
 
 /* A file for dayfly_read_many. */
 struct dayfly_request {

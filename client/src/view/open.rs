@@ -7,7 +7,7 @@ use dayfly_meta::catalog::EntryId;
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::{join, split_last};
 
-use super::resolve::Place;
+use super::resolve::ResolvedPath;
 use super::{FileKind, Stat, View, ViewError, entry, inode, kind_of};
 use crate::Dataset;
 
@@ -56,7 +56,7 @@ impl OpenFile {
 
     /// The path by which it was opened, symlinks resolved.
     pub fn path(&self, view: &View) -> Result<Vec<u8>, ViewError> {
-        view.path_of(&Place::Entry(self.dataset.clone(), self.entry))
+        view.path_of(&ResolvedPath::Entry(self.dataset.clone(), self.entry))
     }
 }
 
@@ -88,15 +88,15 @@ pub struct DirectoryEntry<'a> {
 }
 
 impl Directory {
-    pub(super) fn new(view: &View, place: Place) -> Result<Self, ViewError> {
-        let stat = view.stat_of(&place)?;
-        let path = view.path_of(&place)?;
-        let listing = match place {
-            Place::Entry(dataset, id) => match entry(&dataset, id)?.kind {
+    pub(super) fn new(view: &View, resolved: ResolvedPath) -> Result<Self, ViewError> {
+        let stat = view.stat_of(&resolved)?;
+        let path = view.path_of(&resolved)?;
+        let listing = match resolved {
+            ResolvedPath::Entry(dataset, id) => match entry(&dataset, id)?.kind {
                 dayfly_meta::catalog::EntryKind::Directory => Listing::Entries(dataset, id),
                 _ => return Err(ViewError::NotADirectory),
             },
-            Place::Virtual(below) => {
+            ResolvedPath::Virtual(below) => {
                 let with_inode =
                     |name: Vec<u8>| view.lstat(&view.above_prefix(&join(&below, &name))).map(|stat| (name, stat.inode));
                 Listing::Virtual(view.virtual_names(&below)?.into_iter().map(with_inode).collect::<Result<_, _>>()?)

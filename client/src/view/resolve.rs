@@ -12,7 +12,7 @@ use super::{View, ViewError, entry};
 use crate::Dataset;
 
 /// What a path names.
-pub(super) enum Place {
+pub(super) enum ResolvedPath {
     /// A directory above datasets: only they are in it. Its path below the prefix.
     Virtual(Vec<u8>),
     /// An entry of a dataset.
@@ -35,29 +35,29 @@ impl View {
     }
 
     /// What the path names; a symlink at its end is followed if `follow`, or if a slash comes after it.
-    pub(super) fn resolve(&self, path: &[u8], follow: bool) -> Result<Place, ViewError> {
+    pub(super) fn resolve(&self, path: &[u8], follow: bool) -> Result<ResolvedPath, ViewError> {
         if path.len() > PATH_LEN_MAX {
             return Err(ViewError::TooLong);
         }
         let below = self.below_prefix(path).ok_or_else(|| ViewError::Elsewhere(self.session.prefix().to_vec()))?;
         let datasets = self.session.datasets()?;
         let plain = below.strip_prefix(b"/").unwrap_or(below);
-        if let Some(Place::Entry(dataset, id)) = find(&datasets, plain)
+        if let Some(ResolvedPath::Entry(dataset, id)) = find(&datasets, plain)
             && (!follow || entry(&dataset, id)?.kind != EntryKind::Symlink)
         {
-            return Ok(Place::Entry(dataset, id));
+            return Ok(ResolvedPath::Entry(dataset, id));
         }
         self.walk(&datasets, below, follow)
     }
 
-    fn walk(&self, datasets: &[Arc<Dataset>], below: &[u8], follow: bool) -> Result<Place, ViewError> {
+    fn walk(&self, datasets: &[Arc<Dataset>], below: &[u8], follow: bool) -> Result<ResolvedPath, ViewError> {
         let mut wants_directory = says_directory(below);
         let mut waiting: VecDeque<Vec<u8>> = components(below).map(<[u8]>::to_vec).collect();
         let mut reached: Vec<u8> = Vec::new();
-        let mut place = find(datasets, b"").ok_or(ViewError::NotFound)?;
+        let mut resolved = find(datasets, b"").ok_or(ViewError::NotFound)?;
         let mut followed = 0;
         while let Some(name) = waiting.pop_front() {
-            if !is_directory(&place)? {
+            if !is_directory(&resolved)? {
                 return Err(ViewError::NotADirectory);
             }
             match name.as_slice() {
@@ -96,9 +96,9 @@ impl View {
                     }
                 }
             }
-            place = find(datasets, &reached).ok_or(ViewError::NotFound)?;
+            resolved = find(datasets, &reached).ok_or(ViewError::NotFound)?;
         }
-        if wants_directory && !is_directory(&place)? { Err(ViewError::NotADirectory) } else { Ok(place) }
+        if wants_directory && !is_directory(&resolved)? { Err(ViewError::NotADirectory) } else { Ok(resolved) }
     }
 
     /// The names in a directory above datasets.
@@ -139,24 +139,24 @@ pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Opt
 }
 
 /// What a normal path below the prefix names, without following anything.
-fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<Place> {
+fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<ResolvedPath> {
     if let Some((dataset, within)) = split(datasets, path) {
-        return dataset.catalog().find(within).map(|entry| Place::Entry(dataset.clone(), entry.id));
+        return dataset.catalog().find(within).map(|entry| ResolvedPath::Entry(dataset.clone(), entry.id));
     }
     let is_virtual = path.is_empty() || datasets.iter().any(|dataset| is_below(dataset.target(), path));
-    is_virtual.then(|| Place::Virtual(path.to_vec()))
+    is_virtual.then(|| ResolvedPath::Virtual(path.to_vec()))
 }
 
-fn is_directory(place: &Place) -> Result<bool, ViewError> {
-    match place {
-        Place::Virtual(_) => Ok(true),
-        Place::Entry(dataset, id) => Ok(entry(dataset, *id)?.kind == EntryKind::Directory),
+fn is_directory(resolved: &ResolvedPath) -> Result<bool, ViewError> {
+    match resolved {
+        ResolvedPath::Virtual(_) => Ok(true),
+        ResolvedPath::Entry(dataset, id) => Ok(entry(dataset, *id)?.kind == EntryKind::Directory),
     }
 }
 
-fn symlink_target(place: &Place) -> Result<Option<Vec<u8>>, ViewError> {
-    match place {
-        Place::Virtual(_) => Ok(None),
-        Place::Entry(dataset, id) => Ok(dataset.catalog().symlink_target(&entry(dataset, *id)?).map(<[u8]>::to_vec)),
+fn symlink_target(resolved: &ResolvedPath) -> Result<Option<Vec<u8>>, ViewError> {
+    match resolved {
+        ResolvedPath::Virtual(_) => Ok(None),
+        ResolvedPath::Entry(dataset, id) => Ok(dataset.catalog().symlink_target(&entry(dataset, *id)?).map(<[u8]>::to_vec)),
     }
 }

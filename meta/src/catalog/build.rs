@@ -1,5 +1,6 @@
-//! Building a catalog from outcomes that arrive in walk order, in memory that does not grow with their number: each
-//! column streams into a nameless file of its own, and the columns are joined at the end.
+//! Building a catalog from resolved members that arrive in walk order. Memory does not grow with
+//! their number: each column streams into an unnamed file of its own, and
+//! [`CatalogBuilder::finish`] joins the columns.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -9,8 +10,8 @@ use std::os::unix::fs::FileExt;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord,
-    NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
+    BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord,
+    LargeRecord, NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
 };
 use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
@@ -18,57 +19,57 @@ use super::scratch::ScratchFile;
 use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
-use crate::wire::control::Grouping;
 
-/// Gives new nameless files to write to.
+/// Returns new unnamed files to write to.
 pub type Scratch<'a> = &'a dyn Fn() -> io::Result<File>;
 
 /// Why a catalog could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// The data dir failed; full, perhaps.
+    /// Writing to the data dir failed, perhaps because it is full.
     #[error("cannot write the catalog: {0}")]
     Write(#[from] io::Error),
-    /// More names than a dataset may have.
+    /// The dataset has more names than a catalog can number.
     #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several")]
     Entries,
-    /// More directories than are wanted of so many files.
+    /// The sources have more directories than are allowed for their number of files.
     #[error(
-        "the sources have more than {0} directories, of which each takes room and memory on every node; if that is meant, --max-directories allows more"
+        "the sources have more than {0} directories, and each takes room and memory on every node; pass --max-directories to allow more"
     )]
     Directories(u64),
-    /// More blocks than a dataset may have.
+    /// The dataset has more blocks than a catalog can number.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
     Blocks,
-    /// A file whose blocks or checksums are not as many as its size says: a run that did not arrive as it was written.
-    #[error("'{0}' came with other blocks or checksums than its size calls for")]
+    /// A file has a number of blocks or checksums that does not match its size. The run it came
+    /// from was damaged.
+    #[error("'{0}' has a number of blocks or checksums that does not match its size")]
     Shape(String),
-    /// The members did not come in walk order: a defect of the merge.
-    #[error("'{0}' came out of order")]
+    /// The members did not arrive in walk order, which is a bug in the merge.
+    #[error("'{0}' arrived out of order; this is a bug in Dayfly")]
     Order(String),
-    /// A record that only the resolver handles came here: a defect of the merge.
-    #[error("'{0}' came as an unresolved hard link")]
+    /// A hard link arrived that the resolver should have replaced, which is a bug in the merge.
+    #[error("'{0}' arrived as an unresolved hard link; this is a bug in Dayfly")]
     HardLink(String),
 }
 
-/// A finished catalog, in a nameless file.
+/// A finished catalog.
 #[derive(Debug)]
 pub struct Built {
-    /// The file.
+    /// The unnamed file that contains it.
     pub file: File,
-    /// Its length in bytes.
+    /// Length of the file in bytes.
     pub len: u64,
-    /// CRC32C of all of it.
+    /// CRC32C of the whole file.
     pub checksum: u32,
     /// Number of samples.
     pub samples: u64,
-    /// Their bytes.
+    /// Bytes of all samples.
     pub bytes: u64,
     /// Number of directories and symlinks.
     pub others: u64,
 }
 
-/// Streams outcomes into a catalog.
+/// Streams resolved members into a catalog.
 pub struct CatalogBuilder<'a> {
     scratch: Scratch<'a>,
     columns: Vec<ScratchFile>,
@@ -82,16 +83,17 @@ pub struct CatalogBuilder<'a> {
     about: About,
 }
 
-/// What a catalog says of its dataset as a whole.
+/// Facts about the dataset as a whole.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct About {
     /// Seed of the placement.
     pub seed: u64,
-    /// Seconds of the epoch; also dates directories that no source names.
+    /// When the dataset was staged in, in seconds since 1970. Also the modification time of
+    /// directories that no source names.
     pub created_s: i64,
-    /// What was kept together.
+    /// Which files count as one sample.
     pub group: Grouping,
-    /// Directories that it may have, if there is a bound.
+    /// Upper bound on the number of directories, if there is one.
     pub directories_max: Option<u64>,
 }
 
@@ -104,11 +106,16 @@ struct OpenDirectory {
 
 /// Bytes of a column that are copied at a time.
 const COPY_LEN: u64 = 16 << 20;
-/// A directory's values that are known only when it closes: entry, next entry, row in `Others`, links.
+/// Length of the values of a directory that are known only when it closes: entry, next entry, row
+/// in `Others`, links.
 const PATCH_LEN: usize = 16;
 
 impl<'a> CatalogBuilder<'a> {
-    /// Starts a catalog.
+    /// Starts a catalog of these sources.
+    ///
+    /// # Errors
+    ///
+    /// If a scratch file cannot be created or written.
     pub fn new(scratch: Scratch<'a>, about: About, sources: &[Source]) -> Result<Self, BuildError> {
         let new_column = |_| Ok(ScratchFile::new(scratch()?));
         let mut builder = Self {
@@ -133,7 +140,13 @@ impl<'a> CatalogBuilder<'a> {
         Ok(builder)
     }
 
-    /// Adds what `path` ends as. `names` is how many paths share it; each of them is added.
+    /// Adds what `path` ends as. `names` is the number of paths that share the sample; the caller
+    /// adds each of them.
+    ///
+    /// # Errors
+    ///
+    /// If the catalog is full, cannot be written, or the merge passed a member that does not belong
+    /// here.
     pub fn add(&mut self, path: &[u8], member: &Member, names: u32) -> Result<(), BuildError> {
         if !self.open.is_empty() && walk_order(&self.last_path, path).is_ge() {
             return Err(BuildError::Order(display(path)));
@@ -182,7 +195,8 @@ impl<'a> CatalogBuilder<'a> {
     /// Adds the checksums of a file whose blocks begin at `block`.
     fn add_checksums(&mut self, path: &[u8], block: u32, size: u64, shape: (usize, &[u32])) -> Result<(), BuildError> {
         let (blocks, checksums) = shape;
-        // The only block that is shorter than the others is the last, so chunks of blocks are chunks of the file.
+        // Only the last block of a file may be shorter than the others, so the chunks of its blocks
+        // are the chunks of the file.
         if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
             return Err(BuildError::Shape(display(path)));
         }
@@ -207,7 +221,8 @@ impl<'a> CatalogBuilder<'a> {
         self.add_entry(path, EntryKind::Symlink, row).map(drop)
     }
 
-    /// Closes directories that `path` is not below, and opens those on the way to it that no member named.
+    /// Closes the directories that `path` is not below, and opens those on its way that no member
+    /// named.
     fn open_parents(&mut self, path: &[u8]) -> Result<(), BuildError> {
         while self.open.last().is_some_and(|directory| !is_below(path, &directory.path)) {
             self.close_directory()?;
@@ -275,7 +290,7 @@ impl<'a> CatalogBuilder<'a> {
         Ok((self.write(column, &record.encode())? / WIDTHS[column as usize]) as u32)
     }
 
-    /// Appends to a column; returns the offset within it.
+    /// Appends to a column and returns the offset within it.
     fn write(&mut self, column: Column, bytes: &[u8]) -> io::Result<u64> {
         let writer = &mut self.columns[column as usize];
         let offset = writer.len();
@@ -283,8 +298,13 @@ impl<'a> CatalogBuilder<'a> {
         Ok(offset)
     }
 
-    /// Joins the columns, fills in what is known only now, and makes the path index. Calls `step` as it goes forward, for of a large
-    /// dataset that takes minutes.
+    /// Joins the columns, fills in the values that are known only now, and builds the path index.
+    /// Calls `step` regularly, because this takes minutes for a large dataset and the caller has to
+    /// report progress.
+    ///
+    /// # Errors
+    ///
+    /// If the catalog cannot be written, or a scratch file lost bytes.
     pub fn finish(mut self, step: &dyn Fn()) -> Result<Built, BuildError> {
         if self.open.is_empty() {
             self.open_directory(b"", 0o755, self.about.created_s, 0)?;
@@ -307,7 +327,8 @@ impl<'a> CatalogBuilder<'a> {
             let mut to = &file;
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
-                // Written through a mapping later, where a full file system would be a signal: zeros take the room now.
+                // The index is written later, through a mapping, where a full file system would
+                // raise SIGBUS. Writing zeros takes the room now.
                 copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }
@@ -341,7 +362,7 @@ fn write_start(file: &File, header: &HeaderRecord, file_len: u64) -> Result<(), 
     Ok(())
 }
 
-/// Copies to the end, a piece at a time.
+/// Copies everything, one piece at a time.
 fn copy(from: &mut impl Read, to: &mut impl Write, step: &dyn Fn()) -> io::Result<()> {
     while io::copy(&mut from.take(COPY_LEN), to)? > 0 {
         step();
@@ -387,7 +408,7 @@ fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile, 
     Ok(())
 }
 
-/// Fills `buffer`, or says that the file ended before its first byte.
+/// Fills `buffer`. Returns `false` if the file ended before its first byte.
 fn read_whole(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
     match from.read(&mut buffer[..1])? {
         0 => Ok(false),

@@ -1,16 +1,22 @@
-//! The whole check, made once by each server before it shows a catalog to anyone: after it, every access that follows
-//! the catalog's own numbers succeeds, walks end, and every name can be exported as a file's.
+//! The check of a whole catalog, which each server makes once before it shows the dataset. After
+//! it, every access that follows the catalog's own numbers succeeds, walks end, and every name is
+//! valid as a file's.
 
 use super::layout::{BUCKET_LEN, Column, EntryKind};
 use super::map::{Catalog, CatalogError, EntryId, block_len};
 use crate::limits::{CHUNK_LEN, NAME_LEN_MAX, SYMLINK_LEN_MAX};
 
 impl Catalog {
-    /// Checks every record, against each other and against the number of nodes.
+    /// Checks every record against the others and against the number of nodes.
+    ///
+    /// # Errors
+    ///
+    /// Names the first part that is damaged.
     pub fn check(&self, nodes: usize) -> Result<(), CatalogError> {
         let damaged = |what| Err(CatalogError::Damaged(what));
         let header = *self.header();
-        // Directories that an entry lies in: number, end, and length of the path.
+        // The directories that the current entry lies in: entry, end of the subtree, and length of
+        // the path.
         let mut open: Vec<(EntryId, EntryId, usize)> = Vec::new();
         let mut path = Vec::new();
         for id in 0..header.entries {
@@ -65,7 +71,7 @@ impl Catalog {
         let header = *self.header();
         let mut end = 0;
         let mut bytes = 0_u64;
-        // Of checksums, and of blocks of more than one chunk.
+        // Rows of checksums, and rows of blocks with more than one chunk.
         let (mut checksums, mut larges) = (0_u64, 0_u64);
         for sample in 0..header.samples {
             let sample = crate::id::SampleId(sample);
@@ -108,7 +114,8 @@ impl Catalog {
         if (0..header.blocks).all(owned) { Ok(()) } else { damaged("a block's owner") }
     }
 
-    /// Each entry is found, so only whether there is anything else is left to look at.
+    /// Every entry was found through the index, so it only remains to check that the index contains
+    /// nothing else.
     fn check_index(&self) -> Result<(), CatalogError> {
         let buckets =
             (0..self.columns[Column::Index as usize].count).filter_map(|bucket| self.record::<BUCKET_LEN>(Column::Index, bucket));

@@ -1,24 +1,23 @@
-//! The catalog's bytes: a fixed start, a small rkyv header, then page-aligned columns of fixed-width little-endian
-//! records, among them the path index, and one blob of names.
+//! The bytes of a catalog: a fixed start, a small rkyv header, then page-aligned columns of
+//! fixed-width little-endian records. The path index is one of the columns; the last one contains
+//! all names.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use crate::wire::control::Grouping;
-
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
-/// Version of the layout; any change below raises it.
+/// Version of the layout. Any change below raises it.
 pub(crate) const VERSION: u32 = 3;
-/// Magic, version, header length and checksum, file length.
+/// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
-/// Bound on the rkyv header: it has no part that grows with the dataset.
+/// Upper bound on the length of the rkyv header, no part of which grows with the dataset.
 pub(crate) const HEADER_LEN_MAX: usize = 4096 - START_LEN;
 
-/// The columns, in file order.
+/// The columns, in the order of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(crate) enum Column {
-    /// [`EntryRecord`]s in the order of a walk; entry 0 is the dataset's root.
+    /// [`EntryRecord`]s in the order of a walk. Entry 0 is the root of the dataset.
     Entries,
     /// [`NodeRecord`]s of samples.
     Samples,
@@ -26,16 +25,18 @@ pub(crate) enum Column {
     Origins,
     /// [`NodeRecord`]s of directories and symlinks.
     Others,
-    /// `u16` per block: the node that owns it.
+    /// The node that owns each block, as `u16`.
     Owners,
-    /// `u32` per chunk, in the order of blocks: the CRC32C of its bytes, taken at stage-in.
+    /// The CRC32C of each chunk, taken at stage-in, as `u32`, in the order of blocks.
     Checksums,
-    /// [`LargeRecord`]s of the blocks of more than one chunk, in the order of blocks: few, so the others cost nothing.
+    /// [`LargeRecord`]s of the blocks with more than one chunk, in the order of blocks. They are
+    /// few, so the other blocks need no row.
     Larges,
-    /// `u32` per block: its number among all that arrived at its owner, by which the owner finds it.
+    /// The arrival number of each block at its owner, as `u32`. The owner finds the block by it.
     Arrivals,
-    /// Buckets of eight `u64` slots, a cache line each: XXH3-64 of a path names the bucket, a full one overflows into the
-    /// next; a slot's upper half is a fingerprint, its lower half the entry plus one, or 0 where it is free.
+    /// Buckets of eight `u64` slots, one cache line each. The XXH3-64 of a path selects the bucket;
+    /// a full bucket overflows into the next. The upper half of a slot is a fingerprint, the lower
+    /// half the entry plus one, or 0 if the slot is free.
     Index,
     /// [`SourceRecord`]s.
     Sources,
@@ -43,19 +44,19 @@ pub(crate) enum Column {
     Names,
 }
 
-/// How many columns there are.
+/// The number of columns.
 pub(crate) const COLUMNS: usize = 11;
-/// Bytes of one record of each column.
+/// Length of one record of each column, in bytes.
 pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 8, 4, BUCKET_LEN as u64, 20, 1];
-/// Slots of an index bucket, and its length in bytes.
+/// Slots of an index bucket.
 pub(crate) const BUCKET_SLOTS: usize = 8;
-/// See [`BUCKET_SLOTS`].
+/// Length of an index bucket in bytes.
 pub(crate) const BUCKET_LEN: usize = 8 * BUCKET_SLOTS;
 
-/// Where a column lies.
+/// Where a column lies in the file.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Offset in the file, a multiple of the page size.
+    /// Offset in bytes, a multiple of the page size.
     pub(crate) offset: u64,
     /// Number of records.
     pub(crate) count: u64,
@@ -71,7 +72,17 @@ pub(crate) struct HeaderRecord {
     pub(crate) columns: [Extent; COLUMNS],
 }
 
-/// What an entry is.
+/// Which files make one sample for the user: they are placed, stored and listed together.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Grouping {
+    /// Each file is a sample by itself.
+    #[default]
+    None,
+    /// Files of one directory whose names differ only after their last dot, as `7.jpg` and `7.txt`.
+    Stem,
+}
+
+/// The kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryKind {
     /// A sample.
@@ -82,7 +93,7 @@ pub enum EntryKind {
     Symlink,
 }
 
-/// One name.
+/// A row of `Entries`: one name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryRecord {
     pub(crate) name_offset: u64,
@@ -130,17 +141,17 @@ impl EntryRecord {
     }
 }
 
-/// What `stat` tells of a file, directory or symlink.
+/// A row of `Samples` or `Others`: the attributes that `stat` returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NodeRecord {
-    /// A sample's size in bytes; a symlink's target's offset in `Names`.
+    /// A sample's size in bytes, or the offset of a symlink's target in `Names`.
     pub(crate) data: u64,
     pub(crate) mtime_s: i64,
     pub(crate) mtime_ns: u32,
     pub(crate) mode: u32,
-    /// Number of names, or of subdirectories plus two.
+    /// The number of names, or of a directory's subdirectories plus two.
     pub(crate) links: u32,
-    /// A sample's first block; a symlink's target's length.
+    /// A sample's first block, or the length of a symlink's target.
     pub(crate) extra: u32,
 }
 
@@ -168,7 +179,7 @@ impl NodeRecord {
     }
 }
 
-/// Where a sample's bytes lie on the PFS.
+/// A row of `Origins`: where a sample's bytes lie on the PFS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OriginRecord {
     pub(crate) source: u32,
@@ -188,11 +199,11 @@ impl OriginRecord {
     }
 }
 
-/// Where the checksums of a block of more than one chunk begin.
+/// A row of `Larges`: where the checksums of a block with more than one chunk begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LargeRecord {
     pub(crate) block: u32,
-    /// The row in `Checksums` of its first chunk.
+    /// The row of its first chunk in `Checksums`.
     pub(crate) first: u32,
 }
 
@@ -209,7 +220,7 @@ impl LargeRecord {
     }
 }
 
-/// What a source is, told by its content.
+/// The kind of a source, detected from its content.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceKind {
     /// A tar archive.
@@ -222,10 +233,10 @@ pub enum SourceKind {
     Zip,
 }
 
-/// How an archive is compressed, told by its content.
+/// The compression of an archive, detected from its content.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Compression {
-    /// Not at all.
+    /// The archive is not compressed.
     None,
     /// gzip
     Gzip,
@@ -239,20 +250,21 @@ pub enum Compression {
     Lz4,
 }
 
-/// A source as the catalog keeps it.
+/// A source of a dataset, as recorded in the catalog.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Source {
     /// Its absolute path on the PFS.
     pub path: Vec<u8>,
-    /// The directory of the dataset that its names go below; empty for the root. For a single file, its path.
+    /// The directory of the dataset that the source's names lie below; empty for the root. For a
+    /// single file, its path in the dataset.
     pub prefix: Vec<u8>,
-    /// What it is.
+    /// The kind of source.
     pub kind: SourceKind,
-    /// How it is compressed.
+    /// The compression of the source.
     pub compression: Compression,
 }
 
-/// A row of `Sources`: the path, then the prefix, in `Names`.
+/// A row of `Sources`. The path and, behind it, the prefix are in `Names`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRecord {
     pub(crate) path_offset: u64,
@@ -307,7 +319,7 @@ impl Start {
         bytes
     }
 
-    /// Reads the start of a catalog of this version.
+    /// Decodes the start of a catalog of this version.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes = bytes.first_chunk::<START_LEN>()?;
         if bytes[..8] != MAGIC || u32_at(bytes, 8) != VERSION {
@@ -317,12 +329,13 @@ impl Start {
     }
 }
 
-/// The bucket at which the search for a hash starts, and the fingerprint that its slot holds.
+/// The bucket where the search for a hash starts, and the fingerprint that its slot contains.
 pub(crate) fn index_bucket(hash: u64, buckets: u64) -> (u64, u32) {
     (((u128::from(hash) * u128::from(buckets)) >> 64) as u64, hash as u32)
 }
 
-/// Buckets of an index over so many entries: four fifths full, so that few overflow.
+/// The number of buckets of an index over this many entries. The index is four fifths full, so few
+/// buckets overflow.
 pub(crate) fn index_buckets(entries: u64) -> u64 {
     (entries + entries / 4).div_ceil(BUCKET_SLOTS as u64) + 1
 }

@@ -1,5 +1,6 @@
-//! A catalog, mapped. Opening it checks the header and where the columns lie, at a cost that does not grow with the
-//! dataset; each access checks its own bounds, so a damaged catalog gives `None`, never a fault.
+//! A mapped catalog. Opening it checks the header and the columns' positions, at a cost that does
+//! not grow with the dataset. Each access checks its own bounds, so a damaged catalog returns
+//! `None` and never faults.
 
 use std::fs::File;
 use std::io;
@@ -9,7 +10,7 @@ use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
-    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
+    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
     OriginRecord, START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
 use crate::checksum::combine;
@@ -18,92 +19,91 @@ use crate::id::{BlockId, NodeId, SampleId};
 use crate::limits::BLOCK_SIZE_MAX;
 use crate::path::join;
 use crate::shared::{map_immutable, prefetch};
-use crate::wire::control::Grouping;
 
-/// Why a file is no catalog.
+/// Why a file cannot be used as a catalog.
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogError {
-    /// It could not be mapped.
+    /// The file could not be mapped.
     #[error("cannot map the catalog: {0}")]
     Map(#[from] io::Error),
-    /// Not a catalog, or of another version.
+    /// The file is not a catalog, or has another version.
     #[error("not a catalog of version {VERSION}")]
     Version,
-    /// Its bytes contradict each other.
+    /// The bytes of the catalog contradict each other.
     #[error("the catalog is damaged: {0}")]
     Damaged(&'static str),
 }
 
-/// An entry's number, from 0 (the root), in walk order.
+/// An entry's number in walk order. The root is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryId(pub u32);
 
-/// One name of the dataset.
+/// A name of the dataset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry<'a> {
-    /// Its number.
+    /// The entry's number.
     pub id: EntryId,
-    /// Its last name; empty for the root.
+    /// The last component of its path; empty for the root.
     pub name: &'a [u8],
-    /// What it is.
+    /// What the name refers to.
     pub kind: EntryKind,
-    /// The directory that holds it; the root's is the root.
+    /// The directory that contains the entry. The root is its own parent.
     pub parent: EntryId,
-    /// The first entry after all that lies below it.
+    /// The first entry after everything below this one.
     pub next: EntryId,
     /// The sample's number, or a number among directories and symlinks.
     pub node: u32,
 }
 
 impl Entry<'_> {
-    /// The sample, if it is a file.
+    /// The sample, if the entry is a file.
     pub fn sample(&self) -> Option<SampleId> {
         (self.kind == EntryKind::File).then_some(SampleId(self.node))
     }
 }
 
-/// What `stat` tells.
+/// The attributes that `stat` returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attributes {
-    /// Bytes of a file; length of a symlink's target; 0 for a directory.
+    /// Bytes of a file, length of a symlink's target, or 0 for a directory.
     pub size: u64,
     /// Permission bits.
     pub mode: u32,
-    /// Names of a file; for a directory its subdirectories plus two.
+    /// Number of a file's names, or of a directory's subdirectories plus two.
     pub links: u32,
-    /// Modification time, whole seconds.
+    /// Modification time, in whole seconds since 1970.
     pub mtime_s: i64,
-    /// And nanoseconds.
+    /// Nanoseconds to be added to [`Self::mtime_s`].
     pub mtime_ns: u32,
 }
 
 /// Where a sample's bytes lie on the PFS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// The source.
+    /// The archive, directory or file that contains them.
     pub source: Source,
-    /// As in [`super::MemberKey`].
+    /// The position in the source, as in [`super::MemberKey::offset`].
     pub offset: u64,
 }
 
-/// Numbers of the whole dataset.
+/// Facts about the dataset as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The seed of its placement.
+    /// Seed of the placement.
     pub seed: u64,
-    /// When it was staged in, seconds of the epoch.
+    /// When the dataset was staged in, in seconds since 1970.
     pub created_s: i64,
     /// Bytes of all samples.
     pub bytes: u64,
-    /// What was kept together.
+    /// Which files count as one sample.
     pub group: Grouping,
-    /// Names: files, directories and symlinks.
+    /// Number of names: files, directories and symlinks.
     pub entries: u32,
-    /// Samples.
+    /// Number of samples.
     pub samples: u32,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Sources.
+    /// Number of sources.
     pub sources: u32,
     /// Length of the catalog in bytes.
     pub file_len: u64,
@@ -119,6 +119,11 @@ pub struct Catalog {
 
 impl Catalog {
     /// Maps a catalog and checks its header.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be mapped, is no catalog of this version, or its header contradicts
+    /// itself.
     pub fn open(file: &File) -> Result<Self, CatalogError> {
         let map = map_immutable(file)?;
         let start = Start::decode(&map).ok_or(CatalogError::Version)?;
@@ -133,7 +138,7 @@ impl Catalog {
         for (extent, width) in record.columns.iter().zip(WIDTHS) {
             let end = extent.count.checked_mul(width).and_then(|len| len.checked_add(extent.offset));
             if end.is_none_or(|end| end > map.len() as u64) {
-                return Err(CatalogError::Damaged("a column's place"));
+                return Err(CatalogError::Damaged("a column's position"));
             }
         }
         let count = |column: Column| {
@@ -162,24 +167,25 @@ impl Catalog {
         Ok(Self { map, header, columns: record.columns })
     }
 
-    /// Numbers of the whole dataset.
+    /// Facts about the dataset as a whole.
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// CRC32C of the whole file: reads all of it.
+    /// The CRC32C of the whole file, all of which this reads.
     pub fn file_checksum(&self) -> u32 {
         crc32c::crc32c(&self.map)
     }
 
-    /// The entry of a normal path; the root's is the empty one.
+    /// The entry of a normal path. The empty path names the root.
     pub fn find(&self, path: &[u8]) -> Option<Entry<'_>> {
         self.find_with(path, |_| ()).map(|(entry, ())| entry)
     }
 
-    /// The entry of a normal path, and what `stat` tells of it.
+    /// The entry of a normal path, and its attributes.
     ///
-    /// The attributes are read before the name is compared: on a large catalog both are cache misses, and so they overlap.
+    /// The attributes are read before the name is compared. On a large catalog both are cache
+    /// misses, and this way they overlap.
     pub fn stat(&self, path: &[u8]) -> Option<(Entry<'_>, Attributes)> {
         let (entry, attributes) = self.find_with(path, |entry| self.attributes(entry))?;
         Some((entry, attributes?))
@@ -194,7 +200,7 @@ impl Catalog {
         for _ in 0..buckets {
             let slots = self.record::<BUCKET_LEN>(Column::Index, bucket)?;
             let (mut candidates, mut is_full) = (0_u8, true);
-            // Without branches, since which slot it is cannot be predicted.
+            // Without branches, because the processor could not predict which slot matches.
             for (slot, word) in slots.as_chunks::<8>().0.iter().enumerate() {
                 let word = u64::from_le_bytes(*word);
                 is_full &= word as u32 != 0;
@@ -218,7 +224,7 @@ impl Catalog {
         None
     }
 
-    /// Compares an entry's path from its end, so that it need not be put together.
+    /// Compares an entry's path from its end, so that the path need not be assembled.
     fn has_path(&self, entry: &Entry<'_>, path: &[u8]) -> bool {
         let mut rest = path;
         let mut at = *entry;
@@ -246,7 +252,8 @@ impl Catalog {
         Some(Entry { id, name, kind: record.kind, parent, next, node: record.node })
     }
 
-    /// What lies in a directory, by the bytes of its names; to go on later, pass the `next` of the last one seen.
+    /// The entries of a directory, in the byte order of their names. To resume a listing, pass the
+    /// `next` of the last entry seen.
     pub fn children<'a>(&'a self, directory: &Entry<'a>, from: Option<EntryId>) -> impl Iterator<Item = Entry<'a>> + use<'a> {
         let is_directory = directory.kind == EntryKind::Directory;
         let end = if is_directory { directory.next } else { directory.id };
@@ -259,7 +266,7 @@ impl Catalog {
         })
     }
 
-    /// What `stat` tells of an entry.
+    /// The attributes that `stat` returns for an entry.
     pub fn attributes(&self, entry: &Entry<'_>) -> Option<Attributes> {
         let column = if entry.kind == EntryKind::File { Column::Samples } else { Column::Others };
         let record = self.node(column, entry.node)?;
@@ -272,13 +279,13 @@ impl Catalog {
         Some(Attributes { size, mode, links, mtime_s, mtime_ns })
     }
 
-    /// Where a symlink leads.
+    /// The target of a symlink.
     pub fn symlink_target(&self, entry: &Entry<'_>) -> Option<&[u8]> {
         let record = self.node(Column::Others, entry.node).filter(|_| entry.kind == EntryKind::Symlink)?;
         self.names(record.data, u64::from(record.extra))
     }
 
-    /// An entry's path.
+    /// The full path of an entry.
     pub fn path(&self, entry: &Entry<'_>) -> Vec<u8> {
         let mut names = Vec::new();
         let mut at = *entry;
@@ -292,7 +299,7 @@ impl Catalog {
         names.iter().rev().fold(Vec::new(), |path, name| join(&path, name))
     }
 
-    /// A sample's size and blocks.
+    /// A sample's size and its blocks.
     pub fn sample(&self, sample: SampleId) -> Option<(u64, Range<u32>)> {
         let record = self.node(Column::Samples, sample.0)?;
         let count = u32::try_from(block_count(record.data)).ok()?;
@@ -300,11 +307,13 @@ impl Catalog {
         Some((record.data, record.extra..end))
     }
 
-    /// The sample that a block is a piece of, and the block's length in bytes.
+    /// The sample that a block belongs to, and the block's length in bytes.
     pub fn block(&self, block: BlockId) -> Option<(SampleId, u64)> {
-        // First blocks do not fall from sample to sample: find the last sample that starts at or before the block. A sample
-        // without blocks starts where its follower does, so the last such one is the one with blocks. Nearly all samples are one
-        // block, so it is near where it would be if all were: look there, and then twice as far each time.
+        // First blocks never decrease from sample to sample, so the sample is the last one that
+        // starts at or before the block. A sample without blocks starts where its successor does,
+        // so the last such sample is one with blocks. Nearly all samples have one block, so the
+        // search begins where the sample would be if all had, and doubles its distance with each
+        // step.
         let starts_by = |sample: u32| self.node(Column::Samples, sample).map(|node| node.extra <= block.0);
         let guess = self.guess(block)?;
         let (mut low, mut high) = (guess, guess);
@@ -332,7 +341,7 @@ impl Catalog {
         (u64::from(block.0) * u64::from(self.header.samples)).checked_div(self.header.blocks.into()).map(|guess| guess as u32)
     }
 
-    /// Says that [`Self::block`] will be asked.
+    /// Makes the processor fetch what [`Self::block`] will read.
     pub fn prefetch_block(&self, block: BlockId) {
         let records = self.guess(block).and_then(|guess| self.record::<32>(Column::Samples, guess.into()));
         if let Some(record) = records {
@@ -340,14 +349,14 @@ impl Catalog {
         }
     }
 
-    /// Says that [`Self::sample`] will be asked.
+    /// Makes the processor fetch what [`Self::sample`] will read.
     pub fn prefetch_sample(&self, sample: SampleId) {
         if let Some(record) = self.record::<32>(Column::Samples, sample.0.into()) {
             prefetch(record);
         }
     }
 
-    /// The node to ask for a block that is not here.
+    /// The node that owns a block.
     pub fn owner(&self, block: BlockId) -> Option<NodeId> {
         self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
     }
@@ -369,8 +378,9 @@ impl Catalog {
         self.record(Column::Checksums, row).map(|bytes| u32::from_le_bytes(*bytes))
     }
 
-    /// The row of a block's first checksum. Blocks that `Larges` does not name have one checksum each, so counting back from
-    /// the next one that it names, or from the end, leads there.
+    /// The row of a block's first checksum. A block without a row in `Larges` has one checksum, so
+    /// the row is found by counting back from the next block that has one, or from the end of the
+    /// column.
     fn first_checksum(&self, block: u64) -> Option<u64> {
         let larges = self.columns[Column::Larges as usize].count;
         let (mut low, mut high) = (0, larges);
@@ -398,7 +408,7 @@ impl Catalog {
         Some(Origin { source: self.source(source)?, offset })
     }
 
-    /// A block's number among all that arrived at its owner during the stage-in.
+    /// A block's number among all blocks that arrived at its owner during the stage-in.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }
@@ -430,12 +440,12 @@ impl Catalog {
     }
 }
 
-/// The length of a sample's block.
+/// The length of block `part` of a sample of `size` bytes.
 pub fn block_len(size: u64, part: u32) -> u64 {
     size.saturating_sub(u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX)
 }
 
-/// Into how many blocks a sample of so many bytes is cut.
+/// The number of blocks of a sample of `size` bytes.
 pub(crate) fn block_count(size: u64) -> u64 {
     size.div_ceil(BLOCK_SIZE_MAX)
 }

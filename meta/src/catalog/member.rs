@@ -1,6 +1,7 @@
-//! What a stage-in found: one record a member of a source, and the runs in which records are kept and sorted.
+//! The records of a stage-in: one for each member of a source, and the sorted runs that contain
+//! them.
 
-#![allow(missing_docs, reason = "of the archived twins that rkyv derives")]
+#![allow(missing_docs, reason = "rkyv derives archived twins without documentation")]
 
 use std::cmp::Ordering;
 use std::io::{self, Read, Write};
@@ -12,72 +13,73 @@ use crate::id::NodeId;
 use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
 
-/// A member's place in the order of all members, and its sample's origin: sources in the order given, members in the
-/// order of their source.
+/// A member's position in the order of all members: first by source, in the order that the user
+/// gave, then in the order of the source. It is also the origin of the sample.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemberKey {
-    /// Number of the source.
+    /// Index of the source.
     pub source: u32,
-    /// In a tar, the offset of the data in the unpacked stream; in a zip, that of its record in the central directory; in a
-    /// tree, the number in the walk.
+    /// In a tar, the offset of the data in the uncompressed stream; in a zip, the offset of the
+    /// record in the central directory; in a tree, the index in the walk.
     pub offset: u64,
 }
 
-/// A block of a member, stored.
+/// A block of a member that its owner has stored.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The node that holds it.
+    /// The node that stores it.
     pub owner: NodeId,
-    /// Its number among all that arrived at that node in this stage-in.
+    /// Its number among all blocks that arrived at that node in this stage-in.
     pub arrival: u32,
 }
 
-/// What a member makes of its path.
+/// The kind of a member.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum MemberKind {
-    /// A regular file, with its blocks where they were stored.
+    /// A regular file, whose blocks have been stored.
     File {
         /// Size in bytes.
         size: u64,
-        /// One a block, in order.
+        /// The file's blocks, in order.
         blocks: Vec<StoredBlock>,
-        /// CRC32C of each chunk's bytes as they were read from the source, in order.
+        /// CRC32C of each chunk as it was read from the source, in order.
         checksums: Vec<u32>,
     },
     /// A directory.
     Directory,
-    /// A symlink, and its target as it stands.
+    /// A symlink, with its target as written.
     Symlink(Vec<u8>),
-    /// A further name for what the given path was at this point of the order.
+    /// Another name for what this path meant at this point of the order.
     HardLink(Vec<u8>),
 }
 
 /// One member of a source.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Its path in the dataset, normal.
+    /// Its normal path in the dataset.
     pub path: Vec<u8>,
-    /// Its place in the order.
+    /// Its position in the order.
     pub key: MemberKey,
-    /// Which handing-out of a unit found it: what a rejected one found is left out of the merge.
+    /// The assignment of the unit that found it. Members of rejected assignments are left out of
+    /// the merge.
     pub ticket: u32,
     /// Permission bits.
     pub mode: u32,
-    /// Modification time, whole seconds.
+    /// Modification time, in whole seconds since 1970.
     pub mtime_s: i64,
-    /// And nanoseconds below 10^9.
+    /// Nanoseconds to be added to `mtime_s`, below 10^9.
     pub mtime_ns: u32,
-    /// What it is.
+    /// What the member is.
     pub kind: MemberKind,
 }
 
 impl Member {
-    /// The order of runs: paths as a walk visits them, and what happened to one path in its order.
+    /// The order of runs: by path as a walk visits them, then by position.
     pub fn run_order(&self, other: &Self) -> Ordering {
         walk_order(&self.path, &other.path).then(self.key.cmp(&other.key))
     }
 
-    /// About how much memory it takes.
+    /// The memory that the member takes, in bytes, roughly.
     pub fn memory_len(&self) -> usize {
         let heap = match &self.kind {
             MemberKind::File { blocks, checksums, .. } => {
@@ -90,7 +92,8 @@ impl Member {
     }
 }
 
-/// A record's bound in a run: a path, a target, and the blocks and chunks of a sample of 64 TiB.
+/// Upper bound on a record in a run: a path, a target, and the blocks and chunks of a sample of 64
+/// TiB.
 const RECORD_LEN_MAX: usize = 80 << 20;
 const _: () = assert!(
     SAMPLE_SIZE_MAX / BLOCK_SIZE_MAX * size_of::<StoredBlock>() as u64 + SAMPLE_SIZE_MAX / CHUNK_LEN * 4 + (1 << 20)
@@ -98,6 +101,10 @@ const _: () = assert!(
 );
 
 /// Appends a member to a run.
+///
+/// # Errors
+///
+/// If the run cannot be written, or the sample has more blocks than a record may list.
 pub fn write_member(run: &mut impl Write, member: &Member) -> io::Result<()> {
     let bytes = rkyv::to_bytes::<rkyv::rancor::Error>(member).map_err(io::Error::other)?;
     if bytes.len() > RECORD_LEN_MAX {
@@ -108,7 +115,11 @@ pub fn write_member(run: &mut impl Write, member: &Member) -> io::Result<()> {
     run.write_all(&bytes)
 }
 
-/// Reads a run's next member; `None` at its end.
+/// Reads the next member of a run; `None` at its end.
+///
+/// # Errors
+///
+/// If the run cannot be read, is cut short, or is damaged.
 pub fn read_member(run: &mut impl Read) -> io::Result<Option<Member>> {
     let mut start = [0; 8];
     let mut got = 0;
@@ -122,14 +133,14 @@ pub fn read_member(run: &mut impl Read) -> io::Result<Option<Member>> {
     let [len, expected] = [0, 4].map(|at| start[at..at + 4].iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte)));
     let len = len as usize;
     if len == 0 || len > RECORD_LEN_MAX {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a member record has no length that one can have"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a member record has an impossible length"));
     }
     let mut bytes = Vec::new();
     run.take(len as u64).read_to_end(&mut bytes)?;
     if bytes.len() < len {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    // Runs are not synced: what the drive has lost of one must not pass for a member.
+    // Runs are not synced, so the checksum is what detects a part that the drive lost.
     check(&bytes, expected).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
     rkyv::from_bytes::<Member, rkyv::rancor::Error>(&bytes)
         .map(Some)
@@ -171,7 +182,7 @@ mod tests {
         assert!(read_member(&mut [0xff; 8].as_slice()).is_err());
         assert!(read_member(&mut [0; 100].as_slice()).is_err());
         assert!(read_member(&mut run[..3].as_ref()).is_err());
-        // As a drive loses it.
+        // A drive that loses a part returns zeros from there on.
         for at in 0..run.len() {
             let mut lost = run.clone();
             lost[at..].fill(0);

@@ -1,11 +1,14 @@
-//! What each path ends as, when all members are unpacked one after another in the order given.
+//! Decides what each path ends as when all members are unpacked one after another in the order of
+//! the sources.
 //!
-//! The rules are GNU tar's. A later member replaces an earlier one of the same path. A directory replaces anything; anything
-//! replaces an empty directory; nothing replaces a directory that has something in it, and nothing goes below what is no
-//! directory: such a member is refused. (A symlink is no directory here, wherever it leads: that is stricter than tar.)
+//! The rules are GNU tar's. A later member replaces an earlier one of the same path. A directory
+//! replaces anything else, and anything replaces an empty directory. Nothing replaces a directory
+//! that contains something, and nothing is unpacked below a path that is not a directory: such a
+//! member is rejected. Unlike tar, a symlink never counts as a directory, wherever it leads.
 //!
-//! Members come sorted by path, so this streams. Only where a path is both a directory and something else are the members
-//! below it gathered and replayed in their order, up to a bound. Hard links are resolved in a pass of their own.
+//! Members arrive sorted by path, so this streams. Only if a path is both a directory and something
+//! else, the members below it are collected and replayed in their order, up to a bound. Hard links
+//! are resolved in a separate pass, by [`LinkCollector`].
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -21,38 +24,39 @@ pub enum ResolveError {
     /// A run could not be read.
     #[error("cannot read the sorted members: {0}")]
     Read(#[from] io::Error),
-    /// Too much lies below a path that is a directory in one place and something else in another.
+    /// Too many members lie below a path that is a directory in one source and something else in
+    /// another.
     #[error(
         "'{path}' is a directory in one place and something else in another, and more than {CONTESTED_MEMBERS_MAX} members lie below it; stage the sources into separate datasets"
     )]
     Contested {
-        /// The path.
+        /// The contested path.
         path: String,
     },
-    /// One path again and again.
-    #[error("'{path}' is in the sources more than {CONTESTED_MEMBERS_MAX} times")]
+    /// The sources contain one path too often.
+    #[error("the sources contain '{path}' more than {CONTESTED_MEMBERS_MAX} times")]
     Repeated {
-        /// The path.
+        /// The repeated path.
         path: String,
     },
-    /// More hard links than the coordinator has memory to resolve.
+    /// The coordinator's memory is too small to resolve all hard links.
     #[error(
-        "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} of them were found by then; give more with --stage-in-memory, or stage the sources into several datasets"
+        "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} of them were found so far; allow more memory with --stage-in-memory, or stage the sources into several datasets"
     )]
     HardLinks {
-        /// What there is.
+        /// The memory for hard links, in bytes.
         memory: usize,
-        /// How many fit.
+        /// The number of links that fit.
         links: usize,
     },
 }
 
-/// Members that could not be unpacked; all are counted, the first few named.
+/// Members that could not be unpacked. All are counted, and the first few are named.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// How many.
+    /// The number of members.
     pub count: u64,
-    /// The first few, as text with a reason.
+    /// The paths of the first few, as text with a reason.
     pub names: Vec<String>,
 }
 
@@ -65,30 +69,34 @@ impl Refused {
     }
 }
 
-/// What happened to one path, in order: only what went well.
+/// The members that were unpacked at one path, in order.
 #[derive(Debug, PartialEq, Eq)]
 pub struct History {
     /// The path.
     pub path: Vec<u8>,
-    /// At least one member; the last one stands.
+    /// At least one member. The last one stands.
     pub members: Vec<Member>,
 }
 
-/// An iterator over histories, in walk order.
+/// Groups members into histories, in walk order.
 pub struct Histories<I: Iterator<Item = io::Result<Member>>> {
     members: Peekable<I>,
     ready: VecDeque<History>,
-    /// What was refused so far.
+    /// The members rejected so far.
     pub refused: Refused,
 }
 
 impl<I: Iterator<Item = io::Result<Member>>> Histories<I> {
-    /// `members` must come in [`Member::run_order`].
+    /// `members` must arrive in [`Member::run_order`].
     pub fn new(members: I) -> Self {
         Self { members: members.peekable(), ready: VecDeque::new(), refused: Refused::default() }
     }
 
-    /// The next path's history; `None` after the last.
+    /// The history of the next path; `None` after the last.
+    ///
+    /// # Errors
+    ///
+    /// If a run cannot be read, or a path is contested or repeated too often.
     pub fn advance(&mut self) -> Result<Option<History>, ResolveError> {
         loop {
             if let Some(history) = self.ready.pop_front() {
@@ -126,7 +134,7 @@ impl<I: Iterator<Item = io::Result<Member>>> Histories<I> {
     }
 }
 
-/// A path while members are replayed.
+/// The state of a path while members are replayed.
 #[derive(Default)]
 struct Replayed {
     is_directory: bool,
@@ -134,19 +142,19 @@ struct Replayed {
     members: Vec<Member>,
 }
 
-/// Unpacks `members`, all at or below `top`, in their order.
+/// Unpacks `members`, all of them at or below `top`, in their order.
 fn replay(top: &[u8], mut members: Vec<Member>, refused: &mut Refused) -> Vec<History> {
     members.sort_by_key(|member| member.key);
     let mut tree: HashMap<Vec<u8>, Replayed> = HashMap::new();
     for member in members {
         let ancestors = ancestors_within(&member.path, top);
         if ancestors.iter().any(|&path| tree.get(path).is_some_and(|at| !at.is_directory)) {
-            refused.add(&member.path, "what it would lie in is not a directory");
+            refused.add(&member.path, "a path above it is not a directory");
             continue;
         }
         let makes_directory = member.kind == MemberKind::Directory;
         if !makes_directory && tree.get(&member.path).is_some_and(|at| at.is_directory && at.children > 0) {
-            refused.add(&member.path, "a directory that is not empty is in its place");
+            refused.add(&member.path, "a directory that is not empty has this path");
             continue;
         }
         let mut is_new = !tree.contains_key(&member.path);
@@ -169,7 +177,7 @@ fn replay(top: &[u8], mut members: Vec<Member>, refused: &mut Refused) -> Vec<Hi
     histories
 }
 
-/// The directories from `top` down to the one that holds `path`.
+/// The directories from `top` down to the one that contains `path`.
 fn ancestors_within<'a>(path: &'a [u8], top: &[u8]) -> Vec<&'a [u8]> {
     let mut found = Vec::new();
     let mut at = path;
@@ -181,9 +189,9 @@ fn ancestors_within<'a>(path: &'a [u8], top: &[u8]) -> Vec<&'a [u8]> {
     found
 }
 
-/// The hard links among all members, gathered before they are resolved.
+/// The hard links among all members, collected before they are resolved.
 pub struct LinkCollector {
-    /// Bytes that may be taken, and those that are.
+    /// Bytes that may be taken, and bytes that are.
     memory: usize,
     taken: usize,
     links: Vec<(MemberKey, Vec<u8>)>,
@@ -191,12 +199,16 @@ pub struct LinkCollector {
 }
 
 impl LinkCollector {
-    /// With so many bytes of memory.
+    /// A collector that may take this many bytes of memory.
     pub fn new(memory: usize) -> Self {
         Self { memory, taken: 0, links: Vec::new(), paths: HashSet::new() }
     }
 
-    /// Takes note of a member if it is a hard link.
+    /// Records a member if it is a hard link.
+    ///
+    /// # Errors
+    ///
+    /// If the links take more memory than there is.
     pub fn see(&mut self, member: &Member) -> Result<(), ResolveError> {
         if let MemberKind::HardLink(target) = &member.kind {
             self.taken += HARD_LINK_MEMORY + 3 * (target.len() + member.path.len());
@@ -210,7 +222,11 @@ impl LinkCollector {
         Ok(())
     }
 
-    /// Finds what each link meant at its point of the order, from a pass over all histories.
+    /// Determines what each link meant at its point of the order, in one pass over all histories.
+    ///
+    /// # Errors
+    ///
+    /// If the members cannot be read a second time.
     pub fn resolve<I>(mut self, mut histories: Histories<I>) -> Result<Links, ResolveError>
     where
         I: Iterator<Item = io::Result<Member>>,
@@ -221,7 +237,8 @@ impl LinkCollector {
                 known.insert(history.path, history.members);
             }
         }
-        // A link points only backwards, so in the order of their keys each finds what it leads to already resolved.
+        // A link points only backwards. In the order of their keys, each link therefore finds its
+        // target already resolved.
         self.links.sort_unstable();
         let mut links = Links::default();
         for (key, target) in self.links {
@@ -252,7 +269,7 @@ pub struct Links {
 }
 
 impl Links {
-    /// The file or symlink that stands after `members`, which happened to one path in this order.
+    /// The file or symlink that stands after `members` were unpacked at one path in this order.
     fn standing(&self, members: &[Member]) -> Option<MemberKey> {
         for member in members.iter().rev() {
             match &member.kind {
@@ -268,12 +285,13 @@ impl Links {
         None
     }
 
-    /// What a path ends as, and how many names share it. A link to nothing is refused; what was there before stands.
+    /// What a path ends as, and the number of names that share it. A link to nothing is rejected,
+    /// and the member before it stands.
     pub fn outcome(&self, history: History, refused: &mut Refused) -> Option<(Member, u32)> {
         for member in history.members.into_iter().rev() {
             if member.kind.is_hard_link() {
                 let Some(version) = self.meaning.get(&member.key) else {
-                    refused.add(&history.path, "a hard link to what is not there");
+                    refused.add(&history.path, "a hard link to a path that does not exist");
                     continue;
                 };
                 return self.versions.get(version).map(|member| (member.clone(), self.names_of(version)));

@@ -1,5 +1,6 @@
-//! Files that are written once and read back once, and compared on the way: what the drive has lost in between is an error, not a page
-//! of zeros in a catalog.
+//! Files that are written once and read back once, with a checksum over all bytes. If the drive
+//! lost some of them in between, reading is an error; without the checksum, pages of zeros would
+//! end up in a catalog.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
@@ -11,7 +12,7 @@ pub(super) struct ScratchFile {
     len: u64,
 }
 
-/// The same, read from its start.
+/// A written file that is read from its start.
 pub(super) struct ScratchReader {
     file: BufReader<File>,
     expected: u32,
@@ -42,12 +43,12 @@ impl ScratchFile {
 }
 
 impl Read for ScratchReader {
-    /// The end of a file that is not what was written is an error.
+    /// Fails at the end of a file whose content is not what was written.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let got = self.file.read(buffer)?;
         self.found = crc32c::crc32c_append(self.found, &buffer[..got]);
         if got == 0 && !buffer.is_empty() && self.found != self.expected {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the drive has lost some of what was put aside on it"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a drive lost some bytes of a scratch file"));
         }
         Ok(got)
     }
@@ -59,7 +60,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     #[test]
-    fn what_was_put_aside_reads_back_and_what_the_drive_lost_is_an_error() {
+    fn a_scratch_file_reads_back_and_bytes_that_the_drive_lost_are_an_error() {
         let written: Vec<u8> = (0..20_000_u32).map(|number| number as u8 | 1).collect();
         for lost in [None, Some(0), Some(8192), Some(19_999)] {
             let file = tempfile::tempfile().unwrap();

@@ -1,170 +1,168 @@
-//! Commands of the command line, and what a server tells of their progress and end.
+//! Commands of the command line, and the events by which a server reports their progress and
+//! result.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
 use super::status::{Policy, Status};
+pub use crate::catalog::Grouping;
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Command {
-    /// Stage sources in. Events: `Planned`, `Progress`, at the end `StagedIn`. Closing the connection cancels it.
+    /// Stages sources in. Events: `Planned`, `Progress`, and at the end `StagedIn`. Closing the
+    /// connection cancels the stage-in.
     StageIn(StageInRequest),
-    /// Tell what all nodes hold and do. Event: `Status`.
+    /// Reports what all nodes store and do. Event: `Status`.
     Status,
-    /// Change how nodes read ahead and what they keep, on all of them. Event: `Tuned`.
+    /// Changes how all nodes prefetch and cache. Event: `Tuned`.
     Tune(Policy),
-    /// End the session on this node, and, if it says so, on those that are not in the list. Event: `Down`, then the server ends.
+    /// Ends the session on this node, and on other nodes unless `but` excludes them. Event: `Down`;
+    /// then the server exits.
     Down {
-        /// Nodes that are told by others; `None` if all are.
+        /// The nodes that this server must not contact, because others do; `None` if it contacts
+        /// none.
         but: Option<Vec<u16>>,
     },
 }
 
-/// What to stage in.
+/// The arguments of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInRequest {
     /// Absolute paths or globs, in order.
     pub sources: Vec<Vec<u8>>,
-    /// The dataset's root, below the prefix.
+    /// The path of the dataset's root, below the prefix.
     pub target: Vec<u8>,
-    /// What to take of the sources.
+    /// Which files of the sources are staged in, and under which names.
     pub selection: Selection,
     /// Seed of the placement and of the order in which blocks are stored.
     pub seed: u64,
-    /// Whether a dataset at the target makes way.
+    /// Whether the new dataset may replace one with the same target.
     pub replace: bool,
-    /// Bytes of sources that all nodes together may read in a second.
+    /// Upper bound on the bytes of sources that all nodes together read per second.
     pub max_rate: Option<u64>,
 }
 
-/// What to take of the sources, and under which names.
+/// Which files of the sources are staged in, and under which names.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Selection {
-    /// Leading components to drop from each name.
+    /// Number of leading components to drop from each name.
     pub strip_components: u32,
-    /// Globs of which a file's name must match one, if there are any.
+    /// Globs, one of which a file's name must match unless the list is empty.
     pub include: Vec<String>,
-    /// Globs that a name, or a directory it lies in, must not match.
+    /// Globs that neither a name nor a directory above it may match.
     pub exclude: Vec<String>,
-    /// Archives stay files.
+    /// Whether archives are staged in as plain files.
     pub no_unpack: bool,
-    /// Archives within archives and trees become directories.
+    /// Whether archives within archives and trees become directories.
     pub nested: bool,
-    /// What is kept together.
+    /// Which files count as one sample.
     pub group: Grouping,
-    /// What becomes of samples of one path in several sources that one pattern or list names.
+    /// How conflicts between rival sources end.
     pub on_conflict: OnConflict,
-    /// Each archive is unpacked into a directory of its name.
+    /// Whether each archive is unpacked into a directory with its name.
     pub prefix_by_source: bool,
-    /// Directories that the dataset may have, if not as many as go with its files.
+    /// Upper bound on the dataset's directories; `None` derives one from the number of files.
     pub max_directories: Option<u64>,
-    /// Members that cannot be read are left out and told of, rather than ending everything.
+    /// Whether members that cannot be read are left out and reported, instead of ending the
+    /// stage-in.
     pub keep_going: bool,
 }
 
-/// What becomes of samples of one path that differ, in several sources that one pattern or list names.
+/// How a path conflict ends: several sources of one pattern or list contain different samples with
+/// the same path.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnConflict {
-    /// They end the stage-in.
+    /// The conflict ends the stage-in.
     #[default]
     Error,
-    /// The later one stands.
+    /// The sample of the later source replaces the others.
     Replace,
 }
 
-/// Which files are one sample to their user: placed, stored and listed together.
-#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Grouping {
-    /// Each is one by itself.
-    #[default]
-    None,
-    /// Files of a directory whose names differ only after their last dot.
-    Stem,
-}
-
-/// What a command's server tells.
+/// A report about a command.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Event {
     /// A stage-in is about to begin.
     Planned(StageInEstimate),
-    /// How far it is.
+    /// How far the stage-in is.
     Progress(Progress),
-    /// It is done: the dataset is visible on all nodes.
+    /// The stage-in has succeeded, and the dataset is visible on all nodes.
     StagedIn(Box<Summary>),
-    /// How the session is.
+    /// The state of the session.
     Status(Status),
-    /// All nodes do as they were told; this is what holds now.
+    /// All nodes have changed their policy; this is the policy in force.
     Tuned(Policy),
-    /// This node, and those that it was to tell, serve no longer.
+    /// This node, and those that it had to contact, have stopped serving.
     Down {
-        /// How many they are.
+        /// The number of nodes that stopped.
         nodes: u16,
-        /// Bytes given up on the data dirs.
+        /// Bytes freed on the data dirs.
         freed_bytes: u64,
-        /// Those that could not be told, and why.
+        /// Nodes that could not be reached, each with the reason.
         untold: Vec<String>,
     },
-    /// The command failed, and left nothing behind but what the reason says.
+    /// The command failed, and left nothing behind except what the reason names.
     Failed {
-        /// For the user.
+        /// A message for the user.
         reason: String,
     },
 }
 
-/// What a stage-in will take, against what is free.
+/// What a stage-in will need, and what is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInEstimate {
-    /// Sources after globs were expanded.
+    /// Number of sources after globs were expanded.
     pub sources: u64,
     /// Bytes of the sources as they lie on the PFS.
     pub source_bytes: u64,
-    /// Files, where they are known before reading (directories and single files).
+    /// Number of files, as far as it is known before reading: from directories and single files.
     pub known_files: u64,
-    /// Whether that is all of them.
+    /// Whether [`Self::known_files`] counts all files.
     pub files_are_all_known: bool,
-    /// Bytes the samples take at least: what an archive holds is known only once it is read.
+    /// Lower bound on the bytes of all samples. What an archive contains is known only once it has
+    /// been read.
     pub least_bytes: u64,
     /// Bytes of the catalog on each node, as far as files are known.
     pub catalog_bytes: u64,
-    /// Free room on all nodes.
+    /// Free room on all nodes together, in bytes.
     pub free_bytes: u64,
 }
 
 /// How far a stage-in is.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// What it is doing.
+    /// The phase of the stage-in.
     pub phase: Phase,
     /// Bytes of the sources read so far.
     pub source_bytes: u64,
-    /// Files found so far.
+    /// Number of files found so far.
     pub files: u64,
-    /// Their bytes.
+    /// Bytes of those files.
     pub bytes: u64,
-    /// The same of each node.
+    /// The progress of each node.
     pub nodes: Vec<Counted>,
 }
 
-/// Counted on a node.
+/// What a node has done in a stage-in so far.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Bytes read from sources.
     pub source_bytes: u64,
-    /// Files found.
+    /// Number of files found.
     pub files: u64,
-    /// Their bytes.
+    /// Bytes of those files.
     pub bytes: u64,
     /// Bytes sent to other nodes.
     pub shipped_bytes: u64,
     /// How long its threads were busy with each [`Step`], in nanoseconds.
     pub busy_ns: [u64; STEPS],
-    /// How often anything went forward that these do not count, a directory found for one. A reader that waits because `--max-rate`
-    /// says so goes forward.
+    /// How often anything else made progress, for example when a directory was found. A reader that
+    /// waits because of `--max-rate` counts as making progress.
     pub steps: u64,
 }
 
-/// What the threads of a stage-in do.
+/// The pipeline steps of a stage-in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Step {
@@ -172,29 +170,29 @@ pub enum Step {
     Reading,
     /// Decompressing.
     Decoding,
-    /// Finding members in the bytes, hashing, copying them into batches.
+    /// Finding members in the bytes, hashing them, and copying them into batches.
     Placing,
-    /// Waiting for owners to take batches.
+    /// Waiting for owners to accept batches.
     Shipping,
     /// Writing segments.
     Writing,
 }
 
-/// Number of [`Step`]s.
+/// The number of [`Step`]s.
 pub const STEPS: usize = 5;
 
 impl Step {
-    /// All, in order.
+    /// All steps, in order.
     pub const ALL: [Self; STEPS] = [Self::Reading, Self::Decoding, Self::Placing, Self::Shipping, Self::Writing];
 
-    /// For the user.
+    /// The step's name for users.
     pub fn name(self) -> &'static str {
         ["reading", "decoding", "placing", "shipping", "writing"][self as usize]
     }
 }
 
 impl Counted {
-    /// Adds what another counted.
+    /// Adds another node's counts.
     pub fn add(&mut self, more: &Self) {
         self.source_bytes += more.source_bytes;
         self.files += more.files;
@@ -204,64 +202,66 @@ impl Counted {
         self.steps += more.steps;
     }
 
-    /// Whether nothing went forward.
+    /// Whether nothing made progress.
     pub fn is_still(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// What a stage-in is doing.
+/// The phase of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// Others run; it begins when one of them ends.
+    /// Other stage-ins are running. This one begins when one of them ends.
     Waiting,
-    /// Finding sources and telling them apart.
+    /// Finding the sources and detecting their kinds.
     #[default]
     Planning,
     /// Reading sources and storing blocks.
     Reading,
-    /// Merging what was found into the catalog.
+    /// Merging the members found into a catalog.
     Merging,
     /// Giving all nodes the catalog.
     Publishing,
 }
 
-/// Counts of what a stage-in met.
+/// Counts of what a stage-in encountered.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Regular files read.
+    /// Number of regular files read.
     pub files: u64,
-    /// Their bytes.
+    /// Bytes of those files.
     pub bytes: u64,
-    /// Devices, FIFOs and sockets, skipped.
+    /// Devices, FIFOs and sockets, which are skipped.
     pub special: u64,
-    /// Members refused: their names leave the tree or cannot be kept, or something stands in their place.
+    /// Members that were rejected: their names leave the tree or cannot be stored, or another entry
+    /// has their path.
     pub refused: u64,
     /// Hard links.
     pub hard_links: u64,
-    /// Absolute names made relative.
+    /// Absolute names that were made relative.
     pub made_relative: u64,
-    /// Archives that end without their end mark.
+    /// Archives that end without an end marker.
     pub unmarked_ends: u64,
     /// Members left out because they cannot be read (`--keep-going`).
     pub skipped: u64,
-    /// The first of these by name.
+    /// The first few skipped members, as text with a reason.
     pub skipped_notes: Vec<String>,
-    /// Samples that a later one of their path, with other content, took the place of.
+    /// Samples that were replaced by a later one with the same path and different content.
     pub replaced: u64,
-    /// The first few of these by name.
+    /// Remarks about the first few members that were rejected, skipped or renamed.
     pub notes: Vec<String>,
 }
 
 impl Counts {
-    /// Keeps a remark, if there are not enough of them; shortened, for a hostile name can be a megabyte long.
+    /// Records a remark unless there are enough of them. The text is shortened, because a hostile
+    /// name can be a megabyte long.
     pub fn note(&mut self, text: &str) {
         if self.notes.len() < NOTES_SHOWN_MAX {
             self.notes.push(text.chars().take(NOTE_LEN_MAX).collect());
         }
     }
 
-    /// Counts a member that was left out.
+    /// Counts a skipped member.
     pub fn skip(&mut self, text: &str) {
         self.skipped += 1;
         if self.skipped_notes.len() < SKIPPED_SHOWN_MAX {
@@ -269,7 +269,7 @@ impl Counts {
         }
     }
 
-    /// Adds what another counted.
+    /// Adds another node's counts.
     pub fn add(&mut self, more: Self) {
         self.files += more.files;
         self.bytes += more.bytes;
@@ -287,41 +287,43 @@ impl Counts {
     }
 }
 
-/// A finished stage-in.
+/// The result of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Samples of the dataset.
+    /// Number of samples in the dataset.
     pub samples: u64,
-    /// Their bytes.
+    /// Bytes of all samples.
     pub bytes: u64,
-    /// Directories and symlinks.
+    /// Number of directories and symlinks.
     pub others: u64,
-    /// Samples that are archives by their names.
+    /// Number of samples whose names are those of archives.
     pub archives: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,
-    /// Bytes of the sources read.
+    /// Bytes read from the sources.
     pub source_bytes: u64,
-    /// What was met on the way.
+    /// What the stage-in encountered.
     pub counts: Counts,
-    /// Milliseconds from the request to now.
+    /// Milliseconds from the request to this summary.
     pub elapsed_ms: u64,
-    /// Fullest node's share over the mean, in tenths of a percent.
+    /// The fullest node's share over the mean, in thousandths.
     pub imbalance_permille: u64,
-    /// Source bytes that were read a second time, for a range had been begun at a wrong place.
+    /// Source bytes that were read a second time, because a worker had started its range at a wrong
+    /// position.
     pub redone_bytes: u64,
-    /// What each node did and holds.
+    /// What each node did and stores.
     pub nodes: Vec<NodeShare>,
-    /// Samples by size: entry `n` counts those of 2^(n-1) to 2^n - 1 bytes; the first, the empty ones.
+    /// Samples by size: entry `n` counts those of 2^(n-1) to 2^n - 1 bytes; the first entry counts
+    /// empty samples.
     pub sizes: Vec<u64>,
-    /// How the largest top directories are spread.
+    /// How the largest top-level directories are spread over the nodes.
     pub classes: Vec<ClassShare>,
     /// Milliseconds between two entries of [`NodeShare::rates`].
     pub rate_interval_ms: u64,
 }
 
 impl Summary {
-    /// The step that kept the threads busy for longest.
+    /// The step that kept the threads busy for the longest time.
     pub fn bottleneck(&self) -> Step {
         let mut all = Counted::default();
         self.nodes.iter().for_each(|node| all.add(&node.counted));
@@ -332,21 +334,21 @@ impl Summary {
 /// A node's part in a finished stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeShare {
-    /// Samples whose first block it owns.
+    /// Number of samples whose first block the node owns.
     pub samples: u64,
-    /// Bytes of the blocks that it owns.
+    /// Bytes of the blocks that the node owns.
     pub bytes: u64,
-    /// What it did.
+    /// What the node did.
     pub counted: Counted,
-    /// Source bytes that it read in each interval.
+    /// Source bytes that the node read in each interval.
     pub rates: Vec<u64>,
 }
 
-/// How a top directory's samples are spread.
+/// How the samples of a top-level directory are spread.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClassShare {
-    /// The directory.
+    /// The directory's name.
     pub name: Vec<u8>,
-    /// Its samples on each node.
+    /// Number of its samples on each node.
     pub samples: Vec<u64>,
 }

@@ -1,7 +1,7 @@
-//! Frames: what stands before a message on a stream.
+//! Frames: the headers in front of messages on a stream.
 //!
-//! Between peers, 24 bytes: body length, kind, a request's number, and an argument. On the local socket, 4 bytes: the
-//! length of the message.
+//! Between peers a header has 24 bytes: body length, kind, the request's number, and an argument.
+//! On the local socket it has 4 bytes: the length of the message.
 
 use crate::limits::{FRAME_BODY_LEN_MAX, LOCAL_MESSAGE_LEN_MAX};
 
@@ -10,31 +10,34 @@ pub const PEER_HEADER_LEN: usize = 24;
 /// Length of a local message's header.
 pub const LOCAL_HEADER_LEN: usize = 4;
 
-/// What a peer frame is.
+/// The kind of a peer frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// A request for bulk data; the argument is how many bytes may be sent. Body: lengths of the slots, message.
+    /// A request for bulk data. The argument is the number of bytes that may be sent. Body: lengths
+    /// of the slots, then the message.
     Pull = 1,
-    /// The answer to a pull; the argument is how many bytes follow as `Data`. Body: lengths of the pieces, message.
+    /// The answer to a pull. The argument is the number of bytes that follow as `Data`. Body:
+    /// lengths of the pieces, then the message.
     Pulled = 2,
     /// Bulk bytes of a pull or an offer, in order.
     Data = 3,
-    /// An offer of as many bytes as the argument says. Body: message.
+    /// An offer of as many bytes as the argument says. Body: the message.
     Offer = 4,
-    /// The offered bytes may be sent.
+    /// The receiver is ready for the offered bytes.
     Ready = 5,
-    /// The answer to an offer. Body: message.
+    /// The answer to an offer. Body: the message.
     Offered = 6,
     /// The request failed. Body: text.
     Refused = 7,
-    /// A sign of life is asked for.
+    /// Asks for a sign of life.
     Ping = 8,
-    /// A sign of life.
+    /// The answer to a ping.
     Pong = 9,
-    /// All `Data` of an answer was sent, and is what it should be.
+    /// All `Data` of an answer has been sent and is valid.
     End = 10,
-    /// From the side that offers, in the place of `Data`: none of an accepted offer's bytes come, for it was given up.
+    /// The offering side sends this in place of `Data`: it has withdrawn an accepted offer, and
+    /// none of its bytes will come.
     Withdrawn = 11,
 }
 
@@ -52,16 +55,16 @@ const KINDS: [Kind; 11] = [
     Kind::Withdrawn,
 ];
 
-/// A peer frame's header.
+/// The header of a peer frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerHeader {
-    /// Bytes of the body that follows.
+    /// Length of the body that follows, in bytes.
     pub body_len: u32,
-    /// What it is.
+    /// The kind of the frame.
     pub kind: Kind,
-    /// Which request it belongs to; numbered by the side that asks.
+    /// The number of the request that the frame belongs to. The requesting side assigns it.
     pub request: u64,
-    /// See [`Kind`].
+    /// A number whose meaning depends on the [`Kind`].
     pub argument: u64,
 }
 
@@ -71,7 +74,7 @@ pub struct PeerHeader {
 pub struct InvalidFrame;
 
 impl PeerHeader {
-    /// The header's bytes.
+    /// Encodes the header.
     pub fn encode(self) -> [u8; PEER_HEADER_LEN] {
         let mut bytes = [0; PEER_HEADER_LEN];
         bytes[..4].copy_from_slice(&self.body_len.to_le_bytes());
@@ -81,7 +84,11 @@ impl PeerHeader {
         bytes
     }
 
-    /// Reads a header; the body's length is within its bound.
+    /// Decodes a header and checks the bound on the body's length.
+    ///
+    /// # Errors
+    ///
+    /// If the kind is unknown, the body too long, or a reserved byte not zero.
     pub fn decode(bytes: [u8; PEER_HEADER_LEN]) -> Result<Self, InvalidFrame> {
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]));
         let body_len = u32::from_le_bytes(std::array::from_fn(|byte| bytes[byte]));
@@ -93,12 +100,20 @@ impl PeerHeader {
     }
 }
 
-/// The header of a local message.
+/// Encodes the header of a local message.
+///
+/// # Errors
+///
+/// If the message is too long.
 pub fn encode_local(len: usize) -> Result<[u8; LOCAL_HEADER_LEN], InvalidFrame> {
     if len > LOCAL_MESSAGE_LEN_MAX { Err(InvalidFrame) } else { Ok((len as u32).to_le_bytes()) }
 }
 
-/// The length of the local message that follows.
+/// Decodes a local message's header into the length of the message.
+///
+/// # Errors
+///
+/// If the message is too long.
 pub fn decode_local(header: [u8; LOCAL_HEADER_LEN]) -> Result<usize, InvalidFrame> {
     let len = u32::from_le_bytes(header) as usize;
     if len > LOCAL_MESSAGE_LEN_MAX { Err(InvalidFrame) } else { Ok(len) }
@@ -109,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn golden_header_reads_back_and_strange_ones_do_not() {
+    fn the_golden_header_reads_back_and_invalid_ones_are_rejected() {
         let header = PeerHeader { body_len: 0x0102, kind: Kind::Offer, request: 7, argument: 1 << 40 };
         let bytes = *b"\x02\x01\0\0\x04\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0\0\x01\0\0";
         assert_eq!(header.encode(), bytes);

@@ -1,5 +1,6 @@
-//! Between a server and the processes of its node: one request at a time, each with its answer. Descriptors travel beside
-//! the answers that say so. A client that needs nothing but local blocks sends nothing after it has attached.
+//! Messages between a server and the processes of its node. A connection carries one request at a
+//! time, each with its answer. Descriptors travel beside the answers that mention them. A client
+//! that needs only local blocks sends nothing after it has attached.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -7,128 +8,133 @@ use super::control::{Command, Event};
 use crate::chunk::Chunk;
 use crate::id::{DatasetId, NodeId, SampleId, SessionId};
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromClient {
-    /// The first message: who speaks, by version. Answer: `Welcome`.
+    /// The first message of a connection. Answer: `Welcome`.
     Hello {
-        /// [`super::VERSION`] of the client.
+        /// The client's [`super::VERSION`].
         version: u32,
     },
-    /// All datasets. Answers: one `Dataset` each, then `DatasetsEnd`.
+    /// Asks for all datasets. Answers: one `Dataset` for each, then `DatasetsEnd`.
     Datasets,
-    /// Chunks that are not in the node's locations. Answers: `Fetched`, as they come, the last of which says so. Those that it does
-    /// not name, and those whose leases were revoked meanwhile, are to be asked for again, once leases were released.
+    /// Asks for chunks that are not in the node's locations. Answers: `Fetched` as chunks arrive;
+    /// the last one says so. The client asks again, after it has released leases, for chunks that
+    /// no answer names and for those whose leases were revoked meanwhile.
     Fetch {
-        /// Their dataset.
+        /// The dataset that the chunks belong to.
         dataset: DatasetId,
-        /// At most [`crate::limits::BATCH_BLOCKS_MAX`].
+        /// At most [`crate::limits::BATCH_BLOCKS_MAX`] chunks.
         chunks: Vec<Chunk>,
-        /// The caller found this node's copies of them unreadable or wrong. The server looks for itself, and gives up those
-        /// that are. At most [`crate::limits::RECHECKED_CHUNKS_MAX`] then.
+        /// Whether the caller found this node's copies of them unreadable or damaged. The server
+        /// then examines the copies and drops damaged ones. Such a request names at most
+        /// [`crate::limits::RECHECKED_CHUNKS_MAX`] chunks.
         recheck: bool,
     },
-    /// The order in which samples will be read, to be fetched ahead: a part of it, after those sent before. It ends with the
+    /// The next part of an order of samples, which the server prefetches. An order ends with its
     /// connection. Answer to the last part: `Ordered`.
     Order {
-        /// Their dataset.
+        /// The dataset that the samples belong to.
         dataset: DatasetId,
-        /// At most [`crate::limits::ORDER_PART_SAMPLES`].
+        /// At most [`crate::limits::ORDER_PART_SAMPLES`] samples.
         samples: Vec<SampleId>,
-        /// Whether nothing follows.
+        /// Whether this is the last part.
         is_last: bool,
     },
-    /// Leases that are no longer needed. No answer. The one message that may be sent while a `Fetch` is being answered.
+    /// Releases leases. The server does not answer. This is the only message that may be sent while
+    /// a `Fetch` is being answered.
     Release {
-        /// As named in `Fetched`.
+        /// The leases, as named in `Fetched`.
         leases: Vec<u64>,
     },
-    /// A nameless file on the node's data dir. Answer: `Spill`.
+    /// Asks for an unnamed file on the node's data dir. Answer: `Spill`.
     Spill {
-        /// Bytes that it shall hold.
+        /// The number of bytes that the file has to hold.
         len: u64,
     },
-    /// A command. Answers: `Event`s, the last of which says that it is.
+    /// A command. Answers: `Event`s; the last one is the result.
     Control(Command),
 }
 
-/// What a server answers.
+/// An answer of a server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
-    /// The session. Descriptors: the status page, the counters, the arena, its marks.
+    /// Describes the session. Descriptors: the status page, the counters, the arena, its marks.
     Welcome {
-        /// [`super::VERSION`] of the server.
+        /// The server's [`super::VERSION`].
         version: u32,
         /// The session's id.
         session: SessionId,
         /// The server's node.
         node: NodeId,
-        /// Number of nodes.
+        /// The number of nodes in the session.
         nodes: u16,
         /// The path below which programs see the namespace.
         prefix: Vec<u8>,
         /// Whether clients verify what they read against the catalog's checksums.
         verify_reads: bool,
-        /// Length of the arena in bytes.
+        /// Size of the arena in bytes.
         arena_len: u64,
-        /// The process's place in the counters.
+        /// The process's slot in the counters.
         slot: u32,
-        /// The connection's word in the status page.
+        /// The connection's number, which selects its word on the status page.
         connection: u32,
         /// How long the client waits for the server, in milliseconds.
         server_timeout_ms: u32,
-        /// And for a heartbeat, when it waits.
+        /// How long the heartbeat may stand still while the client waits, in milliseconds.
         heartbeat_timeout_ms: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {
-        /// Its number.
+        /// The dataset's number.
         id: DatasetId,
-        /// Its root's path below the prefix.
+        /// The path of its root, below the prefix.
         target: Vec<u8>,
     },
-    /// All datasets have been named.
+    /// The end of the list of datasets.
     DatasetsEnd {
-        /// The status page's generation that this answer is as new as.
+        /// The status page's generation at the time of the list.
         generation: u64,
     },
     /// Some of the chunks that were asked for.
     Fetched {
-        /// By their place in the request.
+        /// Each chunk by its index in the request.
         chunks: Vec<(u32, FetchedChunk)>,
-        /// Holds all of these that are leased, until it is released or revoked, or the process ends; 0 if none is.
+        /// The lease on those chunks that lie in the arena, until it is released or revoked or the
+        /// process ends; 0 if none does.
         lease: u64,
-        /// The connection's token when they were leased: once the status page has another, none of these leases holds.
+        /// The connection's token when the lease was granted. The lease no longer holds once the
+        /// status page has another token.
         token: u64,
-        /// Whether this was all.
+        /// Whether this is the last answer to the request.
         is_last: bool,
     },
-    /// The order will be fetched ahead.
+    /// The order will be prefetched.
     Ordered,
-    /// Descriptor: an empty file without a name, which may be written.
+    /// Descriptor: an empty, unnamed, writable file.
     Spill,
-    /// Part of a command's answer.
+    /// A report about a command.
     Event(Event),
-    /// The request is not granted.
+    /// The request was rejected.
     Refused {
-        /// Why, for the user.
+        /// A message for the user.
         reason: String,
     },
 }
 
-/// What became of a chunk that was asked for.
+/// The result for one chunk of a request.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum FetchedChunk {
-    /// Its block is in the node's segments now.
+    /// The chunk's block is in the node's segments by now.
     Here,
-    /// It is in the arena, until the lease is released.
+    /// The chunk is in the arena until the lease is released.
     Leased {
         /// Offset of its first byte in the arena.
         offset: u64,
     },
-    /// It cannot be had; names the node and what to do.
+    /// The chunk cannot be read.
     Failed {
-        /// For the user.
+        /// A message for the user, which names the node and what to do.
         reason: String,
     },
 }

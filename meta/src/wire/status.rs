@@ -1,88 +1,89 @@
-//! How a session is: what its nodes tell of themselves, and how they are told to behave.
+//! The state of a session as its nodes report it, and the policy that they are told to follow.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::NodeId;
 
-/// Where the bytes of a read came from, as the process that read them sees it.
+/// Where the bytes of a read came from, as seen by the process that read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Source {
-    /// The node's own segment.
+    /// A block that this node owns, from its segment.
     Segment,
-    /// The node's segment, in which it keeps what others own.
+    /// A block of another node that is cached in this node's segment.
     Cached,
-    /// The arena, where it had been fetched by another or ahead: no message was needed.
+    /// The arena, where an earlier read or a prefetch had put it; no message was needed.
     Arena,
-    /// The server was asked.
+    /// The server, which was asked for it.
     Asked,
 }
 
-/// Number of [`Source`]s.
+/// The number of [`Source`]s.
 pub const SOURCES: usize = 4;
 
-/// Reads, and their bytes.
+/// A number of reads, and their bytes.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reads {
-    /// How many blocks, or chunks of large ones.
+    /// Number of blocks, or of chunks of large blocks.
     pub count: u64,
-    /// Their bytes.
+    /// Bytes of those reads.
     pub bytes: u64,
 }
 
 impl Reads {
-    /// Adds others.
+    /// Adds other reads.
     pub fn add(&mut self, more: Self) {
         self.count = self.count.wrapping_add(more.count);
         self.bytes = self.bytes.wrapping_add(more.bytes);
     }
 }
 
-/// Where a node found bytes that were not those that were staged in.
+/// Where a node found bytes that differ from those that were staged in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Hop {
     /// In a batch that was shipped to it.
     Shipped,
-    /// In what an owner sent it.
+    /// In what an owner sent to it.
     Fetched,
-    /// In its arena, after they had come.
+    /// In its arena, after they had arrived there intact.
     Arena,
-    /// Among what it keeps of other nodes' blocks.
+    /// Among its cached blocks.
     Cached,
-    /// In a segment, among the blocks that it owns.
+    /// Among the blocks that it owns.
     Owned,
 }
 
-/// Number of [`Hop`]s.
+/// The number of [`Hop`]s.
 pub const HOPS: usize = 5;
 
-/// How much to fetch ahead of readers that have said what they will read.
+/// How far to prefetch ahead of readers that have submitted an order.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
-    /// As much as the controller finds right.
+    /// As far as the controller considers right.
     #[default]
     Auto,
-    /// So many samples; 0 for none.
+    /// This number of samples; 0 disables prefetching.
     Samples(u32),
 }
 
-/// How nodes read ahead and what they keep. A field that is not set leaves things as they are.
+/// How nodes prefetch and cache. A field that is `None` leaves the setting as it is.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
-    /// How far to fetch ahead.
+    /// How far to prefetch.
     pub prefetch: Option<Depth>,
-    /// Bytes of the arena that may be taken for it, on each node.
+    /// Bytes of each node's arena that prefetched chunks may take.
     pub prefetch_bytes: Option<u64>,
-    /// Bytes of other nodes' blocks that each node may keep on its drives; [`CACHE_ALL_ROOM`] for all the room there is.
+    /// Bytes of other nodes' blocks that each node may cache on its drives; [`CACHE_ALL_ROOM`] for
+    /// all the room there is.
     pub cache_bytes: Option<u64>,
 }
 
-/// For [`Policy::cache_bytes`].
+/// The value of [`Policy::cache_bytes`] that allows all the room there is.
 pub const CACHE_ALL_ROOM: u64 = u64::MAX;
 
 impl Policy {
-    /// What holds when `other` is told to whom had `self`.
+    /// The policy in force when `other` follows `self`.
     pub fn then(self, other: Self) -> Self {
         Self {
             prefetch: other.prefetch.or(self.prefetch),
@@ -92,187 +93,192 @@ impl Policy {
     }
 }
 
-/// A session, as `status` shows it.
+/// The state of a session, as `status` shows it.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Status {
-    /// One a node, in order; a node that does not answer has its reason instead.
+    /// One entry for each node, in order. The entry of a node that does not answer contains the
+    /// reason instead.
     pub nodes: Vec<NodeEntry>,
-    /// The datasets.
+    /// All datasets of the session.
     pub datasets: Vec<DatasetStatus>,
 }
 
-/// A node's line in `status`.
+/// A node's entry in `status`.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct NodeEntry {
-    /// The node.
+    /// The node's number.
     pub node: NodeId,
-    /// Its address for peers.
+    /// The address at which its peers reach it.
     pub address: String,
-    /// What it says of itself, or why it says nothing.
+    /// The node's state, or the reason why it did not report one.
     pub status: Result<NodeStatus, String>,
 }
 
 /// How a node reaches its peers.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Network {
-    /// By RDMA; else by TCP.
+    /// Whether the node uses RDMA; otherwise it uses TCP.
     pub is_rdma: bool,
-    /// Which card, port and address; or why not by RDMA.
+    /// Card, port and address, or the reason why the node does not use RDMA.
     pub detail: String,
-    /// Peers that are reached by TCP all the same, and why.
+    /// Peers that are reached by TCP all the same, each with the reason.
     pub fallen_back: Vec<(NodeId, String)>,
     /// Calls that posted work to the card.
     pub posts: u64,
-    /// Operations that they posted.
+    /// Operations posted by those calls.
     pub works: u64,
-    /// Completions that the card told of.
+    /// Completions that the card reported.
     pub completions: u64,
-    /// Times its thread was woken.
+    /// How often the thread that handles completions was woken.
     pub wake_ups: u64,
-    /// Bytes written into peers' memory, for their reads.
+    /// Bytes written into peers' memory, to answer their reads.
     pub written_bytes: u64,
-    /// Bytes read from peers' memory, when they stage in.
+    /// Bytes read from peers' memory, when they ship batches.
     pub read_bytes: u64,
-    /// Queue pairs, now.
+    /// Queue pairs that exist now.
     pub queue_pairs: u64,
     /// Queue pairs that failed.
     pub failed: u64,
-    /// Memory that the card may touch, in bytes.
+    /// Bytes of memory that the card may access.
     pub registered_bytes: u64,
 }
 
-/// What a node says of itself.
+/// The state of a node.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeStatus {
-    /// The server's process.
+    /// The server's process id.
     pub pid: u32,
-    /// Its data dirs.
+    /// The node's data dirs.
     pub data_dirs: Vec<Vec<u8>>,
-    /// Samples whose first block it holds as owner.
+    /// Samples whose first block the node owns.
     pub samples: u64,
-    /// Blocks it holds as owner.
+    /// Blocks that the node owns.
     pub blocks: u64,
-    /// Blocks and chunks that it found damaged, by [`Hop`].
+    /// Blocks and chunks that the node found damaged, by [`Hop`].
     pub damaged: [u64; HOPS],
-    /// Bytes of these.
+    /// Bytes of the blocks that the node owns.
     pub held_bytes: u64,
-    /// Bytes taken on its data dirs: segments and catalogs, which have no names that `du` could find. What is only kept makes way for
-    /// others and does not count.
+    /// Bytes taken on the data dirs by segments and catalogs, which have no names that `du` could
+    /// find. Cached blocks do not count, because they make room for others.
     pub used_bytes: u64,
-    /// What it may take.
+    /// Bytes that the node may take on its data dirs.
     pub capacity_bytes: u64,
-    /// What a stage-in may still take: less than the capacity leaves, where others have filled the drives. What is only kept makes way.
+    /// Bytes that a stage-in may still take: less than the capacity leaves if others have filled
+    /// the drives. Cached blocks make room.
     pub free_bytes: u64,
-    /// Bytes that all its files take, as its file systems count them: what is only kept, and what is set aside for it, among them.
+    /// Bytes that all files of the node take, as its file systems count them, including cached
+    /// blocks and reserved room.
     pub taken_bytes: u64,
-    /// Of these, what is only kept.
-    pub kept_room_bytes: u64,
-    /// Size of the arena, and how much of it holds blocks.
+    /// The part of [`Self::taken_bytes`] that cached blocks take.
+    pub cached_room_bytes: u64,
+    /// Size of the arena in bytes.
     pub arena_bytes: u64,
-    /// See `arena_bytes`.
+    /// Bytes of the arena that contain chunks.
     pub arena_used_bytes: u64,
     /// Chunks leased to clients.
     pub leases: u64,
     /// Processes attached.
     pub clients: u64,
-    /// Those that read most.
+    /// The processes that read most.
     pub busiest: Vec<ClientStatus>,
-    /// Units that this node reads at a time in one stage-in.
+    /// Units that the node reads at a time in one stage-in.
     pub stage_in_workers: u64,
-    /// Its memory for all stage-ins that run at once, in bytes.
+    /// Memory for all stage-ins that run at once, in bytes.
     pub stage_in_memory_bytes: u64,
-    /// Resident memory of the server, in bytes; shared parts included.
+    /// Resident memory of the server in bytes, including shared memory.
     pub memory_bytes: u64,
-    /// What this node's clients read, by [`Source`].
+    /// What the clients of this node read, by [`Source`].
     pub reads: [Reads; SOURCES],
-    /// What came from other nodes over the network: asked for, or fetched ahead.
+    /// Chunks that came from other nodes, whether requested or prefetched.
     pub remote: Reads,
-    /// Wishes for a chunk that another's transfer was already on its way for.
+    /// Requests that joined a fetch already in flight.
     pub joined: u64,
-    /// What this node sent to others.
+    /// Chunks that this node sent to others.
     pub served: Reads,
-    /// What each owner sent to this node, by node.
+    /// What this node received from each owner, by node.
     pub owners: Vec<OwnerStatus>,
-    /// Microseconds that clients waited for what they asked the server for: half of them less, nine of ten, 99 of 100.
+    /// How long clients waited for chunks that they asked the server for, in microseconds: the
+    /// median, the 90th and the 99th percentile.
     pub wait_us: [u64; 3],
-    /// Clients' requests that the server works on.
+    /// Requests of clients that the server works on.
     pub asking: u64,
-    /// Of these, requests that wait for room in the arena.
+    /// The part of [`Self::asking`] that waits for room in the arena.
     pub queued: u64,
-    /// Requests that found no room in the arena at once, so far.
+    /// Requests that did not find room in the arena at once, so far.
     pub queued_total: u64,
-    /// What is fetched ahead.
+    /// The state of prefetching.
     pub prefetch: PrefetchStatus,
-    /// What is kept of other nodes' blocks.
-    pub kept: Reads,
-    /// What of each dataset this node could read from its own drives if all that it means to keep had come, in thousandths of the
-    /// bytes of all datasets.
+    /// Blocks of other nodes that are cached on this node.
+    pub cached: Reads,
+    /// The share of all datasets' bytes that this node could read from its own drives once all
+    /// blocks that it means to cache have arrived, in thousandths.
     pub predicted_local_permille: u64,
-    /// What holds of [`Policy`].
+    /// The policy in force.
     pub policy: Policy,
-    /// How it reaches its peers.
+    /// How the node reaches its peers.
     pub network: Network,
 }
 
 /// A process of a node.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClientStatus {
-    /// The process; its forked children count for it until they ask the server themselves. 0 where the server cannot see it.
+    /// The process id; 0 if the server cannot see the process. Reads of forked children count here
+    /// until they ask the server themselves.
     pub pid: i32,
-    /// What it read, by [`Source`].
+    /// What the process read, by [`Source`].
     pub reads: [Reads; SOURCES],
 }
 
 impl ClientStatus {
-    /// All its reads.
+    /// The sum of its reads.
     pub fn all(&self) -> Reads {
         total(&self.reads)
     }
 }
 
-/// Reads from all sources.
+/// The sum of reads from all sources.
 pub fn total(reads: &[Reads; SOURCES]) -> Reads {
     let mut all = Reads::default();
     reads.iter().for_each(|&reads| all.add(reads));
     all
 }
 
-/// What came from one owner.
+/// What a node received from one owner.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OwnerStatus {
-    /// What it sent.
+    /// What the owner sent.
     pub reads: Reads,
-    /// Requests to it.
+    /// Requests sent to the owner.
     pub requests: u64,
-    /// Microseconds that these took, all together.
+    /// The time that those requests took, summed up, in microseconds.
     pub busy_us: u64,
 }
 
-/// What is fetched ahead on a node.
+/// The state of prefetching on a node.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefetchStatus {
-    /// Orders that are being read.
+    /// Orders that are being prefetched.
     pub orders: u64,
-    /// Bytes to be ahead of readers, as the controller has it now.
+    /// How many bytes ahead of readers the controller tries to be at the moment.
     pub depth_bytes: u64,
-    /// Requests to owners at once, as the controller has it now.
+    /// How many requests to owners the controller has in flight at the moment.
     pub requests: u64,
-    /// Blocks that were there before they were read.
+    /// Blocks that had arrived before they were read.
     pub hits: u64,
-    /// Blocks that a reader had to ask for although they were ordered.
+    /// Ordered blocks that a reader had to ask for all the same.
     pub late: u64,
-    /// Blocks that were fetched and given back unread.
+    /// Blocks that were prefetched and evicted unread.
     pub wasted: u64,
 }
 
-/// A dataset's line in `status`.
+/// A dataset's entry in `status`.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct DatasetStatus {
-    /// Its root, below the prefix.
+    /// The path of its root, below the prefix.
     pub target: Vec<u8>,
-    /// Samples.
+    /// Number of samples.
     pub samples: u64,
-    /// Their bytes.
+    /// Bytes of all samples.
     pub bytes: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,

@@ -1,9 +1,12 @@
-//! Who holds which leases: by connection, and counted by process, so that no process takes the arena from all others by opening
-//! more connections. Leases end when they are released, when their connection ends, or when they are revoked: because their holder
-//! takes no bytes, or because others have waited for room too long.
+//! Which process holds how many leases. Leases belong to a connection and are counted by process, so that a process cannot
+//! take more of the arena by opening more connections.
 //!
-//! Before any lease of a connection ends by anything but a release, the connection's token in the status page is changed. Whoever still
-//! believes in such a lease looks there after it has copied, and so never takes other bytes for those that were leased.
+//! A lease ends when its client releases it, when its connection ends, or when it is revoked: because the client takes no
+//! bytes, or because other requests have waited for room too long.
+//!
+//! Invariant: before a lease of a connection ends by anything but a release, the connection's token on the status page
+//! changes. A client that still believes in such a lease checks the token after it has copied, so it never mistakes other
+//! bytes for the leased ones.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,120 +16,129 @@ use dayfly_meta::limits::{CHUNK_LEN, LEASE_SHARE};
 use dayfly_meta::status_page::StatusPage;
 use tokio::time::{Duration, Instant};
 
-/// What the ledger counts and keeps until it ends.
+/// A lease as the ledger sees it. The ledger owns it until it ends.
 pub(crate) trait Leased: Send {
-    /// Bytes of the arena that it pins.
+    /// Bytes of the arena that the lease pins.
     fn weight(&self) -> u64;
 }
 
-/// The leases of all connections of a node.
-pub(crate) struct Ledger<L> {
+/// The leases of all connections to this node's server.
+pub(crate) struct LeaseLedger<L> {
     status_page: Arc<StatusPage>,
-    /// Bytes that one process, and all together, may have.
-    share: u64,
-    ceiling: u64,
-    /// See [`Deadlines`].
+    /// Bytes that one process may lease.
+    process_max: u64,
+    /// Bytes that all processes together may lease.
+    total_max: u64,
+    /// How long a request waits for room before clients are asked to release leases ([`Deadlines`]).
     recall_after: Duration,
+    /// How long a client has time to do so before its leases are revoked ([`Deadlines`]).
     recall: Duration,
-    books: Mutex<Books<L>>,
+    accounts: Mutex<Accounts<L>>,
 }
 
-struct Books<L> {
+struct Accounts<L> {
     connections: HashMap<u32, Account<L>>,
-    /// Bytes of each process's connections together.
+    /// Bytes of all connections of each process.
     processes: HashMap<i64, u64>,
     total: u64,
+    /// Connection numbers that can be used again.
     free: Vec<u32>,
     next: u32,
 }
 
 struct Account<L> {
+    /// The process id, or a negative number of its own for a process whose id is unknown.
     process: i64,
     leases: HashMap<u64, Vec<L>>,
     last_lease: u64,
+    /// Bytes of the leases.
     leased: u64,
-    /// What is on its way for it.
+    /// Bytes that a request in flight will lease.
     reserved: u64,
+    /// When the client was asked to release its leases, if it was.
     recalled_at: Option<Instant>,
 }
 
-/// A connection's account. When it is dropped its leases are revoked.
-pub(crate) struct Holder<L: Leased> {
-    ledger: Arc<Ledger<L>>,
+/// The right of a connection to hold leases. Dropping it revokes the connection's leases.
+pub(crate) struct LeaseHolder<L: Leased> {
+    ledger: Arc<LeaseLedger<L>>,
     connection: u32,
 }
 
-/// What a connection may lease now.
+/// How much a connection may lease now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     pub(crate) bytes: u64,
-    /// Whether it holds nothing, and so may wait for room without keeping others from theirs.
+    /// Whether the connection holds no lease. Only then may it wait for room, because no other request can be waiting for
+    /// its leases.
     pub(crate) may_wait: bool,
 }
 
-impl<L: Leased> Ledger<L> {
-    /// Of an arena of `len` bytes.
+impl<L: Leased> LeaseLedger<L> {
+    /// A ledger for an arena of `len` bytes.
     pub(crate) fn new(status_page: Arc<StatusPage>, len: u64, deadlines: &Deadlines) -> Self {
-        let books = Books { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
-        let share = len / LEASE_SHARE;
+        let accounts = Accounts { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
+        let process_max = len / LEASE_SHARE;
         let Deadlines { recall_after, recall, .. } = *deadlines;
-        Self { status_page, share, ceiling: len - share, recall_after, recall, books: Mutex::new(books) }
+        let accounts = Mutex::new(accounts);
+        Self { status_page, process_max, total_max: len - process_max, recall_after, recall, accounts }
     }
 
-    /// Opens an account for a connection of a process; of an unknown one, in another container perhaps, by the number 0.
-    pub(crate) fn open(self: &Arc<Self>, pid: i32) -> Holder<L> {
-        let mut books = self.books();
-        let connection = books.free.pop().unwrap_or(books.next);
-        books.next = books.next.max(connection + 1);
-        // Unknown processes are told apart by their connections.
+    /// Opens an account for a connection. `pid` is 0 when the process is unknown, for instance because it runs in another
+    /// container.
+    pub(crate) fn open(self: &Arc<Self>, pid: i32) -> LeaseHolder<L> {
+        let mut accounts = self.accounts();
+        let connection = accounts.free.pop().unwrap_or(accounts.next);
+        accounts.next = accounts.next.max(connection + 1);
+        // Each connection of an unknown process counts as a process of its own.
         let process = if pid > 0 { i64::from(pid) } else { -1 - i64::from(connection) };
         let account = Account { process, leases: HashMap::new(), last_lease: 0, leased: 0, reserved: 0, recalled_at: None };
-        books.connections.insert(connection, account);
-        Holder { ledger: self.clone(), connection }
+        accounts.connections.insert(connection, account);
+        LeaseHolder { ledger: self.clone(), connection }
     }
 
-    /// Makes room for a request that has waited for so long: asks all who have leases to give them back, and revokes those of
-    /// the largest process that was asked in vain. Says whether anything was revoked, so that room is worth another look.
+    /// Helps a request that has `waited` for room: asks every client to release its leases, and revokes those of the largest
+    /// process that did not do so in time. Returns whether it revoked any, so that the request tries again.
     pub(super) fn recall(&self, waited: Duration) -> bool {
         if waited < self.recall_after {
             return false;
         }
-        let mut books = self.books();
+        let mut accounts = self.accounts();
         let now = Instant::now();
-        for (&connection, account) in books.connections.iter_mut().filter(|(_, account)| account.leased > 0) {
+        for (&connection, account) in accounts.connections.iter_mut().filter(|(_, account)| account.leased > 0) {
             if account.recalled_at.is_none() {
                 account.recalled_at = Some(now);
                 self.status_page.set_recalled(connection, true);
             }
         }
         let is_late = |account: &Account<L>| account.recalled_at.is_some_and(|asked| now - asked >= self.recall);
-        let late = books.connections.iter().filter(|(_, account)| account.leased > 0 && is_late(account));
-        let largest = late.max_by_key(|(_, account)| (books.processes.get(&account.process), account.leased));
+        let late = accounts.connections.iter().filter(|(_, account)| account.leased > 0 && is_late(account));
+        let largest = late.max_by_key(|(_, account)| (accounts.processes.get(&account.process), account.leased));
         let Some((&connection, account)) = largest else { return false };
-        tracing::info!(process = account.process, bytes = account.leased, "leases are revoked, for others wait for their room");
-        let revoked = books.revoke(&self.status_page, connection);
-        drop(books);
+        tracing::info!(process = account.process, bytes = account.leased, "leases revoked: other requests wait for their room");
+        let revoked = accounts.revoke(&self.status_page, connection);
+        drop(accounts);
         drop(revoked);
         true
     }
 
-    /// Nobody waits for room any more: nobody is asked for his.
+    /// Stops asking clients to release leases, because no request waits for room any more.
     pub(super) fn end_recall(&self) {
-        for (&connection, account) in &mut self.books().connections {
+        for (&connection, account) in &mut self.accounts().connections {
             if account.recalled_at.take().is_some() {
                 self.status_page.set_recalled(connection, false);
             }
         }
     }
 
-    fn books(&self) -> MutexGuard<'_, Books<L>> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn accounts(&self) -> MutexGuard<'_, Accounts<L>> {
+        self.accounts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<L: Leased> Books<L> {
-    /// Takes a connection's leases out, of which the status page has told first. They end when the result is dropped.
-    #[must_use = "the leases end when it is dropped, which takes other locks"]
+impl<L: Leased> Accounts<L> {
+    /// Invalidates a connection's token on the status page, then removes its leases. They end when the result is dropped.
+    #[must_use = "the leases end when the result is dropped, which takes other locks"]
     fn revoke(&mut self, status_page: &StatusPage, connection: u32) -> Vec<Vec<L>> {
         let Some(account) = self.connections.get_mut(&connection) else { return Vec::new() };
         status_page.revoke(connection);
@@ -137,7 +149,7 @@ impl<L: Leased> Books<L> {
         revoked
     }
 
-    /// Counts bytes that a process has more, and less.
+    /// Adds and subtracts bytes that a process leases.
     fn count(&mut self, process: i64, more: u64, less: u64) {
         self.total = (self.total + more).saturating_sub(less);
         let bytes = self.processes.entry(process).or_default();
@@ -148,39 +160,42 @@ impl<L: Leased> Books<L> {
     }
 }
 
-impl<L: Leased> Holder<L> {
-    /// The connection's number, by which the status page tells of it.
+impl<L: Leased> LeaseHolder<L> {
+    /// The number that identifies the connection on the status page.
     pub(crate) fn connection(&self) -> u32 {
         self.connection
     }
 
-    /// What may be leased now; nothing where something has to be given back first.
+    /// How much the connection may lease now; `None` if its process has to release leases first.
     pub(crate) fn budget(&self) -> Option<Budget> {
-        let books = self.ledger.books();
-        let account = books.connections.get(&self.connection)?;
-        let of_process = books.processes.get(&account.process).copied().unwrap_or(0);
-        let left = self.ledger.share.saturating_sub(of_process).min(self.ledger.ceiling.saturating_sub(books.total));
+        let accounts = self.ledger.accounts();
+        let account = accounts.connections.get(&self.connection)?;
+        let process_bytes = accounts.processes.get(&account.process).copied().unwrap_or(0);
+        let left =
+            self.ledger.process_max.saturating_sub(process_bytes).min(self.ledger.total_max.saturating_sub(accounts.total));
         match account.leased {
-            // Others of its process may hold what they like: it must get on.
+            // It always gets one chunk, whatever the other connections of its process hold, so that it makes progress.
             0 => Some(Budget { bytes: left.max(CHUNK_LEN), may_wait: true }),
             _ => (left > 0).then_some(Budget { bytes: left, may_wait: false }),
         }
     }
 
-    /// Counts what a request will lease, until it is granted or the request is over.
+    /// Counts `bytes` that a request in flight will lease, until they are granted. 0 ends the reservation.
     pub(crate) fn reserve(&self, bytes: u64) {
-        let mut books = self.ledger.books();
-        let Some(account) = books.connections.get_mut(&self.connection) else { return };
+        let mut accounts = self.ledger.accounts();
+        let Some(account) = accounts.connections.get_mut(&self.connection) else { return };
         let before = std::mem::replace(&mut account.reserved, bytes);
         let process = account.process;
-        books.count(process, bytes, before);
+        accounts.count(process, bytes, before);
     }
 
-    /// Enters leases into the books. Their number, by which they are released, and the token under which they hold.
+    /// Records leases. Returns the number by which the client releases them, and the token under which they hold.
     pub(crate) fn grant(&self, leases: Vec<L>) -> (u64, u64) {
-        let mut books = self.ledger.books();
+        let mut accounts = self.ledger.accounts();
         let token = self.ledger.status_page.token(self.connection);
-        let Some(account) = books.connections.get_mut(&self.connection).filter(|_| !leases.is_empty()) else { return (0, token) };
+        let Some(account) = accounts.connections.get_mut(&self.connection).filter(|_| !leases.is_empty()) else {
+            return (0, token);
+        };
         let bytes: u64 = leases.iter().map(Leased::weight).sum();
         account.last_lease += 1;
         let number = account.last_lease;
@@ -189,14 +204,14 @@ impl<L: Leased> Holder<L> {
         let expected = account.reserved.min(bytes);
         account.reserved -= expected;
         let process = account.process;
-        books.count(process, bytes, expected);
+        accounts.count(process, bytes, expected);
         (number, token)
     }
 
-    /// Ends leases, by their numbers. Those that are unknown were revoked.
+    /// Ends leases that the client releases. Unknown numbers are leases that were revoked meanwhile.
     pub(crate) fn release(&self, numbers: &[u64]) {
-        let mut books = self.ledger.books();
-        let Some(account) = books.connections.get_mut(&self.connection) else { return };
+        let mut accounts = self.ledger.accounts();
+        let Some(account) = accounts.connections.get_mut(&self.connection) else { return };
         let released: Vec<Vec<L>> = numbers.iter().filter_map(|number| account.leases.remove(number)).collect();
         let bytes: u64 = released.iter().flatten().map(Leased::weight).sum();
         account.leased -= bytes;
@@ -204,26 +219,26 @@ impl<L: Leased> Holder<L> {
         if account.leases.is_empty() && account.recalled_at.take().is_some() {
             self.ledger.status_page.set_recalled(self.connection, false);
         }
-        books.count(process, 0, bytes);
-        drop(books);
+        accounts.count(process, 0, bytes);
+        drop(accounts);
         drop(released);
     }
 
-    /// Takes all its leases back.
+    /// Revokes all leases of the connection.
     pub(crate) fn revoke(&self) {
-        let revoked = self.ledger.books().revoke(&self.ledger.status_page, self.connection);
+        let revoked = self.ledger.accounts().revoke(&self.ledger.status_page, self.connection);
         drop(revoked);
     }
 }
 
-impl<L: Leased> Drop for Holder<L> {
+impl<L: Leased> Drop for LeaseHolder<L> {
     fn drop(&mut self) {
         self.reserve(0);
-        let mut books = self.ledger.books();
-        let revoked = books.revoke(&self.ledger.status_page, self.connection);
-        books.connections.remove(&self.connection);
-        books.free.push(self.connection);
-        drop(books);
+        let mut accounts = self.ledger.accounts();
+        let revoked = accounts.revoke(&self.ledger.status_page, self.connection);
+        accounts.connections.remove(&self.connection);
+        accounts.free.push(self.connection);
+        drop(accounts);
         drop(revoked);
     }
 }
@@ -233,7 +248,7 @@ mod tests {
     use super::*;
     use dayfly_meta::status_page::FILE_LEN;
 
-    /// Looks into the status page when it ends: by then its token must not hold any more.
+    /// A lease that checks, when it ends, that its token was invalidated before.
     struct Spy {
         bytes: u64,
         status_page: Arc<StatusPage>,
@@ -249,21 +264,21 @@ mod tests {
     impl Drop for Spy {
         fn drop(&mut self) {
             if let Some((connection, token)) = self.granted {
-                assert!(!self.status_page.holds(connection, token), "a lease ended before the status_page told of it");
+                assert!(!self.status_page.holds(connection, token), "a lease ended while its token still held");
             }
         }
     }
 
     const MIB: u64 = 1 << 20;
 
-    fn ledger() -> (Arc<Ledger<Spy>>, Arc<StatusPage>) {
+    fn ledger() -> (Arc<LeaseLedger<Spy>>, Arc<StatusPage>) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(FILE_LEN).unwrap();
         let status_page = Arc::new(StatusPage::map(&file, true).unwrap());
-        (Arc::new(Ledger::new(status_page.clone(), 32 * MIB, &Deadlines::DEFAULT)), status_page)
+        (Arc::new(LeaseLedger::new(status_page.clone(), 32 * MIB, &Deadlines::DEFAULT)), status_page)
     }
 
-    fn grant(holder: &Holder<Spy>, status_page: &Arc<StatusPage>, bytes: u64) -> (u64, u64) {
+    fn grant(holder: &LeaseHolder<Spy>, status_page: &Arc<StatusPage>, bytes: u64) -> (u64, u64) {
         let granted = Some((holder.connection(), status_page.token(holder.connection())));
         holder.grant(vec![Spy { bytes, status_page: status_page.clone(), granted }])
     }
@@ -280,34 +295,34 @@ mod tests {
         one.reserve(0);
         assert_eq!(one.budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }));
         grant(&two, &status_page, 4 * MIB);
-        assert_eq!((one.budget(), two.budget()), (None, None), "10 MiB of 8");
+        assert_eq!((one.budget(), two.budget()), (None, None), "10 MiB of 8 MiB are leased");
         assert!(status_page.holds(one.connection(), token));
-        // Unknown processes do not share, and all together leave room.
-        let unknown: Vec<Holder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
+        // Unknown processes share no budget, but the limit for all processes holds for them too.
+        let unknown: Vec<LeaseHolder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
         for holder in &unknown {
             grant(holder, &status_page, 4 * MIB);
         }
-        assert_eq!(unknown[0].budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }), "22 MiB of 24");
+        assert_eq!(unknown[0].budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }), "22 MiB of 24 MiB are leased");
         drop(two);
         assert_eq!(one.budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn holders_are_asked_first_and_the_largest_loses_its_leases() {
+    async fn clients_are_asked_to_release_first_and_the_largest_then_loses_its_leases() {
         let (ledger, status_page) = ledger();
         let (large, small) = (ledger.open(1), ledger.open(2));
         let (_, large_token) = grant(&large, &status_page, 6 * MIB);
         let (number, small_token) = grant(&small, &status_page, MIB);
         assert!(!ledger.recall(Deadlines::DEFAULT.recall_after / 2) && !status_page.is_recalled(large.connection()));
-        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after), "asked first");
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall_after), "clients are asked first");
         assert!(status_page.is_recalled(large.connection()) && status_page.is_recalled(small.connection()));
         tokio::time::advance(Deadlines::DEFAULT.recall).await;
         assert!(ledger.recall(Deadlines::DEFAULT.recall));
         assert!(!status_page.holds(large.connection(), large_token) && status_page.holds(small.connection(), small_token));
-        // Who was revoked is told once, and may lease again.
+        // The revoked client is no longer asked to release, and may lease again.
         assert!(!status_page.is_recalled(large.connection()) && large.budget().is_some_and(|budget| budget.may_wait));
-        // The spy must not find that its own release was not told of: only revoking is.
-        ledger.books().connections.get_mut(&small.connection()).unwrap().leases.get_mut(&number).unwrap()[0].granted = None;
+        // A release does not invalidate the token, so this spy must not check it.
+        ledger.accounts().connections.get_mut(&small.connection()).unwrap().leases.get_mut(&number).unwrap()[0].granted = None;
         small.release(&[number, 99]);
         assert!(!status_page.is_recalled(small.connection()) && !ledger.recall(Deadlines::DEFAULT.recall));
         grant(&small, &status_page, MIB);
@@ -315,7 +330,7 @@ mod tests {
         ledger.end_recall();
         assert!(!status_page.is_recalled(small.connection()));
         tokio::time::advance(Deadlines::DEFAULT.recall).await;
-        assert!(!ledger.recall(Deadlines::DEFAULT.recall), "asked anew");
+        assert!(!ledger.recall(Deadlines::DEFAULT.recall), "the client is asked again, and has time again");
         drop(small);
         let next = ledger.open(3);
         assert!(next.connection() < 2 && !status_page.holds(next.connection(), small_token));

@@ -1,5 +1,5 @@
-//! Which chunks the arena has, which are being loaded, and which make room: a state machine without locks or waiting of its own,
-//! so that a test can run through its interleavings.
+//! Which chunks are resident, which ones are being loaded, and which ones are evicted. This state machine has no locks and
+//! never waits, so that a test can explore its interleavings.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -8,34 +8,34 @@ use quick_cache::unsync::Cache;
 use quick_cache::{Lifecycle, Weighter};
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-/// What is held: it knows its weight, and whether it was read without our being asked.
+/// A resident value: knows its weight, and whether it was read without a request to the server.
 pub(super) trait Resident {
-    /// Bytes that it takes.
+    /// Bytes that the value takes in the arena.
     fn weight(&self) -> u64;
-    /// Whether it was read again since this was last asked; then it is spared once.
+    /// Whether the value was read again since the last call. If so, eviction spares it once.
     fn take_mark(&self) -> bool;
 }
 
-/// What becomes of a wish for a key.
+/// The state of a key.
 #[derive(Debug)]
-pub(super) enum Wish<H, W> {
-    /// It is here.
-    Held(Arc<H>),
-    /// Somebody loads it.
-    Loading(W),
-    /// It is for the one who wishes to load it.
+pub(super) enum Lookup<R, P> {
+    /// The value is in the table.
+    Resident(Arc<R>),
+    /// Another caller loads the value.
+    Loading(P),
+    /// The caller has to load the value.
     Absent,
 }
 
-/// Keys with what is held or on its way. A held one is pinned while anybody else has a reference to it.
-pub(super) struct Table<K, H, W> {
-    loading: FxHashMap<K, W>,
-    /// Scan-resistant (S3-FIFO): what was wished for once leaves before what was wished for again.
-    held: Cache<Entry<K>, Option<Arc<H>>, Weights, FxBuildHasher, Pins>,
+/// Keys whose values are resident or being loaded. A value is pinned while anybody outside of the table has a reference to it.
+pub(super) struct Table<K, R, P> {
+    loading: FxHashMap<K, P>,
+    /// Evicts by S3-FIFO, which resists scans: values that were looked up once leave before values that were looked up again.
+    resident: Cache<Entry<K>, Option<Arc<R>>, Weights, FxBuildHasher, Pins>,
     capacity: u64,
 }
 
-/// A key, or the ballast by which a part of the others is pressed out.
+/// A key, or ballast. Inserting ballast of some weight makes the cache evict values of that weight.
 #[derive(Clone, PartialEq, Eq, Hash)]
 enum Entry<K> {
     Key(K),
@@ -45,10 +45,10 @@ enum Entry<K> {
 #[derive(Clone)]
 struct Weights;
 
-impl<K, H: Resident> Weighter<Entry<K>, Option<Arc<H>>> for Weights {
-    fn weight(&self, entry: &Entry<K>, held: &Option<Arc<H>>) -> u64 {
+impl<K, R: Resident> Weighter<Entry<K>, Option<Arc<R>>> for Weights {
+    fn weight(&self, entry: &Entry<K>, value: &Option<Arc<R>>) -> u64 {
         match entry {
-            Entry::Key(_) => held.as_ref().map_or(1, |held| held.weight().max(1)),
+            Entry::Key(_) => value.as_ref().map_or(1, |value| value.weight().max(1)),
             Entry::Ballast(weight) => *weight,
         }
     }
@@ -57,101 +57,102 @@ impl<K, H: Resident> Weighter<Entry<K>, Option<Arc<H>>> for Weights {
 #[derive(Clone)]
 struct Pins;
 
-impl<K, H: Resident> Lifecycle<Entry<K>, Option<Arc<H>>> for Pins {
-    type RequestState = Vec<Arc<H>>;
+impl<K, R: Resident> Lifecycle<Entry<K>, Option<Arc<R>>> for Pins {
+    type RequestState = Vec<Arc<R>>;
 
-    fn begin_request(&self) -> Vec<Arc<H>> {
+    fn begin_request(&self) -> Vec<Arc<R>> {
         Vec::new()
     }
 
-    fn is_pinned(&self, entry: &Entry<K>, held: &Option<Arc<H>>) -> bool {
-        match (entry, held) {
-            (Entry::Key(_), Some(held)) => Arc::strong_count(held) > 1 || held.take_mark(),
+    fn is_pinned(&self, entry: &Entry<K>, value: &Option<Arc<R>>) -> bool {
+        match (entry, value) {
+            (Entry::Key(_), Some(value)) => Arc::strong_count(value) > 1 || value.take_mark(),
             _ => true,
         }
     }
 
-    fn on_evict(&self, evicted: &mut Vec<Arc<H>>, _: Entry<K>, held: Option<Arc<H>>) {
-        evicted.extend(held);
+    fn on_evict(&self, evicted: &mut Vec<Arc<R>>, _: Entry<K>, value: Option<Arc<R>>) {
+        evicted.extend(value);
     }
 }
 
-impl<K: Clone + Eq + std::hash::Hash, H: Resident, W: Clone> Table<K, H, W> {
-    /// For `capacity` bytes, in about so many entries.
+impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
+    /// A table for `capacity` bytes, sized for about `entries` values.
     pub(super) fn new(capacity: u64, entries: usize) -> Self {
-        let held = Cache::with(entries, capacity, Weights, FxBuildHasher, Pins);
-        Self { loading: FxHashMap::default(), held, capacity }
+        let resident = Cache::with(entries, capacity, Weights, FxBuildHasher, Pins);
+        Self { loading: FxHashMap::default(), resident, capacity }
     }
 
-    pub(super) fn wish(&self, key: &K) -> Wish<H, W> {
-        if let Some(loading) = self.loading.get(key) {
-            return Wish::Loading(loading.clone());
+    /// Looks a key up; the eviction policy counts this as a use of the value.
+    pub(super) fn look_up(&self, key: &K) -> Lookup<R, P> {
+        if let Some(pending) = self.loading.get(key) {
+            return Lookup::Loading(pending.clone());
         }
-        match self.held.get(&Entry::Key(key.clone())) {
-            Some(Some(held)) => Wish::Held(held.clone()),
-            _ => Wish::Absent,
+        match self.resident.get(&Entry::Key(key.clone())) {
+            Some(Some(value)) => Lookup::Resident(value.clone()),
+            _ => Lookup::Absent,
         }
     }
 
-    /// What is held, without its counting as a wish.
+    /// The value of a key, without counting as a use.
     #[cfg(test)]
-    pub(super) fn peek(&self, key: &K) -> Option<Arc<H>> {
-        self.held.peek(&Entry::Key(key.clone())).cloned().flatten()
+    pub(super) fn peek(&self, key: &K) -> Option<Arc<R>> {
+        self.resident.peek(&Entry::Key(key.clone())).cloned().flatten()
     }
 
-    /// Says that the key is being loaded; it was absent.
-    pub(super) fn begin(&mut self, key: K, waiting: W) {
-        debug_assert!(matches!(self.wish(&key), Wish::Absent));
-        self.loading.insert(key, waiting);
+    /// Records that the caller loads an absent key. Others who look it up get `pending`.
+    pub(super) fn begin_load(&mut self, key: K, pending: P) {
+        debug_assert!(matches!(self.look_up(&key), Lookup::Absent));
+        self.loading.insert(key, pending);
     }
 
-    /// Says that it has come. Returns what had to go for it.
-    #[must_use = "what is evicted is given up when it is dropped"]
-    pub(super) fn fill(&mut self, key: K, held: Arc<H>) -> Vec<Arc<H>> {
+    /// Records that a load succeeded. Returns the values that were evicted for it.
+    #[must_use = "dropping the evicted values frees their slots, which is best done without the lock"]
+    pub(super) fn finish_load(&mut self, key: K, value: Arc<R>) -> Vec<Arc<R>> {
         self.loading.remove(&key);
-        self.held.insert_with_lifecycle(Entry::Key(key), Some(held))
+        self.resident.insert_with_lifecycle(Entry::Key(key), Some(value))
     }
 
-    /// Says that it will not come.
-    pub(super) fn give_up(&mut self, key: &K) {
+    /// Records that a load was given up. The next caller who looks the key up has to load it.
+    pub(super) fn abandon_load(&mut self, key: &K) {
         self.loading.remove(key);
     }
 
-    /// Has about so many bytes make room, if enough is not pinned.
-    pub(super) fn evict(&mut self, bytes: u64) -> Vec<Arc<H>> {
-        let ballast = Entry::Ballast(self.capacity.saturating_sub(self.held.weight()).saturating_add(bytes));
-        let evicted = self.held.insert_with_lifecycle(ballast.clone(), None);
-        self.held.remove(&ballast);
+    /// Evicts about `bytes`, or less if too much is pinned. Returns the evicted values.
+    pub(super) fn evict(&mut self, bytes: u64) -> Vec<Arc<R>> {
+        let ballast = Entry::Ballast(self.capacity.saturating_sub(self.resident.weight()).saturating_add(bytes));
+        let evicted = self.resident.insert_with_lifecycle(ballast.clone(), None);
+        self.resident.remove(&ballast);
         evicted
     }
 
-    /// Forgets what is held of some keys. Whoever has references keeps them.
-    #[must_use = "what is forgotten is given up when it is dropped"]
-    pub(super) fn forget(&mut self, is_meant: impl Fn(&K) -> bool) -> Vec<Arc<H>> {
+    /// Removes the values whose keys match. References to them stay valid.
+    #[must_use = "dropping the removed values frees their slots, which is best done without the lock"]
+    pub(super) fn forget(&mut self, matches: impl Fn(&K) -> bool) -> Vec<Arc<R>> {
         let forgotten = RefCell::new(Vec::new());
-        self.held.retain(|entry, held| {
-            let keep = !matches!(entry, Entry::Key(key) if is_meant(key));
-            if !keep {
-                forgotten.borrow_mut().extend(held.clone());
+        self.resident.retain(|entry, value| {
+            let stays = !matches!(entry, Entry::Key(key) if matches(key));
+            if !stays {
+                forgotten.borrow_mut().extend(value.clone());
             }
-            keep
+            stays
         });
         forgotten.into_inner()
     }
 
-    /// Forgets what is held of one key, if it is meant; says whether it did. Whoever has references keeps them.
-    pub(super) fn forget_one(&mut self, key: &K, is_meant: impl Fn(&Arc<H>) -> bool) -> bool {
+    /// Removes the value of one key if it matches, and returns whether it did. References to it stay valid.
+    pub(super) fn forget_one(&mut self, key: &K, matches: impl Fn(&Arc<R>) -> bool) -> bool {
         let entry = Entry::Key(key.clone());
-        let found = matches!(self.held.peek(&entry), Some(Some(held)) if is_meant(held));
+        let found = matches!(self.resident.peek(&entry), Some(Some(value)) if matches(value));
         if found {
-            self.held.remove(&entry);
+            self.resident.remove(&entry);
         }
         found
     }
 
-    /// Bytes held.
+    /// Bytes of all resident values.
     pub(super) fn weight(&self) -> u64 {
-        self.held.weight()
+        self.resident.weight()
     }
 }
 

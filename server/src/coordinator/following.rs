@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::FOLLOWED_MAX;
+use dayfly_meta::limits::FORWARDED_STAGE_INS_MAX;
 use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_transport::TransportError;
@@ -72,7 +72,7 @@ impl Following {
     fn enter(&self, events: mpsc::Receiver<Event>) -> Result<u64, String> {
         let telling = tokio::sync::Mutex::new(Telling { events, told: 0, last: None });
         let mut state = self.state();
-        if state.followed.len() >= FOLLOWED_MAX {
+        if state.followed.len() >= FORWARDED_STAGE_INS_MAX {
             return Err("too many stage-ins wait for their turn; ask again when some of them have ended".to_owned());
         }
         state.last += 1;
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn those_that_wait_are_bounded() {
         let following = Following::default();
-        for _ in 0..FOLLOWED_MAX {
+        for _ in 0..FORWARDED_STAGE_INS_MAX {
             following.enter(mpsc::channel(1).1).unwrap();
         }
         assert!(following.enter(mpsc::channel(1).1).unwrap_err().contains("too many"));

@@ -15,7 +15,7 @@ use dayfly_stagein::runs::Merge;
 use super::CoordinatedStageIn;
 use super::conflicts::{Replaced, Rivals};
 use crate::server::Server;
-use crate::store::nameless_file;
+use crate::store::unnamed_file;
 
 /// What is to be merged.
 pub(super) struct Merging {
@@ -43,7 +43,7 @@ impl Merging {
     /// Blocks.
     pub(super) fn run(self) -> Result<Merged, String> {
         let drive = self.server.store().roomiest_drive();
-        let scratch = || nameless_file(drive.path());
+        let scratch = || unnamed_file(drive.path());
         let rejected = self.stage.rejected();
         let counts = |member: &io::Result<Member>| member.as_ref().map_or(true, |member| !rejected.contains(&member.ticket));
         let members = self.all().filter(counts);
@@ -52,7 +52,7 @@ impl Merging {
         }
         // Hard links need to be known before the catalog is built, so all members are put aside, in order.
         let cannot = |error: io::Error| format!("cannot merge what was found: {error}");
-        let cannot_write = |error: io::Error| cannot(drive.cannot_write(error));
+        let cannot_write = |error: io::Error| cannot(drive.write_error(error));
         let mut collector = LinkCollector::new((self.server.config().stage_memory / STAGE_INS_MAX as u64) as usize);
         let mut aside = BufWriter::new(scratch().map_err(cannot_write)?);
         for member in members {

@@ -6,7 +6,7 @@ use dayfly_meta::catalog::{EntryId, block_len};
 use dayfly_meta::id::BlockId;
 use dayfly_meta::wire::control::{ClassShare, NodeShare};
 
-use dayfly_stagein::is_named_archive;
+use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
@@ -39,7 +39,7 @@ impl Spread {
                 (top, top_end) = (id, entry.next);
             }
             let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
-            spread.archives += u64::from(is_named_archive(entry.name));
+            spread.archives += u64::from(has_archive_ending(entry.name));
             spread.sizes[64 - size.leading_zeros() as usize] += 1;
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let Some(owner) = catalog.owner(block) else { continue };

@@ -8,7 +8,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{Question, Reply, Sighting, UnitReport};
-use dayfly_stagein::unit_ledger::{Handed, UnitLedger};
+use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
@@ -101,14 +101,14 @@ impl CoordinatedStageIn {
                 if self.has_failed() {
                     return Reply::Stop;
                 }
-                let handed = self.handing().hand_out();
+                let handed = self.handing().assign_next();
                 match handed {
-                    Ok(Handed::Units(units)) => {
+                    Ok(NextUnits::Assigned(units)) => {
                         self.step();
                         return Reply::Units(units);
                     }
-                    Ok(Handed::Nothing) => {}
-                    Ok(Handed::Done) => {
+                    Ok(NextUnits::NoneYet) => {}
+                    Ok(NextUnits::Finished) => {
                         self.all_read.send_replace(true);
                         self.judged.notify_waiters();
                         return Reply::NoUnit;
@@ -125,16 +125,16 @@ impl CoordinatedStageIn {
     }
 
     fn take_back(&self, report: UnitReport) {
-        let judged = self.handing().take_back(report);
-        judged.counts.into_iter().for_each(|counts| self.counts().add(counts));
+        let judged = self.handing().record(report);
+        judged.accepted.into_iter().for_each(|counts| self.counts().add(counts));
         {
             let mut progress = self.progress();
-            for undone in judged.undone {
+            for undone in judged.rejected {
                 progress.files = progress.files.saturating_sub(undone.files);
                 progress.bytes = progress.bytes.saturating_sub(undone.bytes);
             }
         }
-        self.redone_bytes.fetch_add(judged.undone_bytes, Ordering::Relaxed);
+        self.redone_bytes.fetch_add(judged.rejected_bytes, Ordering::Relaxed);
         if let Some(reason) = judged.failure {
             self.fail(reason);
         }
@@ -146,7 +146,7 @@ impl CoordinatedStageIn {
 
     /// What was found by these does not count.
     pub(super) fn rejected(&self) -> HashSet<u32> {
-        self.handing().rejected().clone()
+        self.handing().rejected_tickets().clone()
     }
 
     /// Source bytes that were read for nothing.

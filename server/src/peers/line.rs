@@ -95,7 +95,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
-    use dayfly_transport::{Ability, Agreement, Offered, Pulled, Region, Service, Serving, Slot};
+    use dayfly_transport::{Ability, Agreement, LossCause, Offered, Pulled, Region, Service, Serving, Slot};
     use tokio::sync::watch;
 
     use super::*;
@@ -134,7 +134,7 @@ mod tests {
         }
 
         async fn connect(&self, peer: NodeId, address: SocketAddr) -> Dialled {
-            let lost = || TransportError::Lost { peer, address, reason: "told so".to_owned() };
+            let lost = || TransportError::Lost { peer, address, cause: LossCause::Closed };
             self.dials.fetch_add(1, Ordering::Relaxed);
             self.open.clone().wait_for(|open| *open).await.map_err(|_| lost())?;
             Ok(Arc::new(Way(AtomicBool::new(false))))

@@ -55,7 +55,7 @@ impl Server {
             return Ok(true);
         }
         // Where nothing makes way, blocks may have all that is left.
-        Ok(self.store.end_headroom())
+        Ok(self.store.release_headroom())
     }
 
     /// Makes room for what a stage-in writes beside blocks, `bytes` or some more, out of what is only kept, where others have taken
@@ -90,9 +90,9 @@ impl Server {
 
     /// Nothing more is kept until [`Self::plan_kept`] says so: a stage-in needs the room.
     pub(super) fn pause_keeping(&self) {
-        self.store.datasets().iter().for_each(|dataset| dataset.kept().set_paused(true));
+        self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
         // While it can make way, blocks do not take the last of a file system.
-        self.store.spare_headroom(self.store.kept_room() > 0);
+        self.store.protect_headroom(self.store.cached_room() > 0);
     }
 
     fn has_withdrawn(&self) -> bool {
@@ -101,11 +101,11 @@ impl Server {
 
     /// Withdraws about so much of what is kept; `false` if nothing is.
     fn lower_kept(&self, bytes: u64) -> bool {
-        let room = self.store.kept_room();
+        let room = self.store.cached_room();
         let kept: Vec<Arc<Dataset>> =
-            self.store.datasets().into_iter().filter(|dataset| dataset.kept().threshold() > 0).collect();
+            self.store.datasets().into_iter().filter(|dataset| dataset.cached_blocks().threshold() > 0).collect();
         for dataset in &kept {
-            dataset.lower_kept(lowered_threshold(dataset.kept().threshold(), bytes, room));
+            dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, room));
         }
         !kept.is_empty()
     }
@@ -120,7 +120,8 @@ impl Server {
             }
             sleep(LOOK_INTERVAL).await;
         }
-        let free = |server: &Self| server.store.datasets().iter().map(|dataset| dataset.free_kept()).sum::<io::Result<u64>>();
+        let free =
+            |server: &Self| server.store.datasets().iter().map(|dataset| dataset.free_withdrawn()).sum::<io::Result<u64>>();
         let freed = self.on_drives(free).await?;
         freed.map(Some).map_err(|error| format!("cannot give back what is kept: {error}"))
     }
@@ -132,9 +133,9 @@ impl Server {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let planned = self.on_drives(move |server| {
             let datasets = server.store.datasets();
-            let wanted = datasets.iter().map(|dataset| dataset.others_bytes()).sum();
+            let wanted = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
             let threshold = threshold_for(server.store.free().min(limit), wanted);
-            datasets.iter().for_each(|dataset| dataset.lower_kept(threshold));
+            datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(threshold));
             (threshold, server.has_withdrawn())
         });
         let (threshold, has_withdrawn) = planned.await?;
@@ -146,11 +147,11 @@ impl Server {
             // They need the room; when the last has ended, this comes again.
             return Ok(());
         }
-        self.store.end_headroom();
+        self.store.release_headroom();
         let raised = self.on_drives(move |server| {
             server.store.datasets().iter().try_for_each(|dataset| {
-                dataset.raise_kept(threshold)?;
-                dataset.kept().set_paused(false);
+                dataset.raise_cache_threshold(threshold)?;
+                dataset.cached_blocks().set_paused(false);
                 Ok(())
             })
         });

@@ -21,23 +21,26 @@ impl Server {
         let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
         let (arena_used_bytes, leases) = self.arena.usage();
         let (clients, busiest, reads) = self.processes.status(self.store.counters());
-        let (queued, queued_total) = self.arena.queue();
+        let (queued, queued_total) = self.arena.waiters();
         let mut kept = Reads::default();
-        datasets.iter().map(|dataset| dataset.kept().usage()).for_each(|(count, bytes)| kept.add(Reads { count, bytes }));
+        datasets
+            .iter()
+            .map(|dataset| dataset.cached_blocks().usage())
+            .for_each(|(count, bytes)| kept.add(Reads { count, bytes }));
         let mut owners = self.fetcher.owners();
         owners.truncate(self.peers.count());
         NodeStatus {
             pid: std::process::id(),
             data_dirs: self.config.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
-            samples: sum(&|dataset| dataset.held().samples),
-            blocks: sum(&|dataset| dataset.held().blocks),
+            samples: sum(&|dataset| dataset.owned().samples),
+            blocks: sum(&|dataset| dataset.owned().blocks),
             damaged: self.damage.get(),
-            held_bytes: sum(&|dataset| dataset.held().bytes),
-            used_bytes: self.store.used().saturating_sub(self.store.kept_room()),
+            held_bytes: sum(&|dataset| dataset.owned().bytes),
+            used_bytes: self.store.used().saturating_sub(self.store.cached_room()),
             capacity_bytes: self.store.capacity(),
             free_bytes: self.store.free(),
             taken_bytes: self.taken_bytes(),
-            kept_room_bytes: self.store.kept_room(),
+            cached_room_bytes: self.store.cached_room(),
             arena_bytes: self.arena.len(),
             arena_used_bytes,
             leases,
@@ -52,11 +55,11 @@ impl Server {
             served: self.fetcher.served(),
             owners,
             wait_us: self.reading.wait_us(),
-            asking: self.reading.under_way(),
+            asking: self.reading.in_flight(),
             queued,
             queued_total,
             prefetch: self.prefetcher.status(),
-            kept,
+            cached: kept,
             predicted_local_permille: predicted_local(&datasets),
             policy: self.prefetcher.policy(),
             network: self.transport.status(),
@@ -101,7 +104,8 @@ impl Server {
 fn predicted_local(datasets: &[Arc<Dataset>]) -> u64 {
     let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
     let here = |dataset: &Arc<Dataset>| {
-        u128::from(dataset.held().bytes) * 1000 + u128::from(dataset.others_bytes()) * u128::from(dataset.kept().share_permille())
+        u128::from(dataset.owned().bytes) * 1000
+            + u128::from(dataset.remote_bytes()) * u128::from(dataset.cached_blocks().share_permille())
     };
     datasets.iter().map(here).sum::<u128>().checked_div(all.into()).unwrap_or(0) as u64
 }

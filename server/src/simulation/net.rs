@@ -15,8 +15,8 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 use dayfly_transport::{
-    Ability, Agreement, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
-    TransportError, Unread,
+    Ability, Agreement, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Region, Service, Serving,
+    Slot, Transport, TransportError, Unread,
 };
 use rustc_hash::FxHasher;
 use tokio::sync::{Notify, oneshot};
@@ -145,7 +145,7 @@ impl Net {
             is_killed
         };
         if is_killed {
-            self.lose(|from, to| from == node || to == node, "it closed the connection");
+            self.lose(|from, to| from == node || to == node, &LossCause::Closed);
         }
         self.changed.notify_waiters();
         self.watch();
@@ -153,7 +153,7 @@ impl Net {
 
     /// Breaks the connections between two nodes.
     pub(super) fn reset(&self, one: NodeId, other: NodeId) {
-        self.lose(|from, to| pair(from, to) == pair(one, other), "Connection reset by peer");
+        self.lose(|from, to| pair(from, to) == pair(one, other), &LossCause::ended(io::ErrorKind::ConnectionReset.into()));
     }
 
     /// All is well again, but for who was killed.
@@ -177,10 +177,10 @@ impl Net {
         state.connections.iter().filter_map(Weak::upgrade).collect()
     }
 
-    fn lose(&self, which: impl Fn(NodeId, NodeId) -> bool, reason: &str) {
+    fn lose(&self, which: impl Fn(NodeId, NodeId) -> bool, cause: &LossCause) {
         for connection in self.live() {
             if which(connection.from, connection.peer) {
-                connection.lose(reason);
+                connection.lose(cause.clone());
             }
         }
     }
@@ -204,7 +204,7 @@ impl Net {
                 // How long ago the last ping was, chance decides.
                 let ago = net.state().random.duration(Duration::ZERO, net.deadlines.ping_interval);
                 if timeout(net.deadlines.peer_lost - ago, heard).await.is_err() {
-                    connection.lose(&format!("no byte came from it for {} s", net.deadlines.peer_lost.as_secs_f64()));
+                    connection.lose(LossCause::Silent(net.deadlines.peer_lost));
                 }
                 connection.is_watched.store(false, Ordering::Relaxed);
             });
@@ -293,11 +293,11 @@ impl Transport for SimTransport {
     }
 
     async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
-        let lost = |reason: &str| TransportError::Lost { peer, address, reason: reason.to_owned() };
+        let lost = |kind: io::ErrorKind| TransportError::Lost { peer, address, cause: LossCause::unreachable(kind.into()) };
         let dialled = timeout(self.net.deadlines.connect, self.net.travel(self.me, peer, 0, "dial")).await;
-        dialled.map_err(|_| lost("it cannot be reached in time"))?;
+        dialled.map_err(|_| lost(io::ErrorKind::TimedOut))?;
         if !self.net.state().services.contains_key(&peer) {
-            return Err(lost("Connection refused (os error 111)"));
+            return Err(lost(io::ErrorKind::ConnectionRefused));
         }
         let connection = Arc::new(SimConnection {
             net: self.net.clone(),
@@ -350,7 +350,7 @@ impl Drop for Closing {
     fn drop(&mut self) {
         let service = self.net.state().services.remove(&self.me);
         drop(service);
-        self.net.lose(|_, to| to == self.me, "it closed the connection");
+        self.net.lose(|_, to| to == self.me, &LossCause::Closed);
     }
 }
 
@@ -359,7 +359,7 @@ struct SimConnection {
     from: NodeId,
     peer: NodeId,
     address: SocketAddr,
-    lost: OnceLock<String>,
+    lost: OnceLock<LossCause>,
     ended: Notify,
     is_watched: AtomicBool,
     /// Requests under way, with what they hold.
@@ -367,8 +367,8 @@ struct SimConnection {
 }
 
 impl SimConnection {
-    fn lose(&self, reason: &str) {
-        if self.lost.set(reason.to_owned()).is_ok() {
+    fn lose(&self, cause: LossCause) {
+        if self.lost.set(cause).is_ok() {
             let tasks = std::mem::take(&mut *self.tasks.lock().unwrap());
             drop(tasks);
             self.ended.notify_waiters();
@@ -376,8 +376,8 @@ impl SimConnection {
     }
 
     fn lost_by(&self) -> TransportError {
-        let reason = self.lost.get().cloned().unwrap_or_else(|| "the connection ended".to_owned());
-        TransportError::Lost { peer: self.peer, address: self.address, reason }
+        let cause = self.lost.get().cloned().unwrap_or(LossCause::Closed);
+        TransportError::Lost { peer: self.peer, address: self.address, cause }
     }
 
     /// Has a request go on by itself, whether its asker waits for it or not.
@@ -391,11 +391,11 @@ impl SimConnection {
         Ok(())
     }
 
-    async fn wait<T>(&self, answer: oneshot::Receiver<Result<T, String>>, limit: Duration) -> Result<T, TransportError> {
+    async fn wait<T>(&self, answer: oneshot::Receiver<Result<T, Refusal>>, limit: Duration) -> Result<T, TransportError> {
         let (peer, address) = (self.peer, self.address);
         match timeout(limit, answer).await {
             Ok(Ok(Ok(answer))) => Ok(answer),
-            Ok(Ok(Err(reason))) => Err(TransportError::Refused { peer, address, reason }),
+            Ok(Ok(Err(refusal))) => Err(TransportError::Refused { peer, address, refusal }),
             Ok(Err(_)) => Err(self.lost_by()),
             Err(_) => Err(TransportError::Timeout { peer, address, timeout: limit }),
         }
@@ -430,7 +430,7 @@ impl Connection for SimConnection {
             let Some(service) = service else { return std::future::pending().await };
             if net.takes_refusal(from, to) {
                 net.travel(to, from, 0, "refusal").await;
-                return drop(done.send(Err("told to refuse".to_owned())));
+                return drop(done.send(Err("told to refuse".into())));
             }
             let room = slots.iter().map(|slot| slot.len() as u64).collect();
             let answered = service.pulled(from, message, room).await;
@@ -448,9 +448,9 @@ impl Connection for SimConnection {
                 Ok((answer.message, lens, unread))
             }) {
                 Ok(answer) => answer,
-                Err(reason) => {
+                Err(refusal) => {
                     net.travel(to, from, 0, "refusal").await;
-                    return drop(done.send(Err(reason)));
+                    return drop(done.send(Err(refusal)));
                 }
             };
             net.travel(to, from, message.len() + lens.iter().sum::<u64>() as usize, "answer").await;
@@ -469,7 +469,7 @@ impl Connection for SimConnection {
             let Some(service) = service else { return std::future::pending().await };
             if net.takes_refusal(from, to) {
                 net.travel(to, from, 0, "refusal").await;
-                return drop(done.send(Err("told to refuse".to_owned())));
+                return drop(done.send(Err("told to refuse".into())));
             }
             let payload = Arc::new(Mutex::new(Some(payload)));
             let landing = SimLanding { net: net.clone(), from, to, payload: payload.clone(), len };

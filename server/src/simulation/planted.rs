@@ -12,7 +12,7 @@ use dayfly_meta::wire::peer::{Reply, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
-    Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
+    Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Refusal, Region, Service, Serving, Slot, Transport,
     TransportError,
 };
 
@@ -106,7 +106,7 @@ struct BuggyService {
 
 #[async_trait]
 impl Service for BuggyService {
-    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let request = decode_sealed::<Request>(&message);
         if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::Commit { .. })) {
             return Ok(Answer { message: encode_sealed(&Reply::Done), pieces: Vec::new() });
@@ -121,7 +121,7 @@ impl Service for BuggyService {
         Ok(answer)
     }
 
-    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         self.inner.offered(from, message, incoming).await
     }
 }

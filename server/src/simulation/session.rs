@@ -10,7 +10,7 @@ use dayfly_meta::catalog::block_len;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SessionId};
-use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_MEMORY_MIN};
+use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_IN_MEMORY_MIN};
 use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_transport::{Agreement, Key, Options, Transport};
 use tokio::sync::mpsc;
@@ -200,7 +200,7 @@ impl Session<'_> {
                 verify_reads: false,
                 workers: 1 + random.below(3) as usize,
                 decoders: 1,
-                stage_memory: STAGE_MEMORY_MIN,
+                stage_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };
             let transport = SimTransport { net: self.net.clone(), me: node };
@@ -442,8 +442,8 @@ impl Reader {
                     let at = wanted[at as usize];
                     parts[at] = Some(match fetched {
                         Fetched::Leased(lease) => Ok(lease.bytes().to_vec()),
-                        Fetched::Here => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
-                        Fetched::Failed(reason) => Err(reason),
+                        Fetched::Local => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
+                        Fetched::Failed(error) => Err(error.to_string()),
                     });
                 }
             }
@@ -463,7 +463,7 @@ impl Reader {
 /// A chunk as it lies on this node's drive.
 fn stored(dataset: &Dataset, chunk: Chunk) -> Option<Vec<u8>> {
     use std::os::unix::fs::FileExt;
-    let place = dataset.locations().find(chunk.block)?.place()?;
+    let place = dataset.locations().find(chunk.block)?.position()?;
     let mut bytes = vec![0; dataset.chunk(chunk)?.len as usize];
     dataset.segments().file(place.drive)?.read_exact_at(&mut bytes, place.offset + chunk.start()).ok()?;
     Some(bytes)

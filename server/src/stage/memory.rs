@@ -2,7 +2,7 @@
 
 use dayfly_meta::limits::{
     BATCH_LEN_MAX, BATCHES_LANDING_MAX, BATCHES_PER_WORKER_MAX, BATCHES_PER_WORKER_MIN, DECODED_AHEAD_MAX, PATHS_LEN_MIN,
-    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_INS_MAX, STAGE_MEMORY_PER_WORKER_MIN,
+    PATHS_SHARE, RUN_LEN_MAX, SHUFFLE_LEN_MAX, STAGE_IN_MEMORY_PER_WORKER_MIN, STAGE_INS_MAX,
 };
 
 /// The parts of one stage-in's share, in bytes where nothing else is said.
@@ -28,7 +28,7 @@ impl Memory {
         let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
         // Where each worker has only the least, the table has it too.
         let least =
-            shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
+            shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_IN_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
         let paths_len = paths_len.min(share.saturating_sub(least)).max(PATHS_LEN_MIN);
         let rest = share.saturating_sub(paths_len + shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX);
         let of_worker = rest / workers.max(1);
@@ -51,15 +51,17 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::limits::{STAGE_MEMORY_DEFAULT, STAGE_MEMORY_MIN, WORKERS_MAX, stage_memory_min, stage_workers_max};
+    use dayfly_meta::limits::{
+        STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, WORKERS_MAX, stage_in_memory_min, stage_in_workers_max,
+    };
 
     use super::*;
 
     #[test]
     fn the_parts_are_no_more_than_the_whole() {
-        let least = (1..=WORKERS_MAX).map(|workers| (stage_memory_min(workers), workers));
-        let most = [STAGE_MEMORY_MIN, 300 << 20, STAGE_MEMORY_DEFAULT].map(|all| (all, stage_workers_max(all)));
-        for (all, workers) in least.chain(most).chain([(STAGE_MEMORY_DEFAULT, 1)]) {
+        let least = (1..=WORKERS_MAX).map(|workers| (stage_in_memory_min(workers), workers));
+        let most = [STAGE_IN_MEMORY_MIN, 300 << 20, STAGE_IN_MEMORY_DEFAULT].map(|all| (all, stage_in_workers_max(all)));
+        for (all, workers) in least.chain(most).chain([(STAGE_IN_MEMORY_DEFAULT, 1)]) {
             let memory = Memory::part(all, workers);
             let of_worker = memory.batches * BATCH_LEN_MAX + memory.run_len + memory.decoded_ahead_len;
             let used = memory.paths_len as u64 + memory.landing_len() + (workers * of_worker) as u64;

@@ -1,12 +1,13 @@
 //! Where a worker's batches go: to this node's own segments, or by an offer to their owner.
 
+use std::error::Error;
 use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
 use dayfly_meta::wire::peer::{Damaged, Reply, Request, Rival};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::pipeline::{Batch, Piece, Settled, Sink};
+use dayfly_stagein::pipeline::{Batch, BlockPiece, Delivery, Sink};
 use dayfly_transport::{Region, Slot};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
@@ -15,7 +16,7 @@ use super::Stage;
 use crate::ingest::{IngestError, Stored, check};
 use crate::server::Server;
 
-type Outcome = Result<Settled<Slot>, StageInError>;
+type Outcome = Result<Delivery<Slot>, StageInError>;
 
 /// One worker's sink.
 pub(super) struct ServerSink {
@@ -30,7 +31,7 @@ impl ServerSink {
     /// Takes memory for the batches of one worker.
     pub(super) fn new(server: Arc<Server>, stage: Arc<Stage>, batches: usize, runtime: Handle) -> Result<Self, StageInError> {
         let shipping = server.transport().region((BATCH_LEN_MAX * batches) as u64);
-        let no_memory = |error| failed(server.config().node, format_args!("no memory for batches: {error}"));
+        let no_memory = |error| failed(server.config().node, format!("no memory for batches: {error}"));
         let shipping = shipping.map_err(no_memory)?;
         Ok(Self { server, stage, shipping, runtime, under_way: JoinSet::new() })
     }
@@ -46,8 +47,8 @@ async fn here(server: Arc<Server>, store: impl FnOnce() -> Outcome + Send + 'sta
     stored.map_err(|error| failed(server.config().node, error))?
 }
 
-fn failed(node: NodeId, reason: impl ToString) -> StageInError {
-    StageInError::Ship { node, reason: reason.to_string() }
+fn failed(node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> StageInError {
+    StageInError::Ship { node, cause: cause.into() }
 }
 
 /// Why this very node did not take a batch of its own worker.
@@ -80,7 +81,7 @@ async fn offer(
         slot = back;
     }
     let way = "its network card, its memory or the network between is at fault";
-    Err(failed(owner, format_args!("a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; {way}")))
+    Err(failed(owner, format!("a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; {way}")))
 }
 
 impl Sink for ServerSink {
@@ -103,8 +104,8 @@ impl Sink for ServerSink {
                 let (slot, table) = batch.into_parts();
                 let stored = stage.store(&server, table.blocks.as_slice().into(), slot, table.len).await;
                 match stored.map_err(|error| not_stored(owner, error))? {
-                    Stored::At(first) => Ok(Settled::Stored(first, table)),
-                    Stored::Full(slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
+                    Stored::At(first) => Ok(Delivery::Stored(first, table)),
+                    Stored::Full(slot) => Ok(Delivery::Full(owner, Batch::from_parts(slot, table))),
                 }
             };
             self.under_way.spawn_on(store, &self.runtime);
@@ -117,10 +118,10 @@ impl Sink for ServerSink {
             let check = |bytes: &[u8]| check::batch(&table.blocks, bytes);
             match offer(&server, owner, &request, (slot, table.len), check).await? {
                 (Reply::Shipped { arrival: Some(first) }, _) => {
-                    stage.gauge().shipped(table.len as u64);
-                    Ok(Settled::Stored(first, table))
+                    stage.gauge().count_shipped(table.len as u64);
+                    Ok(Delivery::Stored(first, table))
                 }
-                (Reply::Shipped { arrival: None }, slot) => Ok(Settled::Full(owner, Batch::from_parts(slot, table))),
+                (Reply::Shipped { arrival: None }, slot) => Ok(Delivery::Full(owner, Batch::from_parts(slot, table))),
                 _ => Err(failed(owner, "it answers what was not asked")),
             }
         };
@@ -128,13 +129,13 @@ impl Sink for ServerSink {
         Ok(())
     }
 
-    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Slot>) -> Result<(), StageInError> {
+    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Slot>) -> Result<(), StageInError> {
         let (server, stage) = (self.server.clone(), self.stage.clone());
-        let Piece { buffer, len, arrival, offset, checksum } = piece;
+        let BlockPiece { buffer, len, arrival, offset, checksum } = piece;
         if self.is_here(owner) {
             let store = move || {
                 let stored = stage.ingest().store_piece(arrival, offset, checksum, &buffer[..len]);
-                stored.map(|()| Settled::Piece).map_err(|error| not_stored(owner, error))
+                stored.map(|()| Delivery::Piece).map_err(|error| not_stored(owner, error))
             };
             self.under_way.spawn_on(here(self.server.clone(), store), &self.runtime);
             return Ok(());
@@ -143,8 +144,8 @@ impl Sink for ServerSink {
             let request = Request::ShipPiece { stage: stage.number(), arrival, offset, checksum };
             match offer(&server, owner, &request, (buffer, len), |bytes| check::piece(checksum, bytes)).await? {
                 (Reply::Done, _) => {
-                    stage.gauge().shipped(len as u64);
-                    Ok(Settled::Piece)
+                    stage.gauge().count_shipped(len as u64);
+                    Ok(Delivery::Piece)
                 }
                 _ => Err(failed(owner, "it answers what was not asked")),
             }
@@ -157,12 +158,12 @@ impl Sink for ServerSink {
         self.under_way.len()
     }
 
-    fn settle(&mut self) -> Outcome {
+    fn next_delivery(&mut self) -> Outcome {
         // Each offer has its own deadline; a drive of this node that stands still is met by the coordinator's, which cancels.
         match self.server.blocking().wait_for(self.stage.unless_cancelled(self.under_way.join_next()))? {
             Some(Ok(outcome)) => outcome,
             Some(Err(error)) => Err(failed(self.server.config().node, error)),
-            None => Ok(Settled::Piece),
+            None => Ok(Delivery::Piece),
         }
     }
 

@@ -1,8 +1,10 @@
-//! What a node keeps of other nodes' blocks: those that a hash chooses, as many as there is room for. The choice is the same in every
-//! epoch, so a data set that does not fit all is not pressed out by its own next epoch, as it would be by an LRU.
+//! The blocks of other nodes that a dataset caches on this node: those whose hash is below a threshold, which is as high as the
+//! free room allows. The choice is the same in every epoch, so a dataset that does not fit whole does not evict itself again
+//! and again, as it would with an LRU.
 //!
-//! Blocks are written in groups. Processes find those of a group once a sync has covered all of it; until then they are in the arena, or
-//! are asked for again. When room is needed, those with the highest hashes go.
+//! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
+//! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
+//! hashes are *withdrawn* (processes no longer find them) and then *freed* (their room goes back to the file system).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -20,46 +22,47 @@ use super::segment::room_for;
 #[cfg(test)]
 mod tests;
 
-/// All blocks: their hashes are below this.
+/// The threshold that selects all blocks: every hash is below it.
 const ALL: u64 = 1 << 32;
-/// Blocks that start on a page waste some of it, and hashes choose a little more or less than their share.
+/// The part of the room that blocks are selected for. The rest covers what alignment to pages wastes, and that hashes select
+/// slightly more or less than their share.
 const ROOM_PERMILLE: u64 = 985;
 
-/// What a dataset keeps here.
+/// The cached blocks of one dataset.
 #[derive(Default)]
 pub(crate) struct CachedBlocks {
-    /// Blocks whose hash is below this are kept.
+    /// Blocks whose hash is below this are cached.
     threshold: AtomicU64,
-    /// While a stage-in runs nothing more is kept.
+    /// Set while a stage-in runs: then no further block is cached.
     is_paused: AtomicBool,
     blocks: AtomicU64,
     bytes: AtomicU64,
-    /// Held while blocks are placed, written and published, and while they are given up.
+    /// Held while blocks are allocated, written and published, and while they are withdrawn and freed.
     writing: Mutex<Writing>,
 }
 
-/// Blocks that processes cannot find here yet, or not any more.
+/// Blocks that were allocated and are not published yet.
 #[derive(Default)]
 pub(super) struct Writing {
-    /// Some of their chunks have come.
+    /// Blocks of which some chunks are still missing.
     partial: HashMap<BlockId, Partial>,
-    /// Written whole, and found once a sync has covered their group.
+    /// Blocks that were written whole. They are published once a sync has covered their group.
     unsynced: HashMap<BlockId, Unsynced>,
-    /// The group that what is written now belongs to.
+    /// The group that newly written blocks belong to.
     group: u64,
-    /// Whether the room of some has not been given back yet.
+    /// Whether there may be withdrawn blocks whose room was not freed yet.
     has_withdrawn: bool,
 }
 
 struct Partial {
-    place: DrivePosition,
+    position: DrivePosition,
     len: u64,
-    /// One bit a chunk.
+    /// The chunks that were written, one bit each.
     chunks: u16,
 }
 
 struct Unsynced {
-    place: DrivePosition,
+    position: DrivePosition,
     len: u64,
     group: u64,
 }
@@ -69,24 +72,34 @@ fn hash(block: BlockId, seed: u64) -> u64 {
 }
 
 impl CachedBlocks {
-    /// Blocks, and their bytes.
+    /// The number of published blocks, and their bytes.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.blocks.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
     }
 
-    /// Which share of the blocks is meant to be kept, in thousandths.
+    /// The share of blocks that the threshold selects, in thousandths.
     pub(crate) fn share_permille(&self) -> u64 {
         self.threshold() * 1000 / ALL
     }
 
-    /// Blocks whose hash is below this are kept.
+    /// Blocks whose hash is below this are cached; 0 selects no block.
     pub(crate) fn threshold(&self) -> u64 {
         self.threshold.load(Ordering::Relaxed)
     }
 
-    /// Keeps nothing more, or does so again; what is kept already stays.
+    /// Stops or resumes the caching of further blocks. Cached blocks stay.
     pub(crate) fn set_paused(&self, is_paused: bool) {
         self.is_paused.store(is_paused, Ordering::Relaxed);
+    }
+
+    fn add(&self, len: u64) {
+        self.blocks.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(len, Ordering::Relaxed);
+    }
+
+    fn subtract(&self, len: u64) {
+        self.blocks.fetch_sub(1, Ordering::Relaxed);
+        self.bytes.fetch_sub(len, Ordering::Relaxed);
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Writing> {
@@ -94,59 +107,63 @@ impl CachedBlocks {
     }
 }
 
-/// The threshold by which as many blocks are kept as fit `room` bytes, of `wanted` bytes that all datasets want to keep.
+/// The threshold that selects as many blocks as fit into `room` bytes, when all datasets together have `wanted` bytes to cache.
 pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
     let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
     share.map_or(ALL, |share| share.min(ALL.into()) as u64)
 }
 
-/// The threshold to which one is lowered so that `bytes` of `kept_room` come free.
-pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, kept_room: u64) -> u64 {
-    let left = u128::from(kept_room.saturating_sub(bytes));
-    // A little more goes, for a page is free only when no block is left in it; and something always does.
-    let share = (u128::from(threshold) * left).checked_div(kept_room.into()).unwrap_or(0) as u64;
+/// A threshold below `threshold` that frees about `bytes` of `cached_room`.
+pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) -> u64 {
+    let left = u128::from(cached_room.saturating_sub(bytes));
+    let share = (u128::from(threshold) * left).checked_div(cached_room.into()).unwrap_or(0) as u64;
+    // Slightly lower still: a page is freed only when no block is left in it. And always lower, so that callers make progress.
     share.saturating_sub(threshold / 256).min(threshold.saturating_sub(1))
 }
 
 impl Dataset {
-    /// Bytes that others own.
-    pub(crate) fn others_bytes(&self) -> u64 {
-        self.catalog().header().bytes.saturating_sub(self.held().bytes)
+    /// Bytes of the blocks that other nodes own.
+    pub(crate) fn remote_bytes(&self) -> u64 {
+        self.catalog().header().bytes.saturating_sub(self.owned().bytes)
     }
 
-    /// Whether a block that came from its owner is to be kept.
-    pub(crate) fn keeps(&self, block: BlockId) -> bool {
-        let threshold = self.kept().threshold();
-        threshold > 0 && !self.kept().is_paused.load(Ordering::Relaxed) && self.hash(block) < threshold && !self.is_here(block)
+    /// Whether a block that arrived from its owner is to be cached.
+    pub(crate) fn should_cache(&self, block: BlockId) -> bool {
+        let threshold = self.cached_blocks().threshold();
+        threshold > 0
+            && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
+            && self.hash(block) < threshold
+            && !self.is_local(block)
     }
 
     fn hash(&self, block: BlockId) -> u64 {
         hash(block, self.catalog().header().seed)
     }
 
-    /// Keeps blocks below a threshold from now on, which is no lower than the one before.
-    pub(crate) fn raise_kept(&self, threshold: u64) -> io::Result<()> {
-        let _nothing_is_given_up = self.kept().lock();
-        if self.is_gone() || threshold < self.kept().threshold() {
+    /// Caches blocks below `threshold` from now on. Does nothing if that is lower than the present threshold.
+    pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
+        let _writing = self.cached_blocks().lock();
+        if self.is_gone() || threshold < self.cached_blocks().threshold() {
             return Ok(());
         }
-        // Processes map what the file is long, when they first see it: so it is long from the start, without taking room.
-        let most = (u128::from(self.others_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
-        let more = most.saturating_sub(self.kept().usage().1);
-        self.segments().begin_kept(room_for(more) + more / 16)?;
-        self.kept().threshold.store(threshold, Ordering::Relaxed);
+        // A process maps a segment at the length that it has when the process first sees it. So the segment gets its final
+        // length now, without taking room.
+        let most = (u128::from(self.remote_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
+        let more = most.saturating_sub(self.cached_blocks().usage().1);
+        self.segments().begin_cached_region(room_for(more) + more / 16)?;
+        self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Writes chunks to this node's drives, for processes to find there after [`Self::sync_kept`]; returns the bytes written. What there
-    /// is no room for is not kept.
-    pub(crate) fn keep(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
-        let mut writing = self.kept().lock();
+    /// Writes chunks to this node's drives; processes find them there after [`Self::sync_cached`]. Chunks for which there is no
+    /// room are skipped. Returns the bytes written.
+    pub(crate) fn write_cached(&self, chunks: &[(Chunk, &[u8])]) -> io::Result<u64> {
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(0);
         }
         let (mut whole, mut pieces) = (Vec::with_capacity(chunks.len()), Vec::new());
-        let is_new = |chunk: &Chunk| self.keeps(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
+        let is_new = |chunk: &Chunk| self.should_cache(chunk.block) && !writing.unsynced.contains_key(&chunk.block);
         for &(chunk, bytes) in chunks.iter().filter(|(chunk, _)| is_new(chunk)) {
             match self.catalog().block(chunk.block) {
                 Some((_, len)) if len == bytes.len() as u64 => whole.push((chunk.block, bytes)),
@@ -154,140 +171,144 @@ impl Dataset {
                 None => {}
             }
         }
-        // Those that go first when room is needed lie side by side, so that whole pages come free.
+        // Blocks with similar hashes lie side by side: they are withdrawn together, so whole pages become free.
         whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
-        let kept = self.keep_whole(&mut writing, &whole).and_then(|written| {
-            let mut keep = |(chunk, len, bytes)| self.keep_piece(&mut writing, chunk, len, bytes);
-            pieces.into_iter().try_fold(written, |written, piece| Ok(written + keep(piece)?))
+        let written = self.write_whole(&mut writing, &whole).and_then(|written| {
+            let mut write = |(chunk, len, bytes)| self.write_piece(&mut writing, chunk, len, bytes);
+            pieces.into_iter().try_fold(written, |written, piece| Ok(written + write(piece)?))
         });
-        // The room of what could not be written.
-        writing.has_withdrawn |= kept.is_err();
-        kept
+        // After an error, some room may be allocated to blocks that were not written.
+        writing.has_withdrawn |= written.is_err();
+        written
     }
 
-    fn keep_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
+    /// Writes blocks that consist of one chunk.
+    fn write_whole(&self, writing: &mut Writing, blocks: &[(BlockId, &[u8])]) -> io::Result<u64> {
         let lens = || blocks.iter().map(|(_, bytes)| bytes.len() as u64);
         let room = lens().map(room_for).sum();
-        let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
-        let places = self.segments().place(drive, lens(), room)?;
-        self.segments().write_placed(&places, blocks.iter().map(|(_, bytes)| *bytes))?;
+        let Some(drive) = self.segments().reserve_cached(room)? else { return Ok(0) };
+        let positions = self.segments().allocate(drive, lens(), room)?;
+        self.segments().write_blocks(&positions, blocks.iter().map(|(_, bytes)| *bytes))?;
         let group = writing.group;
-        for (&(block, bytes), place) in blocks.iter().zip(places) {
-            writing.unsynced.insert(block, Unsynced { place, len: bytes.len() as u64, group });
+        for (&(block, bytes), position) in blocks.iter().zip(positions) {
+            writing.unsynced.insert(block, Unsynced { position, len: bytes.len() as u64, group });
         }
         Ok(lens().sum())
     }
 
-    fn keep_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
+    /// Writes one chunk of a larger block. The first one allocates room for the whole block.
+    fn write_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
         if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
-            let Some(drive) = self.segments().promise_kept(room)? else { return Ok(0) };
-            let places = self.segments().place(drive, [block_len].into_iter(), room)?;
-            let Some(&place) = places.first() else { return Ok(0) };
-            vacant.insert(Partial { place, len: block_len, chunks: 0 });
+            let Some(drive) = self.segments().reserve_cached(room)? else { return Ok(0) };
+            let positions = self.segments().allocate(drive, [block_len].into_iter(), room)?;
+            let Some(&position) = positions.first() else { return Ok(0) };
+            vacant.insert(Partial { position, len: block_len, chunks: 0 });
         }
-        let Some(known) = writing.partial.get_mut(&chunk.block) else { return Ok(0) };
-        let place = known.place;
-        self.segments().write(DrivePosition { offset: place.offset + chunk.start(), ..place }, bytes)?;
-        known.chunks |= 1 << chunk.index;
-        if Chunk::all(chunk.block, block_len).count() == known.chunks.count_ones() as usize {
+        let Some(partial) = writing.partial.get_mut(&chunk.block) else { return Ok(0) };
+        let position = partial.position;
+        self.segments().write(DrivePosition { offset: position.offset + chunk.start(), ..position }, bytes)?;
+        partial.chunks |= 1 << chunk.index;
+        if Chunk::all(chunk.block, block_len).count() == partial.chunks.count_ones() as usize {
             writing.partial.remove(&chunk.block);
-            writing.unsynced.insert(chunk.block, Unsynced { place, len: block_len, group: writing.group });
+            writing.unsynced.insert(chunk.block, Unsynced { position, len: block_len, group: writing.group });
         }
         Ok(bytes.len() as u64)
     }
 
-    /// Waits until the drives have what was written, and lets processes find it there. What a drive did not take is forgotten, with
-    /// all that was written to it since the last time that it took everything; that drive keeps nothing more of this dataset.
-    pub(crate) fn sync_kept(&self) -> io::Result<()> {
-        let synced = {
-            let mut writing = self.kept().lock();
+    /// Waits until the written blocks are on the drives, and publishes them.
+    ///
+    /// # Errors
+    /// If a drive fails, everything that was written to it since its last successful sync is dropped, and it caches no further
+    /// block of this dataset. The blocks on the other drives are published.
+    pub(crate) fn sync_cached(&self) -> io::Result<()> {
+        let synced_group = {
+            let mut writing = self.cached_blocks().lock();
             if self.is_gone() {
                 return Ok(());
             }
-            self.segments().begin_kept_group();
+            self.segments().begin_cached_group();
             writing.group += 1;
             writing.group
         };
-        // Not while the lock is held: the drive may take its time, and more may be written meanwhile.
-        let result = self.segments().sync_others();
-        let mut writing = self.kept().lock();
+        // Without the lock: a sync may take long, and more blocks may be written meanwhile.
+        let result = self.segments().sync_healthy();
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(());
         }
-        // Also by a write in the meantime, which may have heard of an error instead of the sync.
-        let is_lost = |place: DrivePosition| self.segments().has_failed(place.drive);
+        // A write meanwhile may have received an error in place of the sync, so we ask the drives rather than look at `result`.
+        let is_lost = |position: DrivePosition| self.segments().has_failed(position.drive);
         let (unsynced, partial) = (writing.unsynced.len(), writing.partial.len());
-        writing.unsynced.retain(|_, block| !is_lost(block.place));
-        writing.partial.retain(|_, block| !is_lost(block.place));
+        writing.unsynced.retain(|_, block| !is_lost(block.position));
+        writing.partial.retain(|_, block| !is_lost(block.position));
         writing.has_withdrawn |= unsynced + partial > writing.unsynced.len() + writing.partial.len();
-        let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced;
-        for (block, Unsynced { place, len, .. }) in writing.unsynced.extract_if(is_covered) {
-            self.locations().publish(block, Location::Cached(place));
-            self.kept().blocks.fetch_add(1, Ordering::Relaxed);
-            self.kept().bytes.fetch_add(len, Ordering::Relaxed);
+        let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced_group;
+        for (block, Unsynced { position, len, .. }) in writing.unsynced.extract_if(is_covered) {
+            self.locations().publish(block, Location::Cached(position));
+            self.cached_blocks().add(len);
         }
         result
     }
 
-    /// Keeps only blocks below a threshold from now on, and takes back where the others were kept. Whoever copies just now sees that
-    /// it was; whoever looks at the bytes in place is to be waited for before [`Self::free_kept`].
-    pub(crate) fn lower_kept(&self, threshold: u64) {
-        let mut writing = self.kept().lock();
-        if threshold >= self.kept().threshold() {
+    /// Caches only blocks below `threshold` from now on, and withdraws the others. A process that copies a withdrawn block
+    /// notices it afterwards. A process that views a block in place does not, so the caller waits until there are no views
+    /// before it calls [`Self::free_withdrawn`].
+    pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
+        let mut writing = self.cached_blocks().lock();
+        if threshold >= self.cached_blocks().threshold() {
             return;
         }
-        self.kept().threshold.store(threshold, Ordering::Relaxed);
+        self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         writing.has_withdrawn = true;
         let stays = |block: BlockId| self.hash(block) < threshold;
         writing.partial.retain(|&block, _| stays(block));
         writing.unsynced.retain(|&block, _| stays(block));
-        for (block, kept, len) in self.all_kept() {
-            if !stays(block) && self.locations().withdraw(block, kept) {
-                self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
-                self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+        for (block, location, len) in self.published_cached() {
+            if !stays(block) && self.locations().withdraw(block, location) {
+                self.cached_blocks().subtract(len);
             }
         }
     }
 
-    /// Whether [`Self::free_kept`] would give something back.
+    /// Whether [`Self::free_withdrawn`] may have something to free.
     pub(crate) fn has_withdrawn(&self) -> bool {
-        self.kept().lock().has_withdrawn
+        self.cached_blocks().lock().has_withdrawn
     }
 
-    /// Gives back the room of what was withdrawn; how much it was.
-    pub(crate) fn free_kept(&self) -> io::Result<u64> {
-        let mut writing = self.kept().lock();
+    /// Frees the room of withdrawn blocks. Returns the bytes freed.
+    pub(crate) fn free_withdrawn(&self) -> io::Result<u64> {
+        let mut writing = self.cached_blocks().lock();
         if self.is_gone() || !writing.has_withdrawn {
             return Ok(0);
         }
-        let freed = self.segments().free_kept(|see| {
-            self.all_kept().filter_map(|(_, kept, len)| Some((kept.place()?, len))).for_each(|(place, len)| see(place, len));
-            writing.partial.values().for_each(|block| see(block.place, block.len));
-            writing.unsynced.values().for_each(|block| see(block.place, block.len));
+        let freed = self.segments().free_cached(|see| {
+            let published = self.published_cached().filter_map(|(_, location, len)| Some((location.position()?, len)));
+            published.for_each(|(position, len)| see(position, len));
+            writing.partial.values().for_each(|block| see(block.position, block.len));
+            writing.unsynced.values().for_each(|block| see(block.position, block.len));
         })?;
         writing.has_withdrawn = false;
         Ok(freed)
     }
 
-    /// Blocks that processes find here, where, and how long they are.
-    fn all_kept(&self) -> impl Iterator<Item = (BlockId, Location, u64)> {
+    /// The cached blocks that processes find, with their locations and lengths.
+    fn published_cached(&self) -> impl Iterator<Item = (BlockId, Location, u64)> {
         (0..self.catalog().header().blocks).map(BlockId).filter_map(|block| match self.locations().find(block) {
-            Some(kept @ Location::Cached(_)) => Some((block, kept, self.catalog().block(block)?.1)),
+            Some(location @ Location::Cached(_)) => Some((block, location, self.catalog().block(block)?.1)),
             _ => None,
         })
     }
 
-    /// Takes back where one block is kept, for its copy is bad; says whether it was kept there. Its room is given back the next time
-    /// that any is. Whoever looks at the bytes in place goes on to see the same.
-    pub(crate) fn withdraw_copy(&self, block: BlockId, place: DrivePosition) -> bool {
-        let mut writing = self.kept().lock();
-        let is_withdrawn = self.locations().withdraw(block, Location::Cached(place));
+    /// Withdraws one block whose copy is bad, if it is still cached at `position`; returns whether it was. Its room is freed with
+    /// that of the next blocks. A process that views the copy in place continues to see the same bytes.
+    pub(crate) fn withdraw_cached(&self, block: BlockId, position: DrivePosition) -> bool {
+        let mut writing = self.cached_blocks().lock();
+        let is_withdrawn = self.locations().withdraw(block, Location::Cached(position));
         if is_withdrawn {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
-            self.kept().blocks.fetch_sub(1, Ordering::Relaxed);
-            self.kept().bytes.fetch_sub(len, Ordering::Relaxed);
+            self.cached_blocks().subtract(len);
             writing.has_withdrawn = true;
         }
         is_withdrawn

@@ -1,4 +1,4 @@
-//! A dataset on this node: its catalog, which every node has, and those of its blocks that are here.
+//! A dataset on this node: its catalog, of which every node has a copy, and the blocks of it that are on this node.
 
 use std::fs::File;
 use std::io;
@@ -18,40 +18,40 @@ use super::drive::{Drive, Reservation, read_only};
 use super::segment::Segments;
 use super::shared_file;
 
-/// Blocks that do not count are not looked for if they are no more than this.
-const UNUSED_BYTES_MAX: u64 = 1 << 20;
+/// Up to this many bytes of dead blocks stay: looking for them costs more than their room is worth.
+const DEAD_BYTES_MAX: u64 = 1 << 20;
 
-/// Why a catalog that came from another node cannot be shown.
+/// Why a dataset cannot be made ready on this node.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PrepareError {
-    #[error("{0}")]
+    #[error(transparent)]
     Catalog(#[from] CatalogError),
-    #[error("the catalog did not arrive as it was sent: its checksum differs")]
+    #[error("this node's copy of the catalog is damaged: its checksum differs from the coordinator's")]
     Checksum,
-    #[error("block {part} of sample {} is said to be here but was not stored", sample.0)]
+    #[error("the catalog says that block {part} of sample {} is on this node, but it was not stored here", sample.0)]
     Missing { sample: SampleId, part: u32 },
-    #[error("cannot make the dataset ready: {0}")]
+    #[error("cannot prepare the dataset: {0}")]
     Write(#[from] io::Error),
 }
 
-/// What a node holds of a dataset as its owner.
+/// How much of a dataset this node owns.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Held {
+pub(crate) struct Owned {
     pub(crate) samples: u64,
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
 }
 
-/// A chunk.
+/// What the catalog says about a chunk.
 #[derive(Clone)]
 pub(crate) struct ChunkInfo {
     pub(crate) len: u64,
     pub(crate) owner: NodeId,
-    /// Whether it is all of its block.
+    /// Whether the chunk is its whole block.
     pub(crate) is_block: bool,
 }
 
-/// A dataset.
+/// A dataset, visible or about to become visible.
 pub(crate) struct Dataset {
     id: DatasetId,
     target: Vec<u8>,
@@ -60,16 +60,19 @@ pub(crate) struct Dataset {
     locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
-    held: Held,
-    kept: CachedBlocks,
+    owned: Owned,
+    cached_blocks: CachedBlocks,
+    /// Set before the blocks' room is freed. Pieces that are being sent to peers hold it too.
     gone: Arc<AtomicBool>,
+    /// The room of the catalog.
     _room: Reservation,
 }
 
 impl Dataset {
-    /// Sees to it that the drive has a catalog, checks it whole and fills this node's locations. `find` tells by its number where a block that was shipped here lies;
-    /// `taken_bytes` is how much was, whether it came to count or not.
-    #[expect(clippy::too_many_arguments, reason = "a dataset is put together here and nowhere else")]
+    /// Syncs the catalog to its drive, checks it whole, and fills in the locations of the blocks that this node owns. `find`
+    /// returns where a block lies by its arrival number. `stored_bytes` is the length of all blocks that were shipped to this
+    /// node, including those that the catalog does not contain in the end.
+    #[expect(clippy::too_many_arguments, reason = "this is the only place that puts a dataset together")]
     pub(crate) fn prepare(
         id: DatasetId,
         target: Vec<u8>,
@@ -79,36 +82,48 @@ impl Dataset {
         (me, nodes): (NodeId, usize),
         drive: &Drive,
         segments: Arc<Segments>,
-        taken_bytes: u64,
+        stored_bytes: u64,
         find: &dyn Fn(u32) -> Option<DrivePosition>,
     ) -> Result<Self, PrepareError> {
         let catalog_file = Arc::new(read_only(file)?);
-        // Before it is checked: a page that the drive has lost since is read again now, and differs.
+        // Synced before it is checked: a page that the drive lost is then read again from the drive, and fails the check.
         drive.sync(file)?;
         let catalog = Catalog::open(&catalog_file)?;
         if catalog.file_checksum() != checksum {
             return Err(PrepareError::Checksum);
         }
         catalog.check(nodes)?;
-        // In memory: a drive that lost a page of it might give back words of yesterday, which lead to other blocks' bytes today.
+        // In memory rather than on a drive: a drive that lost a page of it could return old words, which point to other blocks.
         let table = shared_file("dayfly-locations", Locations::file_len(catalog.header().blocks))?;
         let locations = Locations::create(&table, catalog.header().blocks)?;
-        let held = fill(&catalog, &locations, me, find)?;
-        if taken_bytes > held.bytes + UNUSED_BYTES_MAX {
-            let freed = segments.free_unused(|keep| each_held(&catalog, &locations, keep))?;
-            tracing::debug!(freed, "bytes that did not come to count");
+        let owned = fill(&catalog, &locations, me, find)?;
+        if stored_bytes > owned.bytes + DEAD_BYTES_MAX {
+            let freed = segments.free_unused(|see| each_owned(&catalog, &locations, see))?;
+            tracing::debug!(dataset = id.0, freed, "freed the pages of blocks that the catalog does not contain");
         }
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
-        let (locations, kept) = (Arc::new(locations), CachedBlocks::default());
-        Ok(Self { id, target, catalog, catalog_file, locations, locations_file, segments, held, kept, gone, _room: room })
+        let (locations, cached_blocks) = (Arc::new(locations), CachedBlocks::default());
+        Ok(Self {
+            id,
+            target,
+            catalog,
+            catalog_file,
+            locations,
+            locations_file,
+            segments,
+            owned,
+            cached_blocks,
+            gone,
+            _room: room,
+        })
     }
 
     pub(crate) fn id(&self) -> DatasetId {
         self.id
     }
 
-    /// Its root, below the prefix.
+    /// The path of the dataset's root below the namespace's prefix.
     pub(crate) fn target(&self) -> &[u8] {
         &self.target
     }
@@ -117,11 +132,11 @@ impl Dataset {
         &self.catalog
     }
 
-    pub(crate) fn held(&self) -> Held {
-        self.held
+    pub(crate) fn owned(&self) -> Owned {
+        self.owned
     }
 
-    /// The descriptors that a client gets: catalog, locations, segments by drive.
+    /// The files that a client gets, all read-only: the catalog, the locations, and the segments by drive.
     pub(crate) fn client_files(&self) -> io::Result<Vec<File>> {
         let mut files = vec![self.catalog_file.try_clone()?, self.locations_file.try_clone()?];
         for segment in self.segments.files() {
@@ -134,9 +149,9 @@ impl Dataset {
         &self.catalog_file
     }
 
-    /// Whether all of the block is in this node's segments.
-    pub(crate) fn is_here(&self, block: BlockId) -> bool {
-        self.locations.find(block).is_some_and(|location| location.place().is_some())
+    /// Whether the whole block is in this node's segments.
+    pub(crate) fn is_local(&self, block: BlockId) -> bool {
+        self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
     pub(crate) fn locations(&self) -> &Arc<Locations> {
@@ -147,12 +162,12 @@ impl Dataset {
         &self.segments
     }
 
-    /// What is kept here of other nodes' blocks.
-    pub(crate) fn kept(&self) -> &CachedBlocks {
-        &self.kept
+    /// The blocks of other nodes that are cached on this node.
+    pub(crate) fn cached_blocks(&self) -> &CachedBlocks {
+        &self.cached_blocks
     }
 
-    /// Says that all about these will be asked.
+    /// Asks the processor to load what the calls below will read about these chunks.
     pub(crate) fn prefetch(&self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.catalog.prefetch_block(chunk.block);
@@ -160,7 +175,7 @@ impl Dataset {
         }
     }
 
-    /// What is known of a chunk; `None` where there is no such one.
+    /// What the catalog says about a chunk; `None` if the dataset has no such chunk.
     pub(crate) fn chunk(&self, chunk: Chunk) -> Option<ChunkInfo> {
         let (_, block_len) = self.catalog.block(chunk.block)?;
         Some(ChunkInfo {
@@ -170,28 +185,28 @@ impl Dataset {
         })
     }
 
-    /// Lets processes find a block in the arena, if they would not find it otherwise. Says whether it did.
+    /// Publishes a block's location in the arena, unless processes already find the block on this node. Returns whether it did.
     pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
         self.locations.publish_absent(block, location)
     }
 
-    /// A chunk that this node owns, to be sent.
+    /// A chunk to be sent to a peer; `None` unless this node owns its block.
     pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
-        // What is only kept may be given up while it is sent.
-        let Location::Owned(place) = self.locations.find(chunk.block)? else { return None };
+        // Not from a cached copy, which may be freed while it is sent.
+        let Location::Owned(position) = self.locations.find(chunk.block)? else { return None };
         let (_, block_len) = self.catalog.block(chunk.block)?;
         let len = chunk.len_in(block_len)?;
-        let file = self.segments.file(place.drive)?.clone();
-        Some(Piece::File { file, offset: place.offset + chunk.start(), len, revoked: self.gone.clone() })
+        let file = self.segments.file(position.drive)?.clone();
+        Some(Piece::File { file, offset: position.offset + chunk.start(), len, revoked: self.gone.clone() })
     }
 
-    /// From when this is set, nothing that is copied out counts any more.
+    /// Declares the blocks invalid: bytes that are copied afterwards do not count, neither here nor on peers.
     pub(crate) fn set_gone(&self, gone: bool) {
         self.gone.store(gone, Ordering::Release);
         self.locations.set_gone(gone);
     }
 
-    /// From here on this node's processes read nothing of it any more. Peers on which it is still shown do.
+    /// Stops this node's processes from reading the dataset. Peers on which it is still visible can read its blocks.
     pub(crate) fn hide(&self) {
         self.locations.set_gone(true);
     }
@@ -200,34 +215,35 @@ impl Dataset {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Gives its room back at once. [`Self::set_gone`] must have come before.
-    pub(crate) fn give_up(&self) {
+    /// Frees the dataset's room at once. Requires that [`Self::set_gone`] was called before.
+    pub(crate) fn free(&self) {
         debug_assert!(self.is_gone());
-        // What is being kept at this moment is written before, and nothing is after.
-        let _nothing_is_written = self.kept.lock();
-        self.segments.give_up();
+        // Waits for a block that is being cached at this moment; after that, nothing more is cached.
+        let _writing = self.cached_blocks.lock();
+        self.segments.free();
     }
 }
 
-/// Every block that is here, and its length.
-fn each_held(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(DrivePosition, u64)) {
+/// Calls `see` with the position and length of every block on this node.
+fn each_owned(catalog: &Catalog, locations: &Locations, see: &mut dyn FnMut(DrivePosition, u64)) {
     for sample in (0..catalog.header().samples).map(SampleId) {
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
-            if let Some(place) = locations.find(block).and_then(Location::place) {
-                see(place, block_len(size, part));
+            if let Some(position) = locations.find(block).and_then(Location::position) {
+                see(position, block_len(size, part));
             }
         }
     }
 }
 
+/// Publishes the locations of the blocks that this node owns, and counts them.
 fn fill(
     catalog: &Catalog,
     locations: &Locations,
     me: NodeId,
     find: &dyn Fn(u32) -> Option<DrivePosition>,
-) -> Result<Held, PrepareError> {
-    let mut held = Held::default();
+) -> Result<Owned, PrepareError> {
+    let mut owned = Owned::default();
     for sample in (0..catalog.header().samples).map(SampleId) {
         let damaged = CatalogError::Damaged("a sample");
         let Some((size, blocks)) = catalog.sample(sample) else { return Err(damaged.into()) };
@@ -235,12 +251,12 @@ fn fill(
             if catalog.owner(block) != Some(me) {
                 continue;
             }
-            let place = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;
-            locations.publish(block, Location::Owned(place));
-            held.samples += u64::from(part == 0);
-            held.blocks += 1;
-            held.bytes += block_len(size, part);
+            let position = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;
+            locations.publish(block, Location::Owned(position));
+            owned.samples += u64::from(part == 0);
+            owned.blocks += 1;
+            owned.bytes += block_len(size, part);
         }
     }
-    Ok(held)
+    Ok(owned)
 }

@@ -1,4 +1,4 @@
-//! A data dir: nameless files in it, and how much of it is taken.
+//! A data dir: the unnamed files in it, and how much of its share of the capacity is reserved.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,57 +14,69 @@ use nix::sys::statvfs::statvfs;
 
 use super::write_back::{Kernel, WriteBack};
 
-/// A drive did not do what was asked of it.
+/// A drive failed. The message names the data dir and what the user can do.
 #[derive(Debug, thiserror::Error)]
 enum DriveError {
     #[error(
-        "cannot write to the data dir '{}': {error}; make room there (`dayfly tune --cache off` gives up copies of other \
-         nodes' blocks), or name another drive with --data-dir",
+        "cannot write to the data dir '{}': {source}; make room there (`dayfly tune --cache off` drops cached blocks of other \
+         nodes), or use another drive with --data-dir",
         path.display()
     )]
-    Write { path: PathBuf, error: io::Error },
+    Write { path: PathBuf, source: io::Error },
     #[error(
-        "the drive of the data dir '{}' has lost what was written to it: {error}; look into the kernel's log (dmesg), make room on \
-         the drive, or name another one with --data-dir",
+        "the drive of the data dir '{}' has lost what was written to it: {source}; check the kernel log (dmesg), make room on the \
+         drive, or use another one with --data-dir",
         path.display()
     )]
-    Lost { path: PathBuf, error: io::Error },
+    Lost { path: PathBuf, source: io::Error },
 }
 
 /// A data dir with a share of the node's capacity.
 pub(crate) struct Drive {
     path: PathBuf,
     write_back: Arc<dyn WriteBack>,
-    /// Of its file system: two data dirs may share one.
+    /// Identifies the file system, because two data dirs may share one.
     device: u64,
-    /// What it was given, and what it has at present: less after the file system was full.
-    given: u64,
+    /// The share of the node's capacity that the drive got.
+    share: u64,
+    /// The capacity at present: less than the share after the file system was full.
     capacity: AtomicU64,
+    /// Bytes that are reserved.
     used: AtomicU64,
-    /// What segments leave free on the file system, for what else a stage-in writes there.
-    spared: AtomicU64,
+    /// Bytes that segments leave free on the file system, for the catalog and the runs of a stage-in.
+    protected_headroom: AtomicU64,
 }
 
 impl Drive {
-    /// Parts `capacity` among the data dirs by the room that is free there.
+    /// Opens the data dirs and divides `capacity` among them in proportion to the free room of their file systems.
     pub(crate) fn open_all(paths: &[PathBuf], capacity: u64) -> io::Result<Vec<Arc<Self>>> {
         Self::open_all_with(paths, capacity, &(Arc::new(Kernel) as Arc<dyn WriteBack>))
     }
 
-    /// As [`Self::open_all`], with calls of the caller's own.
+    /// Like [`Self::open_all`], with another implementation of the write-back calls.
     pub(crate) fn open_all_with(paths: &[PathBuf], capacity: u64, write_back: &Arc<dyn WriteBack>) -> io::Result<Vec<Arc<Self>>> {
         if paths.is_empty() || paths.len() > DRIVES_MAX {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("1 to {DRIVES_MAX} data dirs are needed")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("a server needs 1 to {DRIVES_MAX} data dirs, not {}", paths.len()),
+            ));
         }
         let free = paths.iter().map(|path| free_bytes(path)).collect::<io::Result<Vec<u64>>>()?;
         let total: u128 = free.iter().map(|&free| u128::from(free)).sum();
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
         let drive = |(path, free): (&PathBuf, u64)| {
             let device = std::fs::metadata(path)?.dev();
-            // No more than there is, whatever the user says.
-            let given = share(free).min(free);
-            let (path, write_back, capacity) = (path.clone(), write_back.clone(), AtomicU64::new(given));
-            Ok(Arc::new(Self { path, write_back, device, given, capacity, used: AtomicU64::new(0), spared: AtomicU64::new(0) }))
+            // Never more than the file system has, even if the user asks for more.
+            let share = share(free).min(free);
+            Ok(Arc::new(Self {
+                path: path.clone(),
+                write_back: write_back.clone(),
+                device,
+                share,
+                capacity: AtomicU64::new(share),
+                used: AtomicU64::new(0),
+                protected_headroom: AtomicU64::new(0),
+            }))
         };
         paths.iter().zip(free).map(drive).collect()
     }
@@ -77,19 +89,19 @@ impl Drive {
         &self.write_back
     }
 
-    /// Waits until the drive has all of one of its files.
+    /// Waits until all bytes of a file are on the drive.
     pub(super) fn sync(&self, file: &File) -> io::Result<()> {
-        self.write_back.sync(file).map_err(|error| self.has_lost(error))
+        self.write_back.sync(file).map_err(|error| self.loss_error(error))
     }
 
-    /// Names the drive in the error of a write.
-    pub(crate) fn cannot_write(&self, error: io::Error) -> io::Error {
-        io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), error })
+    /// Adds the data dir's name to the error of a write.
+    pub(crate) fn write_error(&self, error: io::Error) -> io::Error {
+        io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), source: error })
     }
 
-    /// Names the drive in the error of a sync: the kernel had taken the bytes, and the drive has not.
-    pub(super) fn has_lost(&self, error: io::Error) -> io::Error {
-        io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), error })
+    /// Adds the data dir's name to the error of a sync: the kernel accepted the bytes, but the drive did not.
+    pub(super) fn loss_error(&self, error: io::Error) -> io::Error {
+        io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), source: error })
     }
 
     pub(crate) fn capacity(&self) -> u64 {
@@ -108,61 +120,62 @@ impl Drive {
         self.device
     }
 
-    /// What anyone may still write there; what we may, where the file system does not tell.
+    /// Bytes that any program may still write to the file system, or the free part of our capacity if the file system does
+    /// not say.
     pub(super) fn free_on_file_system(&self) -> u64 {
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 
-    /// How much its file system lacks of the room for what a stage-in writes beside blocks: `bytes`, and at least what is always
-    /// left for that.
+    /// Bytes that the file system lacks of the headroom for a stage-in's catalog and runs: of `bytes`, and of the usual headroom
+    /// at least.
     pub(super) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
     }
 
-    /// From now on segments leave that room free, or do not.
-    pub(super) fn spare_headroom(&self, is_spared: bool) {
-        self.spared.store(if is_spared { self.headroom() } else { 0 }, Ordering::Relaxed);
+    /// Makes segments leave the headroom free, or no longer.
+    pub(super) fn protect_headroom(&self, is_protected: bool) {
+        self.protected_headroom.store(if is_protected { self.headroom() } else { 0 }, Ordering::Relaxed);
     }
 
-    /// What segments leave free.
-    pub(super) fn spared(&self) -> u64 {
-        self.spared.load(Ordering::Relaxed)
+    /// Bytes that segments leave free at present.
+    pub(super) fn protected_headroom(&self) -> u64 {
+        self.protected_headroom.load(Ordering::Relaxed)
     }
 
     fn headroom(&self) -> u64 {
-        (self.given / HEADROOM_SHARE).min(HEADROOM_MAX)
+        (self.share / HEADROOM_SHARE).min(HEADROOM_MAX)
     }
 
-    /// Takes room, if it is there.
+    /// Reserves room; `None` if there is not enough.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Option<Reservation> {
         let mut reservation = Reservation { drive: self.clone(), bytes: 0 };
         reservation.grow(bytes).then_some(reservation)
     }
 
-    /// The file system was full before our capacity was: take no more until something is given back.
+    /// Records that the file system is full although our capacity is not: nothing more is reserved until room is freed.
     pub(crate) fn set_full(&self) {
         self.capacity.store(self.used(), Ordering::Relaxed);
     }
 
-    /// Something was given back.
+    /// Records that room was freed.
     pub(crate) fn set_not_full(&self) {
-        self.capacity.store(self.given, Ordering::Relaxed);
+        self.capacity.store(self.share, Ordering::Relaxed);
     }
 }
 
-/// Room taken on a drive; dropping it gives it back.
+/// Room promised on a drive. Dropping the reservation frees the room.
 pub(crate) struct Reservation {
     drive: Arc<Drive>,
     bytes: u64,
 }
 
 impl Reservation {
-    /// Of nothing yet.
+    /// A reservation of 0 bytes.
     pub(crate) fn empty(drive: &Arc<Drive>) -> Self {
         Self { drive: drive.clone(), bytes: 0 }
     }
 
-    /// Takes more room; `false`, and nothing taken, if it is not there.
+    /// Reserves more room. If there is not enough, reserves nothing and returns `false`.
     pub(crate) fn grow(&mut self, bytes: u64) -> bool {
         let capacity = self.drive.capacity();
         let fits = |used: u64| used.checked_add(bytes).filter(|&used| used <= capacity);
@@ -170,20 +183,17 @@ impl Reservation {
         self.bytes += if taken { bytes } else { 0 };
         taken
     }
-}
 
-impl Reservation {
-    /// How much it is.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Gives back what is more than `bytes`.
+    /// Frees what exceeds `bytes`.
     pub(crate) fn shrink_to(&mut self, bytes: u64) {
         self.shrink(self.bytes.saturating_sub(bytes));
     }
 
-    /// Gives some of it back.
+    /// Frees `bytes` of the room, or all of it if it is less.
     pub(crate) fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
@@ -198,12 +208,12 @@ impl Drop for Reservation {
     }
 }
 
-/// A file that no path leads to: when its last descriptor is closed, its room is free.
-pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
+/// Makes a file without a name. Its room is freed when its last descriptor is closed.
+pub(crate) fn unnamed_file(folder: &Path) -> io::Result<File> {
     let open =
         |flags: OFlag, path: &Path| OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags.bits()).open(path);
     match open(OFlag::O_TMPFILE, folder) {
-        // Not every file system can; then it has a name for a moment.
+        // Not every file system supports unnamed files. On those, the file has a name for a moment.
         Err(error) if matches!(error.raw_os_error(), Some(nix::libc::EOPNOTSUPP | nix::libc::EISDIR | nix::libc::ENOENT)) => {
             static NUMBER: AtomicU64 = AtomicU64::new(0);
             let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -216,7 +226,7 @@ pub(crate) fn nameless_file(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// A second descriptor of a file, by which it cannot be written.
+/// A second descriptor of a file, which cannot write to it.
 pub(crate) fn read_only(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
@@ -232,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_is_taken_and_given_back() {
+    fn dropped_reservations_free_their_room() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1000).unwrap();
         let first = drives[0].reserve(700).unwrap();
@@ -246,9 +256,9 @@ mod tests {
     }
 
     #[test]
-    fn a_nameless_file_leaves_its_folder_empty() {
+    fn an_unnamed_file_leaves_its_folder_empty_and_its_reader_cannot_write() {
         let folder = tempfile::tempdir().unwrap();
-        let file = nameless_file(folder.path()).unwrap();
+        let file = unnamed_file(folder.path()).unwrap();
         file.set_len(100).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         let reader = read_only(&file).unwrap();

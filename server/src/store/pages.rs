@@ -1,10 +1,10 @@
-//! Which pages of a file are in use, a bit each.
+//! A bitmap of the pages of a file that are in use, for giving the others back to the file system.
 
 use std::ops::Range;
 
 use dayfly_meta::limits::PAGE_SIZE;
 
-/// The pages of a range of a file.
+/// The pages that begin in a range of a file.
 pub(super) struct Pages {
     first: u64,
     count: u64,
@@ -12,34 +12,34 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// None of the pages that begin in the range is used.
+    /// Starts with no page in use.
     pub(super) fn new(range: Range<u64>) -> Self {
         let first = range.start.div_ceil(PAGE_SIZE);
         let count = range.end.div_ceil(PAGE_SIZE).saturating_sub(first);
         Self { first, count, used: vec![0; count.div_ceil(64) as usize] }
     }
 
-    /// Some bytes are used; what lies outside of the range does not matter.
+    /// Marks the pages of some bytes as used; bytes outside of the range are ignored.
     pub(super) fn mark(&mut self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(PAGE_SIZE).min(self.first + self.count);
         for page in (offset / PAGE_SIZE).max(self.first)..end {
-            let at = page - self.first;
-            self.used[(at / 64) as usize] |= 1 << (at % 64);
+            let index = page - self.first;
+            self.used[(index / 64) as usize] |= 1 << (index % 64);
         }
     }
 
-    /// Bytes of the pages that are used.
+    /// Bytes of all used pages.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() * PAGE_SIZE
     }
 
-    /// Where the first page that is used begins.
+    /// The offset of the first used page.
     pub(super) fn first_used(&self) -> Option<u64> {
         let word = self.used.iter().position(|&word| word != 0)?;
         Some((self.first + word as u64 * 64 + u64::from(self.used[word].trailing_zeros())) * PAGE_SIZE)
     }
 
-    /// Bytes of the file where at least so many pages in a row are not used.
+    /// Ranges of the file, in bytes, of at least `pages_min` unused pages in a row.
     pub(super) fn unused(&self, pages_min: u64) -> impl Iterator<Item = Range<u64>> {
         let mut page = 0;
         std::iter::from_fn(move || {
@@ -58,8 +58,8 @@ impl Pages {
         })
     }
 
-    fn is_used(&self, at: u64) -> bool {
-        self.used[(at / 64) as usize] >> (at % 64) & 1 != 0
+    fn is_used(&self, index: u64) -> bool {
+        self.used[(index / 64) as usize] >> (index % 64) & 1 != 0
     }
 }
 

@@ -1,4 +1,8 @@
-//! The files in which a dataset's blocks are packed, one a drive.
+//! Segments: the files in which a dataset packs its blocks, one on each drive.
+//!
+//! First come the blocks that the node owns, and behind them the *cached region* with copies of other nodes' blocks. Blocks
+//! go through three steps: their room is reserved, their positions are allocated in it, and their bytes are written.
+//! Reserving also makes the file system allocate the room, so that a write into it does not find the file system full.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -7,17 +11,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::DatasetId;
-use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, ROOM_STEP};
+use dayfly_meta::limits::{PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, RESERVATION_STEP};
 use dayfly_meta::segment::{DATA_START, DrivePosition, OFFSET_MAX, header, pack};
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::uio::pwritev;
 
-use super::drive::{Drive, Reservation, nameless_file};
+use super::drive::{Drive, Reservation, unnamed_file};
 use super::pages::Pages;
 use super::write_back::Unsynced;
 
-/// A dataset's segments.
+/// A dataset's segments, by drive.
 pub(crate) struct Segments {
     segments: Vec<Segment>,
 }
@@ -30,183 +34,185 @@ struct Segment {
 }
 
 struct Room {
-    /// Where the next block goes.
+    /// The offset behind the last allocated block.
     end: u64,
-    /// Bytes that were promised behind it.
-    promised: u64,
-    /// Up to where the file system has set room aside.
-    filled: u64,
-    /// What is only kept, if anything may be.
-    kept: Option<KeptRoom>,
+    /// Bytes behind `end` that are reserved, but not allocated to blocks yet.
+    reserved: u64,
+    /// The offset up to which the file system has allocated room.
+    preallocated_to: u64,
+    /// Set once the dataset may cache blocks.
+    cached: Option<CachedRegion>,
+    /// `None` once the segment was freed, or if the drive had no room even for the header.
     reservation: Option<Reservation>,
 }
 
-/// Room of what is only kept. It lies behind all that the node owns. An offset that was given up is never used again: a reader that
-/// was slow would take what lies there now for what it was told of.
-struct KeptRoom {
-    /// Nothing that is kept lies before this.
+/// The part of a segment that holds cached blocks. An offset in it is never used again after its block was withdrawn: a slow
+/// reader would mistake the new block's bytes for those of the old one.
+struct CachedRegion {
+    /// No cached block lies before this offset.
     start: u64,
-    /// Bytes that were reserved for it.
-    taken: u64,
+    /// Bytes that are reserved for cached blocks.
+    reserved: u64,
 }
 
-/// A gap before a block that starts on a page is at most this.
+/// Fills the gap before a block that starts on a page, which is at most this long.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
-/// Fewer unused pages in a row than this are left as they are.
+/// The shortest run of unused pages that is freed.
 const FREED_PAGES_MIN: u64 = 8;
-/// Pieces of memory in one write; Linux takes no more.
+/// Slices in one vectored write; Linux accepts no more.
 const SLICES_MAX: usize = 1024;
 
-/// Room that blocks of this length may need wherever they come to lie.
+/// Room that a block of this length needs at most, wherever it is placed.
 pub(crate) fn room_for(len: u64) -> u64 {
     if len >= PAGE_BLOCK_SIZE_MIN { len.next_multiple_of(PAGE_SIZE) + PAGE_SIZE } else { len }
 }
 
 impl Segments {
+    /// Makes a segment with its header on each drive.
     pub(crate) fn create(drives: &[Arc<Drive>], dataset: DatasetId) -> io::Result<Self> {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
-            let made = nameless_file(drive.path()).and_then(|file| {
+            let made = unnamed_file(drive.path()).and_then(|file| {
                 file.write_all_at(&header(dataset.0, number as u8), 0)?;
                 Ok(file)
             });
-            let file = made.map_err(|error| drive.cannot_write(error))?;
+            let file = made.map_err(|error| drive.write_error(error))?;
             let reservation = drive.reserve(DATA_START);
-            let room = Mutex::new(Room { end: DATA_START, promised: 0, filled: DATA_START, kept: None, reservation });
+            let room = Room { end: DATA_START, reserved: 0, preallocated_to: DATA_START, cached: None, reservation };
             let unsynced = Unsynced::new(drive.write_back().clone());
-            Ok(Segment { drive: drive.clone(), file: Arc::new(file), room, unsynced })
+            Ok(Segment { drive: drive.clone(), file: Arc::new(file), room: Mutex::new(room), unsynced })
         };
         Ok(Self { segments: drives.iter().enumerate().map(create).collect::<io::Result<_>>()? })
     }
 
-    /// The drives, those with the most room first.
-    pub(crate) fn by_room(&self) -> Vec<u8> {
+    /// The drives' numbers, the one with the most free room first.
+    pub(crate) fn drives_by_room(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.segments.len() as u8).collect();
         numbers.sort_by_key(|&number| std::cmp::Reverse(self.segments[usize::from(number)].drive.free()));
         numbers
     }
 
-    /// Promises room on a drive, so that what is placed there later can be written. `false` if it is not there.
-    pub(crate) fn promise(&self, drive: u8, len: u64) -> io::Result<bool> {
-        self.segment(drive)?.promise(len)
+    /// Reserves room on a drive, so that blocks that are allocated in it can be written. `false` if there is not enough.
+    pub(crate) fn reserve(&self, drive: u8, len: u64) -> io::Result<bool> {
+        self.segment(drive)?.reserve(len)
     }
 
-    /// Places blocks one after another into room that was promised; the rest of the promise is given back.
-    pub(crate) fn place(&self, drive: u8, lens: impl Iterator<Item = u64>, promised: u64) -> io::Result<Vec<DrivePosition>> {
+    /// Allocates positions for blocks, one behind the other, in `reserved` bytes that were reserved for them. What they do not
+    /// need of the reservation is freed.
+    pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
         let mut room = segment.room();
         let start = room.end;
-        let mut places = Vec::new();
+        let mut positions = Vec::new();
         for len in lens {
             let (offset, next) = pack(room.end, len);
-            places.push(DrivePosition { drive, offset });
+            positions.push(DrivePosition { drive, offset });
             room.end = next;
         }
-        room.promised = room.promised.saturating_sub(promised);
-        let surplus = promised.saturating_sub(room.end - start);
+        room.reserved = room.reserved.saturating_sub(reserved);
+        let allocated = room.end - start;
         if let Some(reservation) = &mut room.reservation {
-            reservation.shrink(surplus);
+            reservation.shrink(reserved.saturating_sub(allocated));
         }
-        let taken = room.end - start;
-        if let Some(kept) = &mut room.kept {
-            kept.taken += taken;
+        if let Some(cached) = &mut room.cached {
+            cached.reserved += allocated;
         }
-        Ok(places)
+        Ok(positions)
     }
 
-    /// Writes bytes at a place, and has the drive begin to take them.
-    pub(crate) fn write(&self, place: DrivePosition, bytes: &[u8]) -> io::Result<()> {
-        let segment = self.segment(place.drive)?;
-        let written = segment.file.write_all_at(bytes, place.offset);
-        written.map_err(|error| segment.drive.cannot_write(error))?;
-        segment.written(place.offset..place.offset + bytes.len() as u64)
+    /// Writes bytes at an allocated position, and starts to bring them onto the drive.
+    pub(crate) fn write(&self, position: DrivePosition, bytes: &[u8]) -> io::Result<()> {
+        let segment = self.segment(position.drive)?;
+        let written = segment.file.write_all_at(bytes, position.offset);
+        written.map_err(|error| segment.drive.write_error(error))?;
+        segment.start_write_back(position.offset..position.offset + bytes.len() as u64)
     }
 
-    /// Writes blocks that were placed together, with zeros between them, and has the drive begin to take them.
-    pub(crate) fn write_placed<'a>(&self, places: &[DrivePosition], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
-        let Some(first) = places.first() else { return Ok(()) };
+    /// Writes blocks that were allocated together, with zeros in the gaps, and starts to bring them onto the drive.
+    pub(crate) fn write_blocks<'a>(&self, positions: &[DrivePosition], blocks: impl Iterator<Item = &'a [u8]>) -> io::Result<()> {
+        let Some(first) = positions.first() else { return Ok(()) };
         let segment = self.segment(first.drive)?;
-        let end = write_all_placed(&segment.file, first.offset, places, blocks);
-        segment.written(first.offset..end.map_err(|error| segment.drive.cannot_write(error))?)
+        let end = write_blocks_at(&segment.file, first.offset, positions, blocks);
+        segment.start_write_back(first.offset..end.map_err(|error| segment.drive.write_error(error))?)
     }
 
-    /// Waits until the drives have all that was written before.
+    /// Waits until everything written so far is on the drives.
     pub(crate) fn sync(&self) -> io::Result<()> {
         self.segments.iter().try_for_each(Segment::sync)
     }
 
-    /// As [`Self::sync`], of those drives that have lost nothing yet; the first error, once all have been asked.
-    pub(crate) fn sync_others(&self) -> io::Result<()> {
-        let others = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
-        let synced: Vec<io::Result<()>> = others.map(Segment::sync).collect();
+    /// Like [`Self::sync`], but skips drives that have lost something before. Syncs all others, and then returns the first error.
+    pub(crate) fn sync_healthy(&self) -> io::Result<()> {
+        let healthy = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
+        let synced: Vec<io::Result<()>> = healthy.map(Segment::sync).collect();
         synced.into_iter().collect()
     }
 
-    /// Whether a drive has lost something that was written: then nothing that was written since the last good sync counts.
+    /// Whether a drive has lost written bytes. Then nothing that was written to it since the last successful sync counts.
     pub(crate) fn has_failed(&self, drive: u8) -> bool {
         self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
     }
 
-    /// As [`Self::promise`], for what is only kept, on the drive with the most room that has enough.
-    pub(crate) fn promise_kept(&self, len: u64) -> io::Result<Option<u8>> {
-        for drive in self.by_room() {
+    /// Reserves room for cached blocks on the emptiest healthy drive that has enough; `None` if no drive has.
+    pub(crate) fn reserve_cached(&self, len: u64) -> io::Result<Option<u8>> {
+        for drive in self.drives_by_room() {
             let segment = self.segment(drive)?;
-            if segment.room().kept.is_some() && !segment.unsynced.has_failed() && segment.promise(len)? {
+            if segment.room().cached.is_some() && !segment.unsynced.has_failed() && segment.reserve(len)? {
                 return Ok(Some(drive));
             }
         }
         Ok(None)
     }
 
-    /// What is placed from now on can be given back by [`Self::free_kept`]. The files are made long enough for `len` bytes more,
-    /// without taking room for them.
-    pub(crate) fn begin_kept(&self, len: u64) -> io::Result<()> {
+    /// Starts the cached region: blocks that are allocated from now on are cached ones, whose room [`Self::free_cached`] can
+    /// free. Extends the files by `len` bytes without allocating room for them.
+    pub(crate) fn begin_cached_region(&self, len: u64) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
-            if room.kept.is_none() {
+            if room.cached.is_none() {
                 let start = room.end.next_multiple_of(PAGE_SIZE);
                 match punch(&segment.file, start, PAGE_SIZE) {
                     Ok(()) => {}
-                    // What could not be given up is not kept.
+                    // This file system cannot free ranges of a file, so nothing is cached on it.
                     Err(Errno::EOPNOTSUPP) => return Ok(()),
                     Err(error) => return Err(error.into()),
                 }
-                (room.end, room.filled) = (start, room.filled.max(start));
-                room.kept = Some(KeptRoom { start, taken: 0 });
+                (room.end, room.preallocated_to) = (start, room.preallocated_to.max(start));
+                room.cached = Some(CachedRegion { start, reserved: 0 });
             }
             let wanted = room.end.saturating_add(len).min(OFFSET_MAX).next_multiple_of(PAGE_SIZE);
             if segment.file.metadata()?.len() >= wanted {
                 return Ok(());
             }
             match segment.file.set_len(wanted) {
-                // Its file system has no files of that length. What finds no place is not kept.
+                // The file system does not support files of that length. Blocks that would lie behind its limit are not cached.
                 Err(error) if error.kind() == io::ErrorKind::FileTooLarge => Ok(()),
                 set => set,
             }
         })
     }
 
-    /// What is kept from now on shares no page with what was kept before.
-    pub(crate) fn begin_kept_group(&self) {
-        self.segments.iter().for_each(|segment| segment.room().align_kept());
+    /// Makes the blocks that are cached from now on share no page with those cached before.
+    pub(crate) fn begin_cached_group(&self) {
+        self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
 
-    /// Room taken by what was placed since [`Self::begin_kept`] and not given back.
-    pub(crate) fn kept_room(&self) -> u64 {
-        self.segments.iter().map(|segment| segment.room().kept.as_ref().map_or(0, |kept| kept.taken)).sum()
+    /// Bytes of room that cached blocks take.
+    pub(crate) fn cached_room(&self) -> u64 {
+        self.segments.iter().map(|segment| segment.room().cached.as_ref().map_or(0, |cached| cached.reserved)).sum()
     }
 
-    /// Gives back the pages of what was placed since [`Self::begin_kept`] in which nothing lies that `live` names. Returns the bytes
-    /// given back.
-    pub(crate) fn free_kept(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
-        self.begin_kept_group();
+    /// Frees the pages of the cached region that hold no live block. `live` calls its argument with the position and length of
+    /// every cached block that stays. Returns the bytes freed.
+    pub(crate) fn free_cached(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
+        self.begin_cached_group();
         let pages = |segment: &Segment| {
             let room = segment.room();
-            room.kept.as_ref().map(|kept| Pages::new(kept.start..room.end))
+            room.cached.as_ref().map(|cached| Pages::new(cached.start..room.end))
         };
         let mut pages: Vec<Option<Pages>> = self.segments.iter().map(pages).collect();
-        live(&mut |place, len| {
-            if let Some(Some(pages)) = pages.get_mut(usize::from(place.drive)) {
-                pages.mark(place.offset, len);
+        live(&mut |position, len| {
+            if let Some(Some(pages)) = pages.get_mut(usize::from(position.drive)) {
+                pages.mark(position.offset, len);
             }
         });
         let mut all_freed = 0;
@@ -215,15 +221,15 @@ impl Segments {
             let Some(pages) = pages else { continue };
             pages.unused(1).try_for_each(|unused| punch(&segment.file, unused.start, unused.end - unused.start))?;
             let used = pages.used_bytes();
-            if used == 0 && room.filled > room.end {
-                punch(&segment.file, room.end, room.filled - room.end)?;
-                room.filled = room.end;
+            if used == 0 && room.preallocated_to > room.end {
+                punch(&segment.file, room.end, room.preallocated_to - room.end)?;
+                room.preallocated_to = room.end;
             }
             let end = room.end;
-            let Some(kept) = &mut room.kept else { continue };
-            kept.start = pages.first_used().unwrap_or(end);
-            let freed = kept.taken.saturating_sub(used);
-            kept.taken -= freed;
+            let Some(cached) = &mut room.cached else { continue };
+            cached.start = pages.first_used().unwrap_or(end);
+            let freed = cached.reserved.saturating_sub(used);
+            cached.reserved -= freed;
             if let Some(reservation) = &mut room.reservation {
                 reservation.shrink(freed);
             }
@@ -233,25 +239,26 @@ impl Segments {
         Ok(all_freed)
     }
 
-    /// Gives back what was set aside and is not needed, once all is written.
+    /// Frees the preallocated room behind the last block, once all blocks were written.
     pub(crate) fn trim(&self) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
-            room.filled = room.end;
-            // A block that owns its pages can be mapped to the end of the last.
+            room.preallocated_to = room.end;
+            // Whole pages, because a block that starts on a page is mapped up to the end of its last page.
             segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE))
         })
     }
 
-    /// Gives back the pages that no block lies in: blocks of ranges that were begun at a wrong place, and of files that others
-    /// replaced. `live` names all that count. Returns the bytes given back.
+    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from
+    /// files that others replaced. `live` calls its argument with the position and length of every block that counts. Returns
+    /// the bytes freed.
     pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
-        // The header is no block; the last page may be one's in part.
+        // Excludes the header, and the last page, which a block may fill in part.
         let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
         let mut pages: Vec<Pages> = self.segments.iter().map(pages).collect();
-        live(&mut |place, len| {
-            if let Some(pages) = pages.get_mut(usize::from(place.drive)) {
-                pages.mark(place.offset, len);
+        live(&mut |position, len| {
+            if let Some(pages) = pages.get_mut(usize::from(position.drive)) {
+                pages.mark(position.offset, len);
             }
         });
         let mut freed = 0;
@@ -261,7 +268,7 @@ impl Segments {
                 let len = unused.end - unused.start;
                 match punch(&segment.file, unused.start, len) {
                     Ok(()) => freed += len,
-                    // Then it stays taken until the dataset goes.
+                    // This file system cannot free ranges of a file: the room stays taken until the dataset is freed.
                     Err(Errno::EOPNOTSUPP) => break,
                     Err(error) => return Err(error.into()),
                 }
@@ -273,36 +280,40 @@ impl Segments {
         Ok(freed)
     }
 
-    /// The file of a place's drive.
+    /// The segment on a drive.
     pub(crate) fn file(&self, drive: u8) -> Option<&Arc<File>> {
         self.segments.get(usize::from(drive)).map(|segment| &segment.file)
     }
 
-    /// The folder on a drive, for messages.
+    /// The path of a drive's data dir, for messages.
     pub(crate) fn drive_path(&self, drive: u8) -> &[u8] {
         self.segments.get(usize::from(drive)).map_or(b"", |segment| segment.drive.path().as_os_str().as_encoded_bytes())
     }
 
-    /// All files, by drive.
+    /// All segments, by drive.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Arc<File>> {
         self.segments.iter().map(|segment| &segment.file)
     }
 
-    /// Gives the room back to the file systems, whoever still has the files open.
-    pub(crate) fn give_up(&self) {
+    /// Frees the room of the segments, also if processes still have them open.
+    pub(crate) fn free(&self) {
         for segment in &self.segments {
             let mut room = segment.room();
-            // Cut off, not punched: whoever has it mapped shall not read zeros.
+            // Truncated, not punched: a process that has it mapped must fault rather than read zeros.
             if let Err(error) = segment.file.set_len(0) {
-                tracing::warn!(%error, "cannot empty a segment; its room is free when its last reader ends");
+                tracing::warn!(
+                    path = %segment.drive.path().display(),
+                    %error,
+                    "cannot truncate a segment; its room is freed when its last reader ends"
+                );
             }
             room.reservation = None;
         }
     }
 
     fn segment(&self, drive: u8) -> io::Result<&Segment> {
-        let segment = self.segments.get(usize::from(drive));
-        segment.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a place on a drive that is not there"))
+        let missing = || io::Error::new(io::ErrorKind::InvalidInput, format!("there is no drive {drive} on this node"));
+        self.segments.get(usize::from(drive)).ok_or_else(missing)
     }
 }
 
@@ -311,101 +322,103 @@ impl Segment {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the drive begin to take what was just written.
-    fn written(&self, range: Range<u64>) -> io::Result<()> {
-        // What is kept waits for nobody: its groups bound how much is on its way.
-        let started = if self.room().kept.is_some() {
+    /// Starts to bring written bytes onto the drive.
+    fn start_write_back(&self, range: Range<u64>) -> io::Result<()> {
+        // Cached blocks are synced in groups, which already bound the bytes in flight.
+        let started = if self.room().cached.is_some() {
             self.unsynced.start(&self.file, &range)
         } else {
             self.unsynced.start_and_bound(&self.file, range)
         };
-        started.map_err(|error| self.drive.has_lost(error))
+        started.map_err(|error| self.drive.loss_error(error))
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.unsynced.sync(&self.file).map_err(|error| self.drive.has_lost(error))
+        self.unsynced.sync(&self.file).map_err(|error| self.drive.loss_error(error))
     }
 
-    fn promise(&self, len: u64) -> io::Result<bool> {
+    fn reserve(&self, len: u64) -> io::Result<bool> {
         let mut room = self.room();
         if !room.reservation.as_mut().is_some_and(|reservation| reservation.grow(len)) {
             return Ok(false);
         }
-        let needed = (room.end + room.promised).saturating_add(len);
-        let is_there = needed <= room.filled || needed <= OFFSET_MAX && self.set_aside(&mut room, needed)?;
-        if !is_there {
+        let needed = (room.end + room.reserved).saturating_add(len);
+        let has_room = needed <= room.preallocated_to || needed <= OFFSET_MAX && self.preallocate(&mut room, needed)?;
+        if !has_room {
             if let Some(reservation) = &mut room.reservation {
                 reservation.shrink(len);
             }
             return Ok(false);
         }
-        room.promised += len;
+        room.reserved += len;
         Ok(true)
     }
 
-    /// Makes the file system set room aside up to `needed`, and some more if it has it.
-    fn set_aside(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // On a drive of which little was given, no more than a small part of that.
-        let step = ROOM_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
-        let spared = self.drive.spared();
-        for until in [needed.next_multiple_of(step), needed] {
-            if spared > 0 && self.drive.free_on_file_system() < (until - room.filled).saturating_add(spared) {
+    /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
+    fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
+        // On a drive with a small capacity, only a small part of it.
+        let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
+        let headroom = self.drive.protected_headroom();
+        for end in [needed.next_multiple_of(step), needed] {
+            let more = end - room.preallocated_to;
+            if headroom > 0 && self.drive.free_on_file_system() < more.saturating_add(headroom) {
                 continue;
             }
-            match fallocate(&self.file, FallocateFlags::empty(), room.filled as i64, (until - room.filled) as i64) {
-                // Where it cannot do that, a full one is met when blocks are written.
+            match fallocate(&self.file, FallocateFlags::empty(), room.preallocated_to as i64, more as i64) {
+                // A file system that cannot preallocate reports that it is full when blocks are written.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {
-                    room.filled = until;
+                    room.preallocated_to = end;
                     return Ok(true);
                 }
                 Err(Errno::ENOSPC | Errno::EDQUOT) => {}
-                // As long as its file system lets a file be.
+                // The file has reached the length limit of its file system.
                 Err(Errno::EFBIG) => return Ok(false),
-                Err(error) => return Err(self.drive.cannot_write(error.into())),
+                Err(error) => return Err(self.drive.write_error(error.into())),
             }
         }
-        // The file system is full before our capacity is, but for what is left to others than blocks.
+        // Apart from the headroom, the file system is full although our capacity is not.
         self.drive.set_full();
         Ok(false)
     }
 }
 
 impl Room {
-    fn align_kept(&mut self) {
+    /// Moves the end of the cached region to the next page.
+    fn align_cached(&mut self) {
         let gap = self.end.next_multiple_of(PAGE_SIZE) - self.end;
-        let Some(kept) = &mut self.kept else { return };
+        let Some(cached) = &mut self.cached else { return };
         self.end += gap;
-        // Where there is no room for a gap, there is none for what would follow it.
+        // If the capacity has no room for the gap, it has none for a block behind it either.
         if self.reservation.as_mut().is_some_and(|reservation| reservation.grow(gap)) {
-            kept.taken += gap;
+            cached.reserved += gap;
         }
     }
 }
 
-/// Gives a range of a file back to its file system.
+/// Gives the room of a range of a file back to the file system.
 fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
     fallocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, offset as i64, len as i64)
 }
 
-/// Writes blocks with zeros between them; where the last one ends.
-fn write_all_placed<'a>(
+/// Writes blocks with zeros in the gaps. Returns the offset behind the last one.
+fn write_blocks_at<'a>(
     file: &File,
     first: u64,
-    places: &[DrivePosition],
+    positions: &[DrivePosition],
     blocks: impl Iterator<Item = &'a [u8]>,
 ) -> io::Result<u64> {
     let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES_MAX);
     let (mut start, mut end) = (first, first);
-    for (place, bytes) in places.iter().zip(blocks) {
+    for (position, bytes) in positions.iter().zip(blocks) {
         if slices.len() + 2 > SLICES_MAX {
             write_all_vectored(file, &mut slices, start)?;
             slices.clear();
             start = end;
         }
-        let gap = place.offset.saturating_sub(end).min(PAGE_SIZE);
+        let gap = position.offset.saturating_sub(end).min(PAGE_SIZE);
         slices.push(IoSlice::new(&ZEROS[..gap as usize]));
         slices.push(IoSlice::new(bytes));
-        end = place.offset + bytes.len() as u64;
+        end = position.offset + bytes.len() as u64;
     }
     write_all_vectored(file, &mut slices, start)?;
     Ok(end)
@@ -432,69 +445,69 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_placed_in_promised_room_read_back_and_given_up() {
+    fn blocks_are_allocated_in_reserved_room_read_back_and_freed() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();
         let lens = [10, 100_000, 5];
-        let promised = lens.iter().map(|&len| room_for(len)).sum();
-        assert!(segments.promise(0, promised).unwrap());
-        let places = segments.place(0, lens.into_iter(), promised).unwrap();
-        assert_eq!(places.iter().map(|place| place.offset).collect::<Vec<_>>(), [4096, 8192, 110_592]);
+        let reserved = lens.iter().map(|&len| room_for(len)).sum();
+        assert!(segments.reserve(0, reserved).unwrap());
+        let positions = segments.allocate(0, lens.into_iter(), reserved).unwrap();
+        assert_eq!(positions.iter().map(|position| position.offset).collect::<Vec<_>>(), [4096, 8192, 110_592]);
         let blocks: Vec<Vec<u8>> = lens.iter().map(|&len| vec![len as u8; len as usize]).collect();
-        segments.write_placed(&places, blocks.iter().map(Vec::as_slice)).unwrap();
-        assert!(!segments.promise(0, 1 << 20).unwrap());
+        segments.write_blocks(&positions, blocks.iter().map(Vec::as_slice)).unwrap();
+        assert!(!segments.reserve(0, 1 << 20).unwrap());
         assert_eq!(drives[0].used(), 110_597);
         segments.trim().unwrap();
         let file = segments.file(0).unwrap().clone();
         assert_eq!(file.metadata().unwrap().len(), 110_597_u64.next_multiple_of(4096));
-        for (place, block) in places.iter().zip(&blocks) {
+        for (position, block) in positions.iter().zip(&blocks) {
             let mut bytes = vec![0; block.len()];
-            file.read_exact_at(&mut bytes, place.offset).unwrap();
+            file.read_exact_at(&mut bytes, position.offset).unwrap();
             assert!(bytes == *block);
         }
         let mut byte = [1];
         file.read_exact_at(&mut byte, 8191).unwrap();
         assert_eq!(byte, [0]);
-        segments.give_up();
+        segments.free();
         assert!(file.read_exact_at(&mut byte, 108_191).is_err());
         assert_eq!((file.metadata().unwrap().len(), drives[0].used()), (0, 0));
-        assert!(!segments.promise(0, 1).unwrap());
+        assert!(!segments.reserve(0, 1).unwrap());
     }
 
     #[test]
-    fn pages_of_no_block_are_given_back() {
+    fn pages_without_a_live_block_are_freed() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 24).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();
         let lens = [100_000_u64; 20];
-        let promised = lens.iter().map(|&len| room_for(len)).sum();
-        assert!(segments.promise(0, promised).unwrap());
-        let places = segments.place(0, lens.into_iter(), promised).unwrap();
+        let reserved = lens.iter().map(|&len| room_for(len)).sum();
+        assert!(segments.reserve(0, reserved).unwrap());
+        let positions = segments.allocate(0, lens.into_iter(), reserved).unwrap();
         let block = vec![7; 100_000];
-        segments.write_placed(&places, lens.iter().map(|_| block.as_slice())).unwrap();
+        segments.write_blocks(&positions, lens.iter().map(|_| block.as_slice())).unwrap();
         segments.trim().unwrap();
         let before = drives[0].used();
-        let kept: Vec<DrivePosition> = places.iter().copied().step_by(3).collect();
-        let freed = segments.free_unused(|keep| kept.iter().for_each(|&place| keep(place, 100_000))).unwrap();
+        let live: Vec<DrivePosition> = positions.iter().copied().step_by(3).collect();
+        let freed = segments.free_unused(|see| live.iter().for_each(|&position| see(position, 100_000))).unwrap();
         assert_eq!((freed, drives[0].used()), (13 * 102_400, before - freed));
-        for place in kept {
+        for position in live {
             let mut bytes = vec![0; 100_000];
-            segments.file(0).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
+            segments.file(0).unwrap().read_exact_at(&mut bytes, position.offset).unwrap();
             assert!(bytes == block);
         }
     }
 
     #[test]
-    fn many_small_blocks_are_written_in_several_calls() {
+    fn more_small_blocks_than_one_write_can_take_are_written() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 24).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();
         let blocks: Vec<Vec<u8>> = (0..3000_usize).map(|number| vec![number as u8; number % 700]).collect();
         let lens = || blocks.iter().map(|block| block.len() as u64);
-        assert!(segments.promise(0, lens().sum()).unwrap());
-        let places = segments.place(0, lens(), lens().sum()).unwrap();
-        segments.write_placed(&places, blocks.iter().map(Vec::as_slice)).unwrap();
+        assert!(segments.reserve(0, lens().sum()).unwrap());
+        let positions = segments.allocate(0, lens(), lens().sum()).unwrap();
+        segments.write_blocks(&positions, blocks.iter().map(Vec::as_slice)).unwrap();
         let all = blocks.concat();
         let mut found = vec![0; all.len()];
         segments.file(0).unwrap().read_exact_at(&mut found, DATA_START).unwrap();

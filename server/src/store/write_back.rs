@@ -1,8 +1,9 @@
-//! Making drives take what was written, and hearing of what they did not take.
+//! Gets written bytes onto the drive, and remembers what the drive lost.
 //!
-//! A write only reaches the page cache. When the kernel later fails to bring a page to the drive, it reports the error once per open
-//! file, to whoever syncs next, and may then drop the page: a later read finds zeros. So a file is synced before anyone relies on it,
-//! an error is remembered for as long as the file is, and a sync that is tried again proves nothing.
+//! A write reaches only the page cache. If the kernel later fails to write a page to the drive, it reports the error once per
+//! open file, to the next caller that syncs, and may then drop the page: a later read finds zeros. Therefore a file is synced
+//! before anyone relies on it, an error is remembered for as long as the file exists, and repeating a failed sync proves
+//! nothing.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -16,19 +17,19 @@ use dayfly_meta::limits::UNSYNCED_LEN_MAX;
 use nix::errno::Errno;
 use nix::libc;
 
-/// The calls by which written bytes get to a drive. Tests put others in their place.
+/// The system calls that bring written bytes onto a drive. Tests replace them.
 pub(crate) trait WriteBack: Send + Sync {
-    /// Starts to write a range out, without waiting for it.
+    /// Starts to write a range to the drive, without waiting.
     fn start(&self, file: &File, range: &Range<u64>) -> io::Result<()>;
 
-    /// Waits until a range is written out.
+    /// Waits until a range was written to the drive.
     fn wait(&self, file: &File, range: &Range<u64>) -> io::Result<()>;
 
-    /// Waits until the drive has all of a file, and all that is needed to find it.
+    /// Waits until all of a file is on the drive, with the metadata that is needed to find it.
     fn sync(&self, file: &File) -> io::Result<()>;
 }
 
-/// The kernel's own calls.
+/// The kernel's calls.
 pub(crate) struct Kernel;
 
 impl Kernel {
@@ -37,7 +38,7 @@ impl Kernel {
         // SAFETY: the call takes numbers only, and the descriptor is open for as long as `file` is borrowed.
         let synced = Errno::result(unsafe { libc::sync_file_range(file.as_raw_fd(), start, len, flags) });
         match synced {
-            // Where a file system does not know the call, `sync` alone has to do.
+            // A file system that does not support the call relies on `sync` alone.
             Ok(_) | Err(Errno::ENOSYS | Errno::EOPNOTSUPP | Errno::ESPIPE) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -59,17 +60,19 @@ impl WriteBack for Kernel {
     }
 }
 
-/// What was written to one file and may not be on the drive yet.
+/// The written ranges of one file that may not be on the drive yet.
 pub(super) struct Unsynced {
     write_back: Arc<dyn WriteBack>,
     ranges: Mutex<Ranges>,
-    /// The number of the first error; 0 without one.
+    /// The `errno` of the first error, or 0.
     failure: AtomicI32,
 }
 
+/// Ranges whose write-back was started, oldest first.
 #[derive(Default)]
 struct Ranges {
     started: VecDeque<Range<u64>>,
+    /// Their total length.
     bytes: u64,
 }
 
@@ -78,13 +81,13 @@ impl Unsynced {
         Self { write_back, ranges: Mutex::default(), failure: AtomicI32::new(0) }
     }
 
-    /// Starts to write out what was just written. The error of any call counts: the kernel will not report it again.
+    /// Starts to bring a written range onto the drive. Every error is remembered, because the kernel reports it only once.
     pub(super) fn start(&self, file: &File, range: &Range<u64>) -> io::Result<()> {
         self.note(self.write_back.start(file, range))
     }
 
-    /// As [`Self::start`], and waits for older ranges while more than [`UNSYNCED_LEN_MAX`] bytes are on their way: so the last sync
-    /// takes no longer than these bytes do.
+    /// Like [`Self::start`]; then waits for older ranges while more than [`UNSYNCED_LEN_MAX`] bytes are in flight. This bounds
+    /// how long the final sync takes.
     pub(super) fn start_and_bound(&self, file: &File, range: Range<u64>) -> io::Result<()> {
         self.start(file, &range)?;
         let mut ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
@@ -101,15 +104,15 @@ impl Unsynced {
         oldest.iter().try_for_each(|range| self.note(self.write_back.wait(file, range)))
     }
 
-    /// Waits until the drive has all that was written before. Fails for ever after one failure.
+    /// Waits until everything written so far is on the drive. After one failure, every later call fails too.
     pub(super) fn sync(&self, file: &File) -> io::Result<()> {
         self.check()?;
         self.note(self.write_back.sync(file))?;
-        // Another thread may have been told what this sync was then not told.
+        // The kernel may have reported an error to another thread in place of this sync.
         self.check()
     }
 
-    /// Whether any call has failed: then what was written since the last good sync may be lost.
+    /// Whether any call has failed. Then everything written since the last successful sync may be lost.
     pub(super) fn has_failed(&self) -> bool {
         self.check().is_err()
     }
@@ -124,20 +127,20 @@ impl Unsynced {
     fn note(&self, result: io::Result<()>) -> io::Result<()> {
         if let Err(error) = &result {
             let number = error.raw_os_error().unwrap_or(libc::EIO);
-            // The first one tells the cause.
+            // The first error is the cause of later ones.
             let _ = self.failure.compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire);
         }
         result
     }
 }
 
-/// A drive on which each call fails when it is told to.
+/// A drive whose calls fail when a test asks for it.
 #[cfg(test)]
 pub(crate) mod failing {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU64};
 
-    /// Which calls fail, and how many bytes are started but not waited for.
+    /// Which of the next calls fails, and how many bytes were started but not waited for.
     #[derive(Default)]
     pub(crate) struct Failing {
         pub(crate) start: AtomicBool,
@@ -149,7 +152,7 @@ pub(crate) mod failing {
     }
 
     impl Failing {
-        /// As the kernel: each error is reported once.
+        /// Reports each error once, like the kernel.
         fn result(failing: &AtomicBool) -> io::Result<()> {
             if failing.swap(false, Ordering::Relaxed) { Err(io::Error::from_raw_os_error(libc::EIO)) } else { Ok(()) }
         }
@@ -180,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sync_error_is_remembered_and_a_second_sync_is_not_believed() {
+    fn after_an_error_of_any_call_every_later_sync_fails() {
         let file = tempfile::tempfile().unwrap();
         for call in 0..3 {
             let drive = Arc::new(Failing::default());
@@ -188,17 +191,21 @@ mod tests {
             assert!(unsynced.start_and_bound(&file, 0..4096).is_ok() && unsynced.sync(&file).is_ok());
             let failing = [&drive.start, &drive.wait, &drive.sync][call];
             failing.store(true, Ordering::Relaxed);
-            // The oldest range is waited for only when too much is under way.
+            // The oldest range is waited for only when too many bytes are in flight.
             let written = unsynced.start_and_bound(&file, 4096..4096 + UNSYNCED_LEN_MAX + 1);
             assert_eq!(written.is_err(), call < 2);
             assert_eq!(unsynced.sync(&file).unwrap_err().raw_os_error(), Some(libc::EIO));
-            assert_eq!(unsynced.sync(&file).unwrap_err().raw_os_error(), Some(libc::EIO), "the kernel reports it once");
+            assert_eq!(
+                unsynced.sync(&file).unwrap_err().raw_os_error(),
+                Some(libc::EIO),
+                "the kernel reports an error only once, so we remember it"
+            );
             assert!(unsynced.has_failed());
         }
     }
 
     #[test]
-    fn bytes_on_their_way_to_the_drive_are_bounded() {
+    fn bytes_in_flight_to_the_drive_are_bounded() {
         let file = tempfile::tempfile().unwrap();
         let drive = Arc::new(Failing::default());
         let unsynced = Unsynced::new(drive.clone());

@@ -26,8 +26,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::rdma::{Choice, Found, find};
 use crate::{
-    Ability, Agreement, Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Region, Service, Serving, Slot, Transport,
-    TransportError, Unread,
+    Ability, Agreement, Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Refusal, Region, Service, Serving, Slot,
+    Transport, TransportError, Unread,
 };
 use buffer::{BUFFER_LEN, Buffer, Buffers, Counters};
 
@@ -113,14 +113,14 @@ impl<T: Transport> Transport for AsyncRdma<T> {
 
     async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
         let inner = self.inner.connect(peer, address).await?;
-        let refused = |reason: String| TransportError::Refused { peer, address, reason };
-        let found = self.found.as_ref().map_err(|why| refused(why.clone()))?;
-        let mut rdma = queue_pair(found).map_err(|error| refused(error.to_string()))?;
+        let refused = |refusal: Refusal| TransportError::Refused { peer, address, refusal };
+        let found = self.found.as_ref().map_err(|why| refused(why.clone().into()))?;
+        let mut rdma = queue_pair(found).map_err(|error| refused(Refusal::new(error)))?;
         let setting_up = join(&[], &rdma.get_qp_endpoint(), SET_UP);
         let answered = inner.pull(setting_up, Vec::new(), self.deadlines.request).await?;
-        let far: QueuePairEndpoint = serde_json::from_slice(&answered.message)
-            .map_err(|_| refused("its end of a queue pair makes no sense".to_owned()))?;
-        rdma.ibv_connect(far).await.map_err(|error| refused(error.to_string()))?;
+        let far: QueuePairEndpoint =
+            serde_json::from_slice(&answered.message).map_err(|_| refused("its end of a queue pair makes no sense".into()))?;
+        rdma.ibv_connect(far).await.map_err(|error| refused(Refusal::new(error)))?;
         Ok(Arc::new(AsyncConnection { inner, address, buffers: Buffers::new(rdma, self.counters.clone()) }))
     }
 
@@ -163,7 +163,7 @@ impl AsyncConnection {
     }
 
     fn refused(&self, reason: &str) -> TransportError {
-        TransportError::Refused { peer: self.peer(), address: self.address, reason: reason.to_owned() }
+        TransportError::Refused { peer: self.peer(), address: self.address, refusal: reason.into() }
     }
 
     async fn ask(&self, asking: Vec<u8>, buffer: &mut Buffer, limit: Duration) -> Result<(Vec<u8>, Moved), TransportError> {
@@ -250,21 +250,21 @@ struct Welcome {
 }
 
 impl Welcome {
-    async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, String> {
+    async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
         let (_, far) = split::<QueuePairEndpoint>(message).ok_or("an end of a queue pair that makes no sense")?;
-        let mut rdma = queue_pair(self.found.as_ref().map_err(Clone::clone)?).map_err(|error| error.to_string())?;
-        let end = serde_json::to_vec(&rdma.get_qp_endpoint()).map_err(|error| error.to_string())?;
-        rdma.ibv_connect(far).await.map_err(|error| error.to_string())?;
+        let mut rdma = queue_pair(self.found.as_ref().map_err(Clone::clone)?).map_err(Refusal::new)?;
+        let end = serde_json::to_vec(&rdma.get_qp_endpoint()).map_err(Refusal::new)?;
+        rdma.ibv_connect(far).await.map_err(Refusal::new)?;
         self.peers.lock().unwrap_or_else(PoisonError::into_inner).insert(from, Buffers::new(rdma, self.counters.clone()));
         Ok(end)
     }
 
-    fn buffers(&self, from: NodeId) -> Result<Arc<Buffers>, String> {
+    fn buffers(&self, from: NodeId) -> Result<Arc<Buffers>, Refusal> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        peers.get(&from).cloned().ok_or_else(|| "it has set no queue pair up".to_owned())
+        peers.get(&from).cloned().ok_or_else(|| "it has set no queue pair up".into())
     }
 
-    async fn pull(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, String> {
+    async fn pull(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
         let (message, place) = split::<Place>(message).ok_or("a request that makes no sense")?;
         let buffers = self.buffers(from)?;
         let Answer { message, pieces } = self.service.pulled(from, message.to_vec(), place.lens.clone()).await?;
@@ -272,7 +272,7 @@ impl Welcome {
         let fits = lens.len() <= place.lens.len() && lens.iter().zip(&place.lens).all(|(len, room)| len <= room);
         let total = lens.iter().sum::<u64>() as usize;
         if !fits || total > place.buffer.len.min(BUFFER_LEN) {
-            return Err("the answer does not fit".to_owned());
+            return Err("the answer does not fit".into());
         }
         let moved = match buffers.take(self.deadlines.request).await {
             Some(buffer) => {
@@ -289,7 +289,7 @@ impl Welcome {
         Ok(answer)
     }
 
-    async fn offer(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, String> {
+    async fn offer(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
         let (message, place) = split::<Place>(message).ok_or("a request that makes no sense")?;
         let len = place.lens.first().copied().unwrap_or(0);
         let failed = Arc::new(Mutex::new(false));
@@ -301,7 +301,7 @@ impl Welcome {
             Ok(message) => (message, Moved::Yes(Vec::new())),
             // Nothing was taken: it can be offered another way.
             Err(_) if has_failed => (Vec::new(), Moved::No),
-            Err(reason) => return Err(reason),
+            Err(refusal) => return Err(refusal),
         };
         let mut answer = join(&message, &moved, 0);
         answer.pop();
@@ -311,18 +311,18 @@ impl Welcome {
 
 #[async_trait]
 impl Service for Welcome {
-    async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let message = match message.pop() {
             Some(FOR_SERVICE) => return self.service.pulled(from, message, room).await,
             Some(SET_UP) => self.set_up(from, &message).await?,
             Some(PULL) => self.pull(from, &message).await?,
             Some(OFFER) => self.offer(from, &message).await?,
-            _ => return Err("a message that no peer sends".to_owned()),
+            _ => return Err("a message that no peer sends".into()),
         };
         Ok(Answer { message, pieces: Vec::new() })
     }
 
-    async fn offered(&self, from: NodeId, mut message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, mut message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         message.pop();
         self.service.offered(from, message, incoming).await
     }

@@ -42,9 +42,9 @@ pub(crate) fn pattern(len: usize) -> Vec<u8> {
 
 #[async_trait]
 impl Service for Echo {
-    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         match message.as_slice() {
-            b"no" => return Err("told to refuse".to_owned()),
+            b"no" => return Err("told to refuse".into()),
             b"wait" => std::future::pending().await,
             b"slow" => tokio::time::sleep(Duration::from_millis(300)).await,
             _ => {}
@@ -66,13 +66,13 @@ impl Service for Echo {
         Ok(Answer { message, pieces: room.iter().enumerate().map(piece).collect() })
     }
 
-    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         if message == b"full" {
             return Ok(b"no room".to_vec());
         }
         let len = incoming.len();
         let slot = self.region.slot_within(len, TIMEOUT).await.ok_or("no slot")?;
-        let slot = incoming.land(slot).await.map_err(|error| error.to_string())?;
+        let slot = incoming.land(slot).await.map_err(Refusal::new)?;
         assert!(slot[..len as usize] == pattern(len as usize));
         self.landed.fetch_add(len as usize, Ordering::Relaxed);
         Ok(message)
@@ -143,7 +143,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let offered = connection.offer(b"full".to_vec(), slot, 100, TIMEOUT).await.unwrap();
     assert!(offered.message == b"no room" && offered.payload.iter().all(|&byte| byte == 7));
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
-    assert!(matches!(refused, Err(TransportError::Refused { reason, .. }) if reason == "told to refuse"));
+    assert!(matches!(refused, Err(TransportError::Refused { refusal, .. }) if refusal == "told to refuse".into()));
 
     // A piece that cannot be read fails alone, with a reason; it is not sent as zeros. Its neighbors are sent as ever.
     let gone = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await.unwrap();
@@ -263,7 +263,7 @@ async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
             pulled.map(|pulled| pulled.slots[0][..100_000] == secret[..])
         };
         let (tapped, seen) = tap(address, None).await;
-        assert_eq!(pull(tapped).await, Ok(true));
+        assert!(pull(tapped).await.unwrap());
         let is_seen = seen.lock().unwrap().windows(64).any(|window| window == &secret[5000..5064]);
         assert_eq!(is_seen, is_plain);
         let (tapped, _) = tap(address, Some(50_000)).await;

@@ -9,7 +9,9 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 
-use crate::{Ability, Agreement, Connection, Offered, Pulled, Region, Service, Serving, Slot, Transport, TransportError};
+use crate::{
+    Ability, Agreement, Connection, LossCause, Offered, Pulled, Region, Service, Serving, Slot, Transport, TransportError,
+};
 
 /// What happens to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,8 +156,8 @@ impl FaultyConnection {
                 tokio::time::sleep(timeout).await;
                 Err(TransportError::Timeout { peer, address, timeout })
             }
-            Some(Fault::Refuse) => Err(TransportError::Refused { peer, address, reason: "told to fail".to_owned() }),
-            Some(Fault::Kill) => Err(TransportError::Lost { peer, address, reason: "told to die".to_owned() }),
+            Some(Fault::Refuse) => Err(TransportError::Refused { peer, address, refusal: "an injected refusal".into() }),
+            Some(Fault::Kill) => Err(TransportError::Lost { peer, address, cause: LossCause::Closed }),
         }
     }
 }

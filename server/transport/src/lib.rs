@@ -14,6 +14,7 @@ pub mod fault;
 mod key;
 pub mod probe;
 pub mod rdma;
+mod refusal;
 mod region;
 pub mod tcp;
 mod turns;
@@ -31,57 +32,64 @@ use dayfly_meta::wire::status::Network;
 
 pub use key::Key;
 pub use rdma::{Ability, Agreement, Choice, Preference, agree};
+pub use refusal::{LossCause, Refusal};
 pub use region::{Region, Slot};
 
-/// Why a message did not get through, or its answer not back.
-#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
+/// Why a request failed. Every kind calls for a different reaction of the caller.
+///
+/// The text includes the cause, because errors cross to other nodes and to users as text; the cause is also the error's
+/// [`source`](std::error::Error::source).
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum TransportError {
-    /// The peer is gone, or was never there.
-    #[error("node {peer} ({address}) is lost: {reason}")]
+    /// The peer is gone, or could not be reached in the first place. A lost connection never recovers; dial again.
+    #[error("node {peer} ({address}) is lost: {cause}")]
     Lost {
-        /// Which.
+        /// The lost node.
         peer: NodeId,
-        /// Where it was.
+        /// The address at which it was dialed.
         address: SocketAddr,
-        /// How that shows.
-        reason: String,
+        /// What showed that it is lost.
+        #[source]
+        cause: LossCause,
     },
     /// The peer lives, but the request made no progress in time.
     #[error("node {peer} ({address}) did not answer within {} ms", timeout.as_millis())]
     Timeout {
-        /// Which.
+        /// The node that was asked.
         peer: NodeId,
-        /// Where it is.
+        /// The address at which it was dialed.
         address: SocketAddr,
-        /// How long was waited.
+        /// The request's deadline, counted from its last progress.
         timeout: Duration,
     },
-    /// The peer answered that it will not.
-    #[error("node {peer} ({address}) refuses: {reason}")]
+    /// The peer refused the request.
+    #[error("node {peer} ({address}) refused the request: {refusal}")]
     Refused {
-        /// Which.
+        /// The node that was asked.
         peer: NodeId,
-        /// Where it is.
+        /// The address at which it was dialed.
         address: SocketAddr,
-        /// Its words.
-        reason: String,
+        /// The reason that the peer gave.
+        #[source]
+        refusal: Refusal,
     },
-    /// The peer holds too much of our memory for requests that it does not answer: it is asked again when it has.
+    /// Requests to this peer that are past their deadlines hold too much of this node's memory, so no more are sent until the
+    /// peer has answered them.
     #[error(
-        "node {peer} ({address}) is stuck: {requests} requests for {bytes} bytes wait for it past their deadline. Its drive hangs, or is \
-         far too slow; see its kernel's log. It is asked again as soon as it answers"
+        "node {peer} ({address}) is stuck: {requests} requests for {bytes} bytes are past their deadlines. Its drive hangs or is \
+         far too slow: see the kernel log of that node. Requests are sent to it again as soon as it answers"
     )]
     Stuck {
-        /// Which.
+        /// The node that does not answer.
         peer: NodeId,
-        /// Where it is.
+        /// The address at which it was dialed.
         address: SocketAddr,
-        /// Requests past their deadlines.
+        /// Number of requests past their deadlines.
         requests: u32,
-        /// What they ask for.
+        /// Bytes of memory that these requests hold.
         bytes: u64,
     },
-    /// The message is larger than one may be: a defect of the caller.
+    /// The message, of this many bytes, is longer than a message may be: a defect of the caller.
     #[error("a message of {0} bytes is too long")]
     TooLong(usize),
 }
@@ -201,10 +209,10 @@ pub trait Connection: Send + Sync {
 #[async_trait]
 pub trait Service: Send + Sync + 'static {
     /// Answers a pull into slots of the given lengths. An `Err` reaches the asker as a refusal.
-    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String>;
+    async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal>;
 
     /// Answers an offer; to take its bytes, lands them.
-    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String>;
+    async fn offered(&self, from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal>;
 }
 
 /// Offered bytes that have not been sent yet.

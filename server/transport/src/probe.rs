@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Key;
 use crate::tcp::{Identity, Purpose};
-use crate::{Answer, Connection, Incoming, Options, Piece, Preference, Region, Service, Serving, Transport};
+use crate::{Answer, Connection, Incoming, Options, Piece, Preference, Refusal, Region, Service, Serving, Transport};
 
 /// Small messages timed.
 const PINGS: usize = 50;
@@ -50,15 +50,15 @@ struct Zeros;
 
 #[async_trait]
 impl Service for Zeros {
-    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         if room.iter().sum::<u64>() > ROOM_MAX {
-            return Err("more than a probe asks".to_owned());
+            return Err("more than a probe asks for".into());
         }
         Ok(Answer { message: Vec::new(), pieces: room.iter().map(|&len| Piece::Bytes(vec![0; len as usize])).collect() })
     }
 
-    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, String> {
-        Err("nothing is offered in a probe".to_owned())
+    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, Refusal> {
+        Err("a probe offers nothing".into())
     }
 }
 

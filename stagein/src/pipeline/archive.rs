@@ -11,7 +11,7 @@ use dayfly_meta::path::{display, join};
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
 use crate::selection::Named;
-use crate::source::compressed::stage;
+use crate::source::compressed::decoder_threads;
 use crate::source::plain::{Skip, version};
 use crate::source::tar::{End, Next, TarError, TarKind, TarMember, TarReader};
 
@@ -43,7 +43,7 @@ impl Keys {
                 *next += 1;
                 *next - 1
             }
-            Self::Count { .. } => return Err(StageInError::Crowded { path: archive.path.clone() }),
+            Self::Count { .. } => return Err(StageInError::TooManyMembers { path: archive.path.clone() }),
         };
         Ok(MemberKey { source: archive.source, offset })
     }
@@ -65,9 +65,9 @@ impl<S: Sink> Worker<S> {
         let file = File::open(path).map_err(unreadable)?;
         let opened = version(&file).map_err(unreadable)?;
         let archive = Archive { source: unit.source, path: path.to_owned(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
-        let (decoders, gauge) = (self.decoders, self.gauge.clone());
+        let (decoders, monitor) = (self.decoders, self.monitor.clone());
         std::thread::scope(|scope| {
-            let input = file.try_clone().and_then(|file| stage::start(scope, compression, file, decoders, gauge));
+            let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
             let mut tar = TarReader::new(input.map_err(unreadable)?);
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
             // The checksum that a compressed stream ends with has not been seen yet.
@@ -89,7 +89,7 @@ impl<S: Sink> Worker<S> {
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         loop {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             match tar.next() {
@@ -216,7 +216,7 @@ impl<S: Sink> Worker<S> {
 
     pub(super) fn tar_error(&self, path: &Path, error: TarError) -> StageInError {
         let TarError::Damaged { offset, reason } = error;
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return StageInError::Cancelled;
         }
         StageInError::Damaged { path: path.to_owned(), offset, reason }

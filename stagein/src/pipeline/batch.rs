@@ -81,7 +81,7 @@ pub struct BatchTable {
 }
 
 /// A piece of a block that is larger than a batch.
-pub struct Piece<B> {
+pub struct BlockPiece<B> {
     /// Its bytes, at the start of this.
     pub buffer: B,
     /// How many.

@@ -159,19 +159,19 @@ impl<S: Sink> Worker<S> {
 
     /// A zip is read from its end, so it is put aside first.
     fn read_spooled_zip(&mut self, archive: &Archive<'_>, input: &mut dyn Read, keys: &mut Keys) -> Result<(), StageInError> {
-        let mut file = self.runs.scratch().map_err(StageInError::Scratch)?;
+        let mut file = self.runs.scratch().map_err(StageInError::TempFile)?;
         let mut chunk = vec![0; 256 << 10];
         loop {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             let count = input.read(&mut chunk).map_err(|error| damaged(archive, error))?;
             if count == 0 {
                 break;
             }
-            io::Write::write_all(&mut file, &chunk[..count]).map_err(StageInError::Scratch)?;
+            io::Write::write_all(&mut file, &chunk[..count]).map_err(StageInError::TempFile)?;
         }
-        file.rewind().map_err(StageInError::Scratch)?;
+        file.rewind().map_err(StageInError::TempFile)?;
         self.read_whole_zip(archive, &file, keys)
     }
 }

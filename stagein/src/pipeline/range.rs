@@ -35,7 +35,7 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? != range.version {
             return Err(changed());
         }
-        let mut reader = PlainReader::new(file, range.from, range.to, self.gauge.clone()).map_err(unreadable)?;
+        let mut reader = PlainReader::new(file, range.from, range.to, self.monitor.clone()).map_err(unreadable)?;
         let archive = Archive { source: unit.source, path: path.clone(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
         let report = match &range.start {
             Some(start) => self.read_from(&archive, range, start, &mut reader),
@@ -102,7 +102,7 @@ impl<S: Sink> Worker<S> {
                     reader.seek(at + BLOCK_LEN as u64);
                 }
                 Err(error) if error.is_of_source() || matches!(error, StageInError::NoRoom { .. }) => {
-                    if self.gauge.is_cancelled() {
+                    if self.monitor.is_cancelled() {
                         return Err(StageInError::Cancelled);
                     }
                     self.discard()?;
@@ -124,7 +124,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<Passed, StageInError> {
         let mut keys = Keys::Offset(0);
         loop {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             let offset = tar.next_start();

@@ -13,7 +13,7 @@ use dayfly_meta::path::join;
 use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Version, Work};
 
-use super::{Gauge, RangeReport, Sink, Unit, Worker};
+use super::{ProgressMonitor, RangeReport, Sink, Unit, Worker};
 use crate::StageInError;
 use crate::source::plain::version;
 
@@ -52,7 +52,7 @@ impl<S: Sink> Worker<S> {
     }
 
     fn read_entry(&mut self, unit: &Unit, root: &Path, entry: &TreeEntry) -> Result<(), StageInError> {
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return Err(StageInError::Cancelled);
         }
         let key = MemberKey { source: unit.source, offset: entry.number };
@@ -81,13 +81,13 @@ impl<S: Sink> Worker<S> {
         let file = File::open(path).map_err(unreadable)?;
         let planned = as_planned.size;
         let found = version(&file).map_err(unreadable)?;
-        let mut data = Timed { input: &file, gauge: self.gauge.clone(), spent: start.elapsed(), bytes: 0 };
+        let mut data = Timed { input: &file, monitor: self.monitor.clone(), spent: start.elapsed(), bytes: 0 };
         if found != as_planned {
             return Err(changed());
         }
-        let lies = |gives_more| StageInError::Lies { path: path.to_owned(), size: planned, gives_more };
+        let wrong_size = |yields_more| StageInError::WrongSize { path: path.to_owned(), size: planned, yields_more };
         let failed = |error: io::Error| match error.kind() {
-            io::ErrorKind::UnexpectedEof if version(&file).is_ok_and(|found| found == as_planned) => lies(false),
+            io::ErrorKind::UnexpectedEof if version(&file).is_ok_and(|found| found == as_planned) => wrong_size(false),
             io::ErrorKind::UnexpectedEof => changed(),
             _ => unreadable(error),
         };
@@ -96,7 +96,7 @@ impl<S: Sink> Worker<S> {
         let rest = if taken.is_ok() { data.read(&mut [0]).map_err(unreadable) } else { Ok(0) };
         let Timed { spent, bytes, .. } = data;
         self.count_reading(spent, bytes);
-        self.gauge.busy(Step::Reading, spent);
+        self.monitor.add_busy_time(Step::Reading, spent);
         taken?;
         if version(&file).map_err(unreadable)? != as_planned {
             self.withdraw_last();
@@ -106,7 +106,7 @@ impl<S: Sink> Worker<S> {
             Ok(0) => {}
             Ok(_) => {
                 self.withdraw_last();
-                return Err(lies(true));
+                return Err(wrong_size(true));
             }
             Err(error) => {
                 self.withdraw_last();
@@ -131,19 +131,19 @@ fn file_path(root: &Path, path: &[u8]) -> PathBuf {
 /// Counts what is read of a file, and stops when the stage-in is cancelled.
 struct Timed<R> {
     input: R,
-    gauge: Arc<Gauge>,
+    monitor: Arc<ProgressMonitor>,
     spent: Duration,
     bytes: u64,
 }
 
 impl<R: Read> Read for Timed<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return Err(io::Error::other("cancelled"));
         }
         let start = Instant::now();
         let count = self.input.read(buffer)?;
-        self.gauge.read(count as u64);
+        self.monitor.count_read(count as u64);
         self.spent += start.elapsed();
         self.bytes += count as u64;
         Ok(count)

@@ -17,8 +17,8 @@ use dayfly_meta::limits::BATCHES_PER_WORKER_MAX;
 use dayfly_meta::placement;
 
 use super::*;
-use crate::plan::{StageInPlan, Wanted, plan};
-use crate::unit_ledger::{Handed, UnitLedger};
+use crate::plan::{PlanRequest, StageInPlan, plan_sources};
+use crate::unit_ledger::{NextUnits, UnitLedger};
 
 /// Nodes that store blocks in memory until they have no room.
 struct MemorySink {
@@ -49,7 +49,7 @@ impl std::ops::DerefMut for Lent {
 
 enum UnderWay {
     Batch(NodeId, Batch<Lent>),
-    Piece(NodeId, Piece<Lent>),
+    Piece(NodeId, BlockPiece<Lent>),
 }
 
 impl MemorySink {
@@ -64,8 +64,8 @@ impl MemorySink {
         }
     }
 
-    fn take(&mut self, owner: NodeId, batch: Batch<Lent>) -> Settled<Lent> {
-        let Some(left) = self.room[owner.index()].checked_sub(batch.len() as u64) else { return Settled::Full(owner, batch) };
+    fn take(&mut self, owner: NodeId, batch: Batch<Lent>) -> Delivery<Lent> {
+        let Some(left) = self.room[owner.index()].checked_sub(batch.len() as u64) else { return Delivery::Full(owner, batch) };
         self.room[owner.index()] = left;
         let first = self.arrivals;
         for (_, block, bytes) in batch.iter() {
@@ -73,7 +73,7 @@ impl MemorySink {
             self.stored.insert((owner, self.arrivals), bytes.to_vec());
             self.arrivals += 1;
         }
-        Settled::Stored(first, batch.into_parts().1)
+        Delivery::Stored(first, batch.into_parts().1)
     }
 }
 
@@ -90,7 +90,7 @@ impl Sink for &mut MemorySink {
         Ok(())
     }
 
-    fn ship_piece(&mut self, owner: NodeId, piece: Piece<Lent>) -> Result<(), StageInError> {
+    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Lent>) -> Result<(), StageInError> {
         self.under_way.push_back(UnderWay::Piece(owner, piece));
         Ok(())
     }
@@ -99,14 +99,14 @@ impl Sink for &mut MemorySink {
         self.under_way.len()
     }
 
-    fn settle(&mut self) -> Result<Settled<Lent>, StageInError> {
+    fn next_delivery(&mut self) -> Result<Delivery<Lent>, StageInError> {
         match self.under_way.pop_front().unwrap() {
             UnderWay::Batch(owner, batch) => Ok(self.take(owner, batch)),
             UnderWay::Piece(owner, piece) => {
                 assert_eq!(piece.checksum, checksum(&piece.buffer[..piece.len]), "a piece travels with its checksum");
                 let block = self.stored.get_mut(&(owner, piece.arrival)).unwrap();
                 block[piece.offset as usize..][..piece.len].copy_from_slice(&piece.buffer[..piece.len]);
-                Ok(Settled::Piece)
+                Ok(Delivery::Piece)
             }
         }
     }
@@ -127,8 +127,8 @@ fn placement(nodes: usize) -> Arc<Placement> {
 
 fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
-    let wanted = Wanted { patterns: &patterns, selection, seed: 3, workers: 4 };
-    plan(&wanted, tempfile::tempfile().unwrap(), &Gauge::default())
+    let wanted = PlanRequest { patterns: &patterns, selection, seed: 3, workers: 4 };
+    plan_sources(&wanted, tempfile::tempfile().unwrap(), &ProgressMonitor::default())
 }
 
 /// What a stage-in found.
@@ -177,30 +177,30 @@ fn run_within(
 ) -> Result<Staged, StageInError> {
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
-    let decoders = Decoders { threads: 2, ahead_len: 4 << 20 };
-    let orders = Orders { placement: placement(room.len()), selection, seed: 1, decoders, questions: Arc::default() };
-    let gauge: Arc<Gauge> = Arc::default();
-    let mut worker = Worker::new(&mut sink, runs, orders, gauge.clone())?;
-    let mut unit_ledger = UnitLedger::new(plan.units, plan.ranges);
+    let decoders = DecoderLimits { threads: 2, ahead_len: 4 << 20 };
+    let config = WorkerConfig { placement: placement(room.len()), selection, seed: 1, decoders, suspect_paths: Arc::default() };
+    let monitor: Arc<ProgressMonitor> = Arc::default();
+    let mut worker = Worker::new(&mut sink, runs, config, monitor.clone())?;
+    let mut unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
     let mut staged = Staged::default();
     let mut back = Vec::new();
     loop {
-        let handed = if back.len() < workers { unit_ledger.hand_out()? } else { Handed::Nothing };
-        match handed {
-            Handed::Units(units) => back.extend(worker.run(&units)?),
-            Handed::Nothing => {
+        let next = if back.len() < workers { unit_ledger.assign_next()? } else { NextUnits::NoneYet };
+        match next {
+            NextUnits::Assigned(units) => back.extend(worker.run(&units)?),
+            NextUnits::NoneYet => {
                 let report = back.swap_remove(turns(back.len()));
-                let judged = unit_ledger.take_back(report);
-                judged.counts.into_iter().for_each(|counts| staged.counts.add(counts));
-                if let Some(reason) = judged.failure {
+                let verdict = unit_ledger.record(report);
+                verdict.accepted.into_iter().for_each(|counts| staged.counts.add(counts));
+                if let Some(reason) = verdict.failure {
                     let (path, offset) = (Path::new("failed").to_owned(), 0);
                     return Err(StageInError::Damaged { path, offset, reason });
                 }
             }
-            Handed::Done => break,
+            NextUnits::Finished => break,
         }
     }
-    let rejected = unit_ledger.rejected().clone();
+    let rejected = unit_ledger.rejected_tickets().clone();
     for (mut run, _) in worker.finish()?.finish().unwrap() {
         run.rewind().unwrap();
         while let Some(member) = read_member(&mut run).unwrap() {
@@ -220,7 +220,7 @@ fn run_within(
         }
     }
     staged.rejected = rejected.len();
-    staged.source_bytes = gauge.take().source_bytes;
+    staged.source_bytes = monitor.take_counted().source_bytes;
     assert_eq!((sink.under_way.len(), Rc::strong_count(&sink.lent)), (0, 1), "nothing is left under way");
     Ok(staged)
 }

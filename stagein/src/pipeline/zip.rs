@@ -59,11 +59,11 @@ impl<S: Sink> Worker<S> {
         let start = records.first().map_or(0, |record| record.local);
         // The last one's extra fields are read when they are met.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
-        let mut reader = PlainReader::new(file, start, end, self.gauge.clone())
+        let mut reader = PlainReader::new(file, start, end, self.monitor.clone())
             .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;
         let mut free = 0;
         for record in records {
-            if self.gauge.is_cancelled() {
+            if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
             let taken = if record.local < free {
@@ -89,7 +89,7 @@ impl<S: Sink> Worker<S> {
         let Record { kind, mode, mtime_s, mtime_ns, size, .. } = *record;
         let key = match keys {
             Keys::Offset(_) if self.selection.nested => {
-                let crowded = || StageInError::Crowded { path: archive.path.clone() };
+                let crowded = || StageInError::TooManyMembers { path: archive.path.clone() };
                 let offset = record.offset.checked_mul(NESTED_ZIP_KEYS).filter(|&key| key < 1 << 63).ok_or_else(crowded)?;
                 MemberKey { source: archive.source, offset }
             }

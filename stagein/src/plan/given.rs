@@ -65,7 +65,7 @@ impl Named {
         self.count += 1;
         self.len += path.as_os_str().len();
         if self.count > SOURCES_MAX || self.len > SOURCE_PATHS_LEN_MAX {
-            return Err(StageInError::TooMany { pattern: display(by) });
+            return Err(StageInError::TooManySources { pattern: display(by) });
         }
         self.paths.push(path);
         Ok(())
@@ -122,7 +122,7 @@ enum Step {
 }
 
 fn steps(pattern: &[u8]) -> Result<Vec<Step>, StageInError> {
-    let invalid = |reason: &str| StageInError::Pattern { pattern: display(pattern), reason: reason.to_owned() };
+    let invalid = |reason: &str| StageInError::InvalidPattern { pattern: display(pattern), reason: reason.to_owned() };
     let mut steps = Vec::new();
     for part in pattern.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
         if !is_glob(part) {
@@ -214,7 +214,7 @@ impl Walk<'_> {
     }
 
     fn check(&self, waiting: usize) -> Result<(), StageInError> {
-        if waiting > SOURCES_MAX { Err(StageInError::TooMany { pattern: display(self.by) }) } else { Ok(()) }
+        if waiting > SOURCES_MAX { Err(StageInError::TooManySources { pattern: display(self.by) }) } else { Ok(()) }
     }
 }
 
@@ -226,7 +226,7 @@ fn is_folder(entry: &DirEntry) -> bool {
 /// The sources that a list names, one a line.
 fn listed(list: &Path, watch: &Watch<'_>, named: &mut Named) -> Result<(), StageInError> {
     let failed = |error| StageInError::Read { path: list.to_owned(), error };
-    let refused = |reason| StageInError::List { path: list.to_owned(), reason };
+    let refused = |reason| StageInError::InvalidList { path: list.to_owned(), reason };
     let no_file = || refused("it is no regular file; write the names of the sources to a file, one a line".to_owned());
     // To open a device may do something. What takes its place meanwhile is opened without waiting for who writes to it.
     if !fs::metadata(list).map_err(failed)?.is_file() {

@@ -9,7 +9,7 @@ use dayfly_meta::wire::control::Selection;
 use super::Watch;
 use super::given::expand;
 use crate::StageInError;
-use crate::gauge::Gauge;
+use crate::progress::ProgressMonitor;
 use crate::selection::Selector;
 use crate::source::classify;
 
@@ -24,11 +24,11 @@ const CLASSIFIED_MAX: usize = 256;
 /// The first that a plan of the same sources would fail with, as far as it can be told without reading them.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
-    let gauge = Gauge::default();
-    for (number, path) in expand(patterns, &Watch::new(&gauge))?.into_iter().enumerate() {
+    let monitor = ProgressMonitor::default();
+    for (number, path) in expand(patterns, &Watch::new(&monitor))?.into_iter().enumerate() {
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         if !metadata.is_dir() && !metadata.is_file() {
-            return Err(StageInError::Special { path });
+            return Err(StageInError::SpecialFile { path });
         }
         match check_content(&path, metadata.is_dir(), selection.no_unpack || number >= CLASSIFIED_MAX) {
             Err(error) if !selection.keep_going || !error.is_of_source() => return Err(error),

@@ -64,8 +64,8 @@ impl UnitQueue {
     pub fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
         let Some(Place { offset, len, checksum, .. }) = self.places.pop() else { return Ok(None) };
         let mut bytes = vec![0; len as usize];
-        self.file.get_ref().read_exact_at(&mut bytes, offset).map_err(StageInError::Scratch)?;
-        check(&bytes, checksum).map_err(|error| StageInError::Scratch(io::Error::other(error)))?;
-        decode(&bytes).map(Some).map_err(|error| StageInError::Scratch(io::Error::other(error)))
+        self.file.get_ref().read_exact_at(&mut bytes, offset).map_err(StageInError::TempFile)?;
+        check(&bytes, checksum).map_err(|error| StageInError::TempFile(io::Error::other(error)))?;
+        decode(&bytes).map(Some).map_err(|error| StageInError::TempFile(io::Error::other(error)))
     }
 }

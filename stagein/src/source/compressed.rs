@@ -1,8 +1,8 @@
 //! Decompression by well-kept libraries, each bounded in the memory that a hostile stream can make it take. All formats
 //! may consist of several streams one after another, as their own tools accept.
 
+pub(crate) mod decoder_threads;
 mod frames;
-pub(crate) mod stage;
 
 use std::io::{self, BufRead, BufReader, Read};
 

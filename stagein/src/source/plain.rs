@@ -12,7 +12,7 @@ use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::Version;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use crate::gauge::Gauge;
+use crate::progress::ProgressMonitor;
 
 /// Bytes read at a time: more than a processor's cache holds near would be copied slower.
 const BUFFER_LEN: usize = 256 << 10;
@@ -54,12 +54,12 @@ pub(crate) struct PlainReader {
     read: u64,
     /// For how long it waited for them.
     waited: Duration,
-    gauge: Arc<Gauge>,
+    monitor: Arc<ProgressMonitor>,
 }
 
 impl PlainReader {
     /// Reads `file` from `offset`; up to `eager_until` it may read ahead.
-    pub(crate) fn new(file: File, offset: u64, eager_until: u64, gauge: Arc<Gauge>) -> io::Result<Self> {
+    pub(crate) fn new(file: File, offset: u64, eager_until: u64, monitor: Arc<ProgressMonitor>) -> io::Result<Self> {
         let size = file.metadata()?.len();
         // Advice only: a file system that does not know it reads as it does.
         let _ = posix_fadvise(file.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
@@ -73,7 +73,7 @@ impl PlainReader {
             was_direct: false,
             read: 0,
             waited: Duration::ZERO,
-            gauge,
+            monitor,
         })
     }
 
@@ -140,7 +140,7 @@ impl PlainReader {
 
     /// Reads on at the buffer's end.
     fn pread(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if self.gauge.is_cancelled() {
+        if self.monitor.is_cancelled() {
             return Err(io::Error::other("cancelled"));
         }
         let start = Instant::now();
@@ -150,10 +150,10 @@ impl PlainReader {
                 other => break other?,
             }
         };
-        self.gauge.busy(Step::Reading, start.elapsed());
+        self.monitor.add_busy_time(Step::Reading, start.elapsed());
         self.end += count as u64;
         self.read += count as u64;
-        self.gauge.read(count as u64);
+        self.monitor.count_read(count as u64);
         self.waited += start.elapsed();
         Ok(count)
     }

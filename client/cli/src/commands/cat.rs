@@ -6,14 +6,14 @@ use std::process::ExitCode;
 
 use dayfly_client::{OpenFile, View, ViewError};
 
-use crate::args::Cat;
+use crate::args::CatArguments;
 use crate::failure::{Failure, complain, output};
 use crate::namespace::{about, view};
 
 /// Bytes read at a time.
 const READ_LEN: usize = 1 << 20;
 
-pub(super) fn run(arguments: Cat) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: CatArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
     let mut output = output();
     let mut failed = false;

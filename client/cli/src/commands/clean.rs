@@ -1,19 +1,20 @@
-//! `dayfly clean`.
+//! `dayfly clean`: removes what killed sessions left on this machine.
 
 use std::process::ExitCode;
 
 use dayfly_client::locate;
+use dayfly_launch::units::counted;
+use dayfly_launch::{chosen_data_dirs, cleanup};
 
-use crate::args::Clean;
+use crate::args::CleanArguments;
 use crate::failure::{Failure, say};
-use crate::launch;
 
-pub(super) fn run(arguments: &Clean) -> Result<ExitCode, Failure> {
-    let removed = launch::sweep_patiently(&locate::runtime_dir(), &launch::chosen_data_dirs(&arguments.data_dir))?;
-    let running = locate::running()?.len();
+pub(super) fn run(arguments: &CleanArguments) -> Result<ExitCode, Failure> {
+    let removed = cleanup::sweep_patiently(&locate::runtime_dir(), &chosen_data_dirs(&arguments.data_dir))?;
+    let running = counted(locate::running()?.len() as u64, "session");
     match removed {
-        0 => say!("nothing was left over; sessions that run here: {running}"),
-        count => say!("what was left over is removed, in {count} places; sessions that run here: {running}"),
+        0 => say!("nothing was left over; {running} of yours running here"),
+        count => say!("removed {}; {running} of yours running here", counted(count as u64, "leftover folder")),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -16,11 +16,11 @@ use nix::sys::stat::{UtimensatFlags, utimensat};
 use nix::sys::time::TimeSpec;
 
 use super::cat::{CopyError, copy};
-use crate::args::Cp;
+use crate::args::CpArguments;
 use crate::failure::{Failure, complain};
 use crate::namespace::{about, view};
 
-pub(super) fn run(arguments: Cp) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: CpArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
     let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
     if view.contains(target.as_bytes()) {

@@ -1,15 +1,14 @@
-//! `dayfly df`.
+//! `dayfly df`: the space on the nodes' drives.
 
 use std::process::ExitCode;
 
-use super::status::ask;
-use crate::args::Df;
-use crate::failure::say;
-use crate::failure::{Failure, complain};
+use super::query;
+use crate::args::DfArguments;
+use crate::failure::{Failure, complain, say};
 use crate::size;
 
-pub(super) fn run(arguments: Df) -> Result<ExitCode, Failure> {
-    let (_, status) = ask()?;
+pub(super) fn run(arguments: DfArguments) -> Result<ExitCode, Failure> {
+    let (_, status) = query::status()?;
     let show = |bytes: u64| if arguments.human { size::show(bytes) } else { (bytes / 1024).to_string() };
     let unit = if arguments.human { "Size" } else { "1K-blocks" };
     say!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
@@ -28,7 +27,7 @@ pub(super) fn run(arguments: Df) -> Result<ExitCode, Failure> {
                 all_free += node.free_bytes;
             }
             Err(reason) => {
-                complain(reason);
+                complain(format_args!("node {} does not answer: {reason}", entry.node));
                 failed = true;
             }
         }

@@ -1,4 +1,4 @@
-//! `dayfly down`.
+//! `dayfly down`: ends a session on all nodes.
 
 use std::process::ExitCode;
 use std::thread;
@@ -6,27 +6,27 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::locate::{self, Location};
 use dayfly_client::{ClientError, Session};
+use dayfly_launch::cleanup;
+use dayfly_launch::units::counted;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::DOWN_TIMEOUT;
 use dayfly_meta::wire::control::{Command, Event};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::failure::say;
-use crate::failure::{Failure, complain};
-use crate::{launch, size};
+use crate::failure::{Failure, complain, say};
+use crate::size;
 
-/// A killed process that still lives after this hangs in the kernel.
+/// A process that still lives this long after SIGKILL hangs in the kernel.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
-/// The supervisor hears of the last server's end within this.
+/// How long the supervisor may take to notice the end of the last server.
 const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// Who keeps the session, once it is told to end, ends within this.
-const KEEPER_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the supervisor may take to end after SIGTERM.
+const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn run() -> Result<ExitCode, Failure> {
-    let clean = || launch::sweep_patiently(&locate::runtime_dir(), &[]);
-    let location = match locate::find(launch::job().as_deref()) {
+    let clean = || cleanup::sweep_patiently(&locate::runtime_dir(), &[]);
+    let location = match locate::find(dayfly_launch::current_job().as_deref()) {
         Ok(location) => location,
         Err(ClientError::NoSession) => {
             clean()?;
@@ -42,67 +42,70 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     };
     let ended = end_servers(&location)?;
     end_supervisor(&location, ended.is_partial);
-    launch::remove_soon(&location)?;
-    say!("session {} is down: {} nodes ended, {} freed", location.session, ended.nodes, size::show(ended.freed_bytes));
+    cleanup::remove_soon(&location)?;
+    let nodes = counted(ended.nodes as u64, "node");
+    say!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for who keeps the session, if it is on this machine: once all servers have ended, it removes the session's folder. It is told
-/// to only where servers could not be: of a `run`, that ends its command too.
+/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all servers have ended.
+///
+/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of `run` then ends its command too.
 fn end_supervisor(location: &Location, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
-    let mut was_told = false;
-    let timeout = if is_partial { KEEPER_TIMEOUT } else { LAST_SERVER_TIMEOUT };
-    // Signal 0 asks whether it is there.
+    let mut was_signaled = false;
+    let timeout = if is_partial { SUPERVISOR_TIMEOUT } else { LAST_SERVER_TIMEOUT };
+    // Signal 0 only checks whether the process exists.
     while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < timeout {
-        if is_partial && location.supervisor() == Some(pid.as_raw()) && !std::mem::replace(&mut was_told, true) {
-            // It may have ended just now.
+        if is_partial && location.supervisor() == Some(pid.as_raw()) && !std::mem::replace(&mut was_signaled, true) {
+            // The supervisor may have ended just now.
             let _ = kill(pid, Signal::SIGTERM);
         }
         thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// What a `down` did.
-pub(super) struct Ended {
+/// The result of ending a session's servers.
+pub(super) struct EndedServers {
     pub(super) nodes: usize,
     pub(super) freed_bytes: u64,
-    /// Some could not be told.
+    /// Whether some servers could not be asked to end.
     pub(super) is_partial: bool,
 }
 
-/// Ends a session's servers; one of this machine that does not end in time is killed.
-pub(super) fn end_servers(location: &Location) -> Result<Ended, Failure> {
-    let here = location.live_nodes();
-    let numbers: Vec<u16> = here.iter().map(|node| node.0).collect();
-    let ending: Vec<_> = here
+/// Ends a session's servers on all nodes. A server of this machine that does not end in time is killed.
+pub(super) fn end_servers(location: &Location) -> Result<EndedServers, Failure> {
+    let local = location.live_nodes();
+    let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
+    let ending: Vec<_> = local
         .iter()
         .map(|&node| {
-            // One of them tells the other machines' nodes.
-            let but = (Some(&node) == here.first()).then(|| numbers.clone());
-            (
-                node,
-                thread::spawn({
-                    let location = location.clone();
-                    move || end_node(&location, node, but)
-                }),
-            )
+            // The first server also ends the nodes of other machines.
+            let but = (Some(&node) == local.first()).then(|| numbers.clone());
+            let location = location.clone();
+            (node, thread::spawn(move || end_node(&location, node, but)))
         })
         .collect();
     let (mut nodes, mut freed_bytes, mut is_partial) = (0, 0, false);
     for (node, ending) in ending {
         match ending.join() {
-            Ok(Ok((ended, freed, untold))) => {
+            Ok(Ok((ended, freed, unreached))) => {
                 nodes += usize::from(ended);
                 freed_bytes += freed;
-                is_partial |= !untold.is_empty();
-                untold.iter().for_each(complain);
+                is_partial |= !unreached.is_empty();
+                unreached.iter().for_each(complain);
             }
-            Ok(Err(error)) => complain(format_args!("node {node}: {error}")),
-            Err(_) => complain(format_args!("node {node}: ending it failed")),
+            Ok(Err(error)) => complain(format_args!("cannot end node {node} through its server: {error}")),
+            Err(_) => complain(format_args!("cannot end node {node}: a thread of this process panicked")),
         }
     }
+    wait_or_kill(location)?;
+    Ok(EndedServers { nodes, freed_bytes, is_partial })
+}
+
+/// Waits until all servers of this machine have ended, and kills those that do not.
+fn wait_or_kill(location: &Location) -> Result<(), Failure> {
     let deadline = Instant::now() + DOWN_TIMEOUT;
     let mut was_killed = false;
     while !location.live_nodes().is_empty() {
@@ -116,15 +119,17 @@ pub(super) fn end_servers(location: &Location) -> Result<Ended, Failure> {
                 .map(|&node| format!("node {node} (process {})", location.pid(node).unwrap_or(0)))
                 .collect::<Vec<_>>();
             return Err(Failure::new(format!(
-                "{} cannot be ended even by SIGKILL: it waits for a file system, most likely",
+                "{} did not end even after SIGKILL; most likely a file system of the data dirs does not answer",
                 left.join(", ")
             )));
         }
         thread::sleep(Duration::from_millis(5));
     }
-    Ok(Ended { nodes, freed_bytes, is_partial })
+    Ok(())
 }
 
+/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes ended, the bytes that they freed, and a
+/// message for each node that could not be reached.
 fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());
@@ -139,8 +144,8 @@ fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<
 fn kill_all(location: &Location) {
     for node in location.live_nodes() {
         if let Some(pid) = location.pid(node) {
-            complain(format_args!("node {node} does not end; it is killed"));
-            // It may have ended just now.
+            complain(format_args!("node {node} did not end in time, so process {pid} is killed"));
+            // The server may have ended just now.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }

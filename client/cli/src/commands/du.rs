@@ -7,12 +7,12 @@ use std::process::ExitCode;
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_meta::path::join;
 
-use crate::args::Du;
+use crate::args::DuArguments;
 use crate::failure::{Failure, complain, output};
 use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
-pub(super) fn run(arguments: Du) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: DuArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
     let escapes = io::stdout().is_terminal();
     let mut output = BufWriter::new(output());

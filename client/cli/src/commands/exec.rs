@@ -12,12 +12,12 @@ use dayfly_client::Session;
 use dayfly_client::locate::{Location, NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE};
 use dayfly_meta::id::NodeId;
 
-use crate::args::{Env, Exec};
+use crate::args::{EnvArguments, ExecArguments};
 use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED};
 use crate::failure::{complain, say};
 use crate::{namespace, preload};
 
-pub(super) fn run(arguments: Exec) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
     let outside = |failure: Failure| failure.with_status(NOT_STARTED);
     let location = namespace::location().map_err(outside)?;
     let variables = variables(&location, arguments.node).map_err(outside)?;
@@ -26,7 +26,7 @@ pub(super) fn run(arguments: Exec) -> Result<ExitCode, Failure> {
     Err(not_started(&program, &error))
 }
 
-pub(super) fn print(arguments: Env) -> Result<ExitCode, Failure> {
+pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
     for (name, value) in variables(&namespace::location()?, arguments.node)? {
         // Single quotes keep everything but themselves.
         say!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));

@@ -7,12 +7,12 @@ use dayfly_client::{FileKind, Stat, View, ViewError};
 use dayfly_meta::path::join;
 use nix::unistd::{Group, User, getegid, geteuid};
 
-use crate::args::Ls;
+use crate::args::LsArguments;
 use crate::failure::{Failure, Output, complain, output};
 use crate::namespace::{about, paths_or_all, view, write_name};
 use crate::size;
 
-pub(super) fn run(arguments: Ls) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: LsArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
     let paths = paths_or_all(&view, arguments.paths.clone());
     let (user, group) = (User::from_uid(geteuid()), Group::from_gid(getegid()));
@@ -48,7 +48,7 @@ pub(super) fn run(arguments: Ls) -> Result<ExitCode, Failure> {
 
 struct Lister<'a> {
     view: &'a View,
-    arguments: &'a Ls,
+    arguments: &'a LsArguments,
     owner: String,
     group: String,
     escapes: bool,

@@ -1,22 +1,22 @@
-//! `dayfly metrics`.
+//! `dayfly metrics`: the counters of nodes, for Prometheus.
 
 use std::process::ExitCode;
 
 use dayfly_meta::metrics::{page, prometheus};
 
-use super::status::ask;
-use crate::args::Metrics;
+use super::query;
+use crate::args::MetricsArguments;
 use crate::failure::{Failure, say};
 
-pub(super) fn run(arguments: &Metrics) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: &MetricsArguments) -> Result<ExitCode, Failure> {
     if arguments.describe {
         say!("{}", page().trim_end());
         return Ok(ExitCode::SUCCESS);
     }
-    let (session, status) = ask()?;
-    let mine = |node| arguments.all_nodes || node == session.node();
+    let (session, status) = query::status()?;
+    let is_wanted = |node| arguments.all_nodes || node == session.node();
     let mut nodes = Vec::new();
-    for entry in status.nodes.iter().filter(|entry| mine(entry.node)) {
+    for entry in status.nodes.iter().filter(|entry| is_wanted(entry.node)) {
         match &entry.status {
             Ok(node) => nodes.push((entry.node.0, node)),
             Err(reason) => return Err(Failure::new(format!("node {} does not answer: {reason}", entry.node))),

@@ -1,79 +1,89 @@
-//! `dayfly run`: a session around one command. It ends whatever that command does. What can be known to fail fails before it begins
-//! (`preflight`).
-
-mod preflight;
+//! `dayfly run`: a session around one command, which ends whatever that command does.
+//!
+//! Mistakes that can be known in advance are reported before anything starts.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
 use std::time::Duration;
 
 use dayfly_client::locate::Location;
+use dayfly_launch::units::counted;
+use dayfly_launch::{SessionPlan, preflight};
+use dayfly_meta::wire::control::Selection;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 use tokio::process::{Child, Command};
-use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::signals::Interruptions;
-use super::{down, exec, harden, stage_in};
-use crate::args::Run;
-use crate::failure::{Failure, NOT_STARTED, complain, end_soon};
-use crate::launch::{self, Planned, Started};
+use super::start::{prepare_supervisor, start, until_lost};
+use super::{down, exec, stage_in};
+use crate::args::RunArguments;
+use crate::failure::{Failure, NOT_STARTED, complain, end_soon, notices};
+use crate::preload;
 use crate::size;
 
-/// How long CMD may take to end after it was told to.
+/// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// A session that is lost is known to be within this.
-const LOSS_TOLD_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long after a failed stage-in to wait for the reason that the session was lost, which says more.
+const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
-pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
-    harden();
-    let itself = |failure: Failure| failure.with_status(NOT_STARTED);
-    let stage_ins = arguments.stage_in.iter().map(|argument| part(argument)).collect::<Result<Vec<_>, _>>()?;
+pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
+    prepare_supervisor();
+    let own = |failure: Failure| failure.with_status(NOT_STARTED);
+    let stage_ins = arguments.stage_in.iter().map(|argument| split(argument)).collect::<Result<Vec<_>, _>>()?;
     if arguments.options.report.is_some() && stage_ins.len() > 1 {
-        return Err(Failure::usage("--report is of one --stage-in; give the others in a session of 'dayfly up'"));
+        return Err(Failure::usage(
+            "--report works with a single --stage-in; for several, use 'dayfly up' and 'dayfly stage-in --report'",
+        ));
     }
-    let planned = launch::plan(&arguments.session, Duration::ZERO).map_err(itself)?;
-    preflight::check(&arguments, &planned, &stage_ins)?;
+    let plan = SessionPlan::new(&arguments.session.to_options(), Duration::ZERO, notices());
+    let plan = plan.map_err(|error| own(error.into()))?;
+    check(&arguments, &plan, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // From here on a signal does not end us, but what we do.
+        // From here on, signals do not end this process, but what it runs.
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(planned, &mut interruptions).await.map_err(itself)? else {
+        let Some(mut session) = start(plan, &mut interruptions).await.map_err(own)? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
-        let mut loss = pin!(ever_lost(started.loss()));
+        let mut loss = pin!(until_lost(session.loss()));
         let work = async {
             for (source, target) in stage_ins {
-                let (location, options) = (started.location.clone(), arguments.options.clone());
-                let telling = stage_in::Telling::default();
-                let told = telling.clone();
+                let (location, options) = (session.location().clone(), arguments.options.clone());
+                let display = stage_in::ProgressDisplay::default();
+                let shared = display.clone();
                 let staging =
-                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false, &told));
+                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false, &shared));
                 tokio::select! {
                     staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
-                        // One that fails since the session is lost hears first of what it lost by that.
-                        let reason = timeout(LOSS_TOLD_TIMEOUT, &mut loss).await;
-                        return Err(itself(reason.map_or(failure, Failure::new)));
+                        // If it failed because the session is lost, report the loss instead.
+                        let reason = timeout(LOSS_TIMEOUT, &mut loss).await;
+                        return Err(own(reason.map_or(failure, Failure::new)));
                     },
                     number = interruptions.next() => {
-                        telling.interrupt();
+                        display.interrupt();
                         return Ok(128 + number as u8);
                     }
-                    reason = &mut loss => return Err(itself(Failure::new(reason))),
+                    reason = &mut loss => return Err(own(Failure::new(reason))),
                 }
             }
-            command(&started.location, &arguments.command, &mut interruptions, loss).await
+            run_command(session.location(), &arguments.command, &mut interruptions, loss).await
         };
         let status = work.await;
-        let ended = down::end_servers(&started.location);
-        drop(started);
-        // Both count; CMD's own failure is told first.
-        let (status, ended) = (status?, ended.map_err(itself)?);
-        complain(format_args!("session down: {} nodes ended, {} freed", ended.nodes, size::show(ended.freed_bytes)));
+        let ended = down::end_servers(session.location());
+        drop(session);
+        // If both failed, the failure of CMD is reported.
+        let (status, ended) = (status?, ended.map_err(own)?);
+        complain(format_args!(
+            "session down: {} ended, {} freed",
+            counted(ended.nodes as u64, "node"),
+            size::show(ended.freed_bytes)
+        ));
         Ok(ExitCode::from(status))
     });
     // A stage-in that was interrupted may still wait for its answer.
@@ -81,49 +91,59 @@ pub(super) fn run(arguments: Run) -> Result<ExitCode, Failure> {
     result
 }
 
-/// Why a session is lost that has ended; `None` where it ended as it was told to.
-pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
-    loss?.await.ok()
-}
-
-/// The same, once it is lost; a session that ends otherwise never is.
-async fn ever_lost(loss: Option<oneshot::Receiver<String>>) -> String {
-    match lost(loss).await {
-        Some(reason) => reason,
-        None => std::future::pending().await,
+/// Checks targets, CMD, the preload library, the report and the sources.
+fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, OsString)]) -> Result<(), Failure> {
+    let own = |failure: Failure| failure.with_status(NOT_STARTED);
+    preflight::check_targets(plan.prefix(), stage_ins.iter().map(|(_, target)| target.as_os_str()))?;
+    check_command(&arguments.command, plan.prefix())?;
+    preload::library().map_err(own)?;
+    let options = &arguments.options;
+    if let Some(report) = &options.report {
+        preflight::check_report(report).map_err(|error| own(error.into()))?;
     }
-}
-
-/// Starts a session; `None` if it was interrupted.
-pub(super) async fn start(planned: Planned, interruptions: &mut Interruptions) -> Result<Option<Started>, Failure> {
-    let (cancel, cancelled) = oneshot::channel();
-    let mut starting = tokio::task::spawn_blocking(move || launch::start(planned, cancelled));
-    tokio::select! {
-        started = &mut starting => started.map_err(Failure::new)?.map(Some),
-        _ = interruptions.next() => {
-            // It may just have been done with.
-            let _ = cancel.send(());
-            drop(starting.await);
-            Ok(None)
+    let selection = Selection {
+        include: options.include.clone(),
+        exclude: options.exclude.clone(),
+        no_unpack: options.no_unpack,
+        keep_going: options.keep_going,
+        ..Selection::default()
+    };
+    for (source, target) in stage_ins {
+        let path = stage_in::absolute(source).map_err(own)?;
+        // Node 0 reads the sources' names, and another machine may see other files.
+        if plan.has_node_0_here() {
+            preflight::check_sources(&[path], target, &selection).map_err(|error| own(error.into()))?;
         }
     }
+    Ok(())
 }
 
-/// `SOURCE:TARGET` at the last `:/`.
-fn part(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
+/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the stage-in.
+fn check_command(command: &[OsString], prefix: &[u8]) -> Result<(), Failure> {
+    let program = command.first().ok_or_else(|| Failure::usage("no command was given"))?;
+    if exec::is_in_namespace(program, Path::new(OsStr::from_bytes(prefix))) {
+        return Ok(());
+    }
+    let found = preflight::find_program(program, &exec::search_path()?);
+    found.map(drop).map_err(|error| exec::not_started(program, &error))
+}
+
+/// Splits `SOURCE:TARGET` at the last `:/`.
+fn split(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
     let bytes = argument.as_bytes();
     let colon = bytes.windows(2).rposition(|pair| pair == b":/").filter(|&colon| colon > 0);
     let colon = colon.ok_or_else(|| Failure::usage(format!("'{}' is not SOURCE:/TARGET", argument.display())))?;
     Ok((OsStr::from_bytes(&bytes[..colon]).to_owned(), OsStr::from_bytes(&bytes[colon + 1..]).to_owned()))
 }
 
-/// Runs CMD and tells it of the signals that we get. It ends with the session, where that is lost.
-async fn command(
+/// Runs CMD, and passes signals on to it. If the session is lost, CMD is asked to end.
+async fn run_command(
     location: &Location,
     command: &[OsString],
     interruptions: &mut Interruptions,
     mut loss: Pin<&mut impl Future<Output = String>>,
 ) -> Result<u8, Failure> {
+    let own = |error: std::io::Error| Failure::new(error).with_status(NOT_STARTED);
     let variables = exec::variables(location, None).map_err(|failure| failure.with_status(NOT_STARTED))?;
     let (program, rest) = exec::split(command, &variables)?;
     let mut child =
@@ -131,10 +151,10 @@ async fn command(
     let mut reason = None;
     let number = loop {
         tokio::select! {
-            status = child.wait() => return Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
-            signalled = interruptions.next_of_all() => match signalled {
-                // What a scheduler or a user tells CMD by these is between them.
-                number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => pass_on(&child, number),
+            status = child.wait() => return Ok(shell_status(status.map_err(own)?)),
+            number = interruptions.next_of_all() => match number {
+                // A scheduler or a user sends these to CMD; they mean nothing here.
+                number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => forward(&child, number),
                 number => break number,
             },
             lost = &mut loss => {
@@ -144,21 +164,21 @@ async fn command(
         }
     };
     end_soon();
-    // A terminal has told all of its foreground group already.
+    // A terminal sends these two to its whole foreground process group, so CMD got them already.
     if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
-        pass_on(&child, number);
+        forward(&child, number);
     }
     let status = match timeout(GRACE, child.wait()).await {
         Ok(status) => status,
         Err(_) => {
-            complain(format_args!("CMD has not ended within {} s of the signal; it is killed", GRACE.as_secs()));
-            pass_on(&child, Signal::SIGKILL as i32);
+            complain(format_args!("CMD did not end within {} s of the signal, so it is killed", GRACE.as_secs()));
+            forward(&child, Signal::SIGKILL as i32);
             child.wait().await
         }
     };
     match reason {
         Some(reason) => Err(Failure::new(reason).with_status(NOT_STARTED)),
-        None => Ok(status_of(status.map_err(|error| Failure::new(error).with_status(NOT_STARTED))?)),
+        None => Ok(shell_status(status.map_err(own)?)),
     }
 }
 
@@ -166,15 +186,16 @@ fn is_in_foreground() -> bool {
     tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == getpgrp())
 }
 
-fn pass_on(child: &Child, number: i32) {
+/// Sends a signal to CMD.
+fn forward(child: &Child, number: i32) {
     if let (Some(pid), Ok(signal)) = (child.id(), Signal::try_from(number)) {
-        // It may have ended just now.
+        // CMD may have ended just now.
         let _ = kill(Pid::from_raw(pid as i32), signal);
     }
 }
 
-/// As shells give it: 128 and the signal that ended it.
-fn status_of(status: ExitStatus) -> u8 {
+/// The exit status as shells report it: 128 plus the number of the signal that ended a process.
+fn shell_status(status: ExitStatus) -> u8 {
     status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
 }
 
@@ -183,9 +204,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_and_targets_part_at_the_last_colon_slash() {
+    fn a_stage_in_argument_splits_at_its_last_colon_slash() {
         let check = |argument: &str, expect: Option<(&str, &str)>| {
-            let found = part(OsStr::new(argument)).ok();
+            let found = split(OsStr::new(argument)).ok();
             assert_eq!(found, expect.map(|(source, target)| (source.into(), target.into())), "{argument}");
         };
         check("a.tar:/dayfly/a", Some(("a.tar", "/dayfly/a")));

@@ -1,11 +1,11 @@
-//! Signals, waited for.
+//! Waiting for signals.
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
 
 use crate::failure::Failure;
 
-/// The signals that end a job.
+/// The signals that a user or a manager sends to a job.
 pub(super) struct Interruptions {
     interrupt: Signals,
     terminate: Signals,
@@ -13,16 +13,15 @@ pub(super) struct Interruptions {
     quit: Signals,
     user_1: Signals,
     user_2: Signals,
-    /// The last that came.
+    /// The number of the last signal that arrived.
     last: i32,
 }
 
 impl Interruptions {
     pub(super) fn new() -> Result<Self, Failure> {
-        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
         Ok(Self {
-            interrupt,
-            terminate,
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
             hangup: signal(SignalKind::hangup())?,
             quit: signal(SignalKind::quit())?,
             user_1: signal(SignalKind::user_defined1())?,
@@ -31,7 +30,7 @@ impl Interruptions {
         })
     }
 
-    /// Any.
+    /// Waits for any of the signals.
     pub(super) async fn next_of_all(&mut self) -> i32 {
         self.last = tokio::select! {
             _ = self.interrupt.recv() => Signal::SIGINT as i32,
@@ -44,12 +43,12 @@ impl Interruptions {
         self.last
     }
 
-    /// What shells say of who was ended by the last of them.
+    /// The exit status that shells report for a process ended by the last signal.
     pub(super) fn status(&self) -> u8 {
         128 + self.last as u8
     }
 
-    /// One that ends the job.
+    /// Waits for a signal that ends the job, which SIGUSR1 and SIGUSR2 do not.
     pub(super) async fn next(&mut self) -> i32 {
         loop {
             let number = self.next_of_all().await;

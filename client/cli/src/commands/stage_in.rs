@@ -18,7 +18,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflicts, Selection, StageInRequest as Request};
 
 use super::signals::Interruptions;
-use crate::args::{Group, OnConflict, StageIn, StageInOptions};
+use crate::args::{Group, OnConflict, StageInArguments, StageInOptions};
 use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
@@ -30,14 +30,14 @@ const END_TIME: Duration = Duration::from_secs(2);
 /// How long a stage-in that is interrupted waits for what it is just telling.
 const TELLING_TIMEOUT: Duration = Duration::from_secs(1);
 
-pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
     let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
     let location = namespace::location()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (sources, target) = (sources.to_vec(), target.clone());
     let status = runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let telling = Telling::default();
+        let telling = ProgressDisplay::default();
         let told = telling.clone();
         let staging =
             tokio::task::spawn_blocking(move || stage(&location, &sources, &target, &arguments.options, arguments.json, &told));
@@ -59,9 +59,9 @@ pub(super) fn run(arguments: StageIn) -> Result<ExitCode, Failure> {
 
 /// Who tells the user how a stage-in goes, until it was interrupted.
 #[derive(Clone, Default)]
-pub(super) struct Telling(Arc<Mutex<Option<Reporter>>>);
+pub(super) struct ProgressDisplay(Arc<Mutex<Option<Reporter>>>);
 
-impl Telling {
+impl ProgressDisplay {
     fn begin(&self, reporter: Reporter) {
         *self.reporter() = Some(reporter);
     }
@@ -100,7 +100,7 @@ pub(super) fn stage(
     target: &OsStr,
     options: &StageInOptions,
     json: bool,
-    telling: &Telling,
+    telling: &ProgressDisplay,
 ) -> Result<u64, Failure> {
     let session = Session::attach(location)?;
     let request = Request {

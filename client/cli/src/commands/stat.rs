@@ -9,12 +9,12 @@ use dayfly_meta::id::BlockId;
 use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
-use crate::args::Stat;
+use crate::args::StatArguments;
 use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::namespace::{about, view};
 
-pub(super) fn run(arguments: Stat) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: StatArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
     let mut failed = false;
     for path in &arguments.paths {

@@ -5,18 +5,17 @@ use std::process::ExitCode;
 use dayfly_client::Session;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
-use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
 use serde_json::{Value, json};
 
-use crate::args::Status;
+use super::{policy, query};
+use crate::args::StatusArguments;
 use crate::failure::Failure;
 use crate::failure::say;
-use crate::namespace;
 use crate::size::show;
 
-pub(super) fn run(arguments: Status) -> Result<ExitCode, Failure> {
-    let (session, status) = ask()?;
+pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
+    let (session, status) = query::status()?;
     if arguments.json {
         say!("{}", as_json(&session, &status))
     } else {
@@ -24,18 +23,6 @@ pub(super) fn run(arguments: Status) -> Result<ExitCode, Failure> {
     }
     let all_answer = status.nodes.iter().all(|entry| entry.status.is_ok());
     if all_answer { Ok(ExitCode::SUCCESS) } else { Err(Failure::silent()) }
-}
-
-/// What all nodes say, by way of this process's own.
-pub(super) fn ask() -> Result<(Session, SessionStatus), Failure> {
-    let session = Session::attach(&namespace::location()?)?;
-    let mut status = None;
-    session.control(Command::Status, &mut |event| {
-        if let Event::Status(told) = event {
-            status = Some(told);
-        }
-    })?;
-    Ok((session, status.ok_or_else(|| Failure::new("the server told no status"))?))
 }
 
 /// Bytes held by all nodes.
@@ -56,7 +43,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
         "samples",
         "bytes",
         "share",
-        "kept",
+        "cached",
         "taken",
         "free",
         "memory",
@@ -71,7 +58,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
                 node_status.samples,
                 show(node_status.held_bytes),
                 share_percent(node_status, all),
-                show(node_status.kept.bytes),
+                show(node_status.cached.bytes),
                 show(node_status.taken_bytes),
                 show(node_status.free_bytes),
                 show(node_status.memory_bytes),
@@ -87,7 +74,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
         "node",
         "read: own",
-        "kept",
+        "cached",
         "arena",
         "asked",
         "over the network",
@@ -113,7 +100,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
-        say!("{}", super::tune::told(&node.policy));
+        say!("{}", policy::describe(&node.policy));
     }
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));
@@ -151,7 +138,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
             "samples": status.samples, "blocks": status.blocks, "held_bytes": status.held_bytes,
             "share_percent": share_percent(status, all),
             "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
-            "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "kept_room_bytes": status.kept_room_bytes,
+            "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "cached_room_bytes": status.cached_room_bytes,
             "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
             "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
             "stage_in_workers": status.stage_in_workers, "stage_in_memory_bytes": status.stage_in_memory_bytes,
@@ -168,7 +155,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 "requests": status.prefetch.requests, "hits": status.prefetch.hits, "late": status.prefetch.late,
                 "wasted": status.prefetch.wasted,
             },
-            "kept_blocks": status.kept.count, "kept_bytes": status.kept.bytes,
+            "cached_blocks": status.cached.count, "cached_bytes": status.cached.bytes,
             "local_percent": local_percent(status), "network": network_as_json(&status.network),
             "predicted_local_percent": status.predicted_local_permille as f64 / 10.0,
             "busiest_clients": status.busiest.iter().map(|client| json!({

@@ -11,30 +11,30 @@ use dayfly_meta::limits::CLIENTS_SHOWN_MAX;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::wire::status::{ClientStatus, NodeStatus, Reads, SOURCES, Status, total};
 
-use super::status::ask;
-use crate::args::Top;
-use crate::failure::{Failure, all_said, say};
+use super::query;
+use crate::args::TopArguments;
+use crate::failure::{Failure, check_output, say};
 use crate::size::show;
 pub(super) use bottleneck::bottleneck;
 
 /// Back to the first line, and what was below it is gone.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
-pub(super) fn run(arguments: &Top) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
     let is_terminal = stdout().is_terminal();
     let mut left = arguments.count.or(if is_terminal { None } else { Some(1) });
-    let (session, mut before) = ask()?;
+    let (session, mut before) = query::status()?;
     let mut looked = Instant::now();
     while left != Some(0) {
         sleep(Duration::from_secs_f64(arguments.interval));
-        let (_, now) = ask()?;
+        let (_, now) = query::status()?;
         let seconds = looked.elapsed().as_secs_f64();
         looked = Instant::now();
         let clear = if is_terminal { CLEAR } else { "" };
         say!("{clear}session {}, {} nodes, over {seconds:.1} s", session.id(), session.nodes());
         show_nodes(&before, &now, seconds);
         say!("{}", bottleneck(&before, &now, seconds));
-        all_said()?;
+        check_output()?;
         before = now;
         left = left.map(|left| left - 1);
     }

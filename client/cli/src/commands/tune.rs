@@ -1,43 +1,27 @@
-//! `dayfly tune`.
+//! `dayfly tune`: changes how nodes prefetch and cache.
 
 use std::process::ExitCode;
 
 use dayfly_client::Session;
 use dayfly_meta::wire::control::{Command, Event};
-use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Depth, Policy};
+use dayfly_meta::wire::status::Policy;
 
-use crate::args::Tune;
+use super::policy::describe;
+use crate::args::TuneArguments;
 use crate::failure::{Failure, say};
 use crate::namespace;
-use crate::size::show;
 
-pub(super) fn run(arguments: &Tune) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
     let session = Session::attach(&namespace::location()?)?;
     let policy = Policy { prefetch: arguments.prefetch, prefetch_bytes: arguments.prefetch_memory, cache_bytes: arguments.cache };
-    let mut outcome = Err(Failure::new("the server told no outcome"));
+    let mut outcome = Err(Failure::new("the server ended the connection without an answer; try again"));
     session.control(Command::Tune(policy), &mut |event| {
         outcome = match event {
             Event::Tuned(policy) => Ok(policy),
             Event::Failed { reason } => Err(Failure::new(reason)),
-            _ => Err(Failure::new("the server told another command's outcome")),
+            _ => Err(Failure::new("the server sent an answer to another command; this is a bug")),
         }
     })?;
-    say!("{}", told(&outcome?));
+    say!("{}", describe(&outcome?));
     Ok(ExitCode::SUCCESS)
-}
-
-/// A policy, in a line.
-pub(super) fn told(policy: &Policy) -> String {
-    let depth = match policy.prefetch.unwrap_or_default() {
-        Depth::Auto => "auto".to_owned(),
-        Depth::Samples(0) => "off".to_owned(),
-        Depth::Samples(samples) => format!("{samples} samples"),
-    };
-    let memory = policy.prefetch_bytes.map_or_else(|| "half of the arena".to_owned(), show);
-    let cache = match policy.cache_bytes.unwrap_or(CACHE_ALL_ROOM) {
-        CACHE_ALL_ROOM => "all free room".to_owned(),
-        0 => "off".to_owned(),
-        bytes => show(bytes),
-    };
-    format!("prefetch {depth}, in {memory}; cache: {cache}")
 }

@@ -1,4 +1,4 @@
-//! `dayfly up`. The process that the user started says what comes of it; another, in the background, keeps the session.
+//! `dayfly up`. The process that the user starts reports the result; another one stays in the background as the supervisor.
 
 use std::env;
 use std::fs::OpenOptions;
@@ -7,22 +7,22 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode, Stdio};
 use std::thread;
 
+use dayfly_launch::{RunningSession, SessionPlan};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, dup2_stderr, dup2_stdout, setsid};
 
-use super::run::start;
+use super::down;
 use super::signals::Interruptions;
-use super::{down, harden};
-use crate::args::Up;
-use crate::failure::{FAILED, Failure, complain, output};
-use crate::launch::{self, Started};
+use super::start::{lost, prepare_supervisor, start};
+use crate::args::UpArguments;
+use crate::failure::{FAILED, Failure, complain, notices, output};
 
-pub(super) fn run(arguments: &Up) -> Result<ExitCode, Failure> {
-    if arguments.foreground || arguments.background { keep(arguments) } else { start_supervisor() }
+pub(super) fn run(arguments: &UpArguments) -> Result<ExitCode, Failure> {
+    if arguments.foreground || arguments.background { supervise(arguments) } else { start_supervisor() }
 }
 
-/// Starts the supervisor, with our own arguments, and tells what it says until the session is there.
+/// Starts the supervisor with this process's arguments, and passes its messages on until the session is up.
 fn start_supervisor() -> Result<ExitCode, Failure> {
     let mut supervisor = Command::new(env::current_exe()?);
     supervisor.args(env::args_os().skip(1)).arg("--background");
@@ -37,55 +37,54 @@ fn start_supervisor() -> Result<ExitCode, Failure> {
         BufReader::new(output).read_line(&mut id)?;
     }
     if !id.is_empty() {
-        // What it has to say it has said by now, or says in its log.
+        // The supervisor now writes to its log, so its standard error has ended.
         let _ = errors.map(thread::JoinHandle::join);
         let Err(error) = output().write_all(id.as_bytes()) else { return Ok(ExitCode::SUCCESS) };
-        // It ends its session with itself.
+        // The supervisor ends its session when it ends.
         kill(Pid::from_raw(supervisor.id() as i32), Signal::SIGTERM).map_err(io::Error::from)?;
         supervisor.wait()?;
-        return Err(never_told(&error));
+        return Err(id_not_printed(&error));
     }
     let status = supervisor.wait()?;
-    // It has said why.
+    // The supervisor has reported the reason.
     let _ = errors.map(thread::JoinHandle::join);
     Ok(ExitCode::from(status.code().map_or(FAILED, |code| code as u8)))
 }
 
-/// Starts a session and stays until it ends.
-fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
+/// Starts a session, and supervises it until it ends.
+fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     if arguments.background {
-        // The terminal's signals are not meant for it.
+        // The terminal's signals are not meant for this process.
         setsid().map_err(io::Error::from)?;
-        // Who waits for this may be interrupted.
+        // If the user interrupts the parent, the start is interrupted too.
         set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
     }
-    harden();
-    let planned = launch::plan(&arguments.session, arguments.keep.unwrap_or_default())?;
+    prepare_supervisor();
+    let plan = SessionPlan::new(&arguments.session.to_options(), arguments.keep.unwrap_or_default(), notices())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let Some(mut started) = start(planned, &mut interruptions).await? else {
+        let Some(mut session) = start(plan, &mut interruptions).await? else {
             return Ok(ExitCode::from(interruptions.status()));
         };
         if arguments.background {
-            // It ends when it has heard; if it is gone before, it hears nothing.
+            // The parent exits once it has the id. If it is gone already, the write below fails.
             set_pdeathsig(None).map_err(io::Error::from)?;
-            // No job's folder stays busy; what was given relative to it has been looked up.
+            // This process must not keep the working directory's file system busy. Relative paths were resolved by now.
             env::set_current_dir("/")?;
         }
-        if let Err(error) = writeln!(output(), "{}", started.location.session) {
-            // In the background whoever started this is gone.
-            let ended = down::end_servers(&started.location);
-            drop(started);
-            return Err(ended.err().unwrap_or_else(|| never_told(&error)));
+        if let Err(error) = writeln!(output(), "{}", session.location().session) {
+            let ended = down::end_servers(session.location());
+            drop(session);
+            return Err(ended.err().unwrap_or_else(|| id_not_printed(&error)));
         }
         if arguments.background {
-            to_log(&started)?;
+            redirect_to_log(&session)?;
         }
-        let (location, end, loss) = (started.location.clone(), started.end_handle(), started.loss());
-        let mut waiting = tokio::task::spawn_blocking(move || started.wait());
+        let (location, end, loss) = (session.location().clone(), session.end_handle(), session.loss());
+        let mut waiting = tokio::task::spawn_blocking(move || session.wait());
         tokio::select! {
-            _ = &mut waiting => match super::run::lost(loss).await {
+            _ = &mut waiting => match lost(loss).await {
                 Some(reason) => Err(Failure::new(reason)),
                 None => Ok(ExitCode::SUCCESS),
             },
@@ -102,14 +101,15 @@ fn keep(arguments: &Up) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Nobody would find a session whose id was never told, and it would stay.
-fn never_told(error: &io::Error) -> Failure {
-    Failure::new(format!("the session is ended, for its id cannot be told on standard output: {error}"))
+/// Without its id nobody would find the session, and it would stay.
+fn id_not_printed(error: &io::Error) -> Failure {
+    Failure::new(format!("the session was ended because its id cannot be printed: {error}"))
 }
 
-/// From here on nobody reads what is said but in the session's folder.
-fn to_log(started: &Started) -> io::Result<()> {
-    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(started.location.folder.join("supervisor.log"))?;
+/// From now on nobody reads this process's output, so it goes to a log in the session's folder.
+fn redirect_to_log(session: &RunningSession) -> io::Result<()> {
+    let path = session.location().folder.join("supervisor.log");
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(path)?;
     dup2_stdout(&log)?;
     dup2_stderr(&log)?;
     Ok(())

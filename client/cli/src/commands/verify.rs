@@ -15,7 +15,7 @@ use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::args::Verify;
+use crate::args::VerifyArguments;
 use crate::failure::say;
 use crate::failure::{Failure, complain};
 use crate::namespace;
@@ -24,7 +24,7 @@ use crate::size::show;
 /// Blocks handed to the client library at a time.
 const CHUNK: usize = 4096;
 
-pub(super) fn run(arguments: Verify) -> Result<ExitCode, Failure> {
+pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     let location = namespace::location()?;
     let nodes = location.live_nodes();
     let path = arguments.path.as_ref().map(|path| path.as_bytes().to_vec());

@@ -12,8 +12,8 @@ use crate::memory::{Errno, FromC};
 
 /// `DAYFLY_REPORT_MISSING`.
 const REPORT_MISSING: c_int = 1;
-/// `DAYFLY_ANY_ORDER`.
-const ANY_ORDER: c_int = 2;
+/// `DAYFLY_AS_AVAILABLE`.
+const AS_AVAILABLE: c_int = 2;
 
 /// A path in a program's array.
 type Path<'a> = FromC<'a, *const c_char>;
@@ -39,11 +39,11 @@ pub(crate) struct SampleView {
 }
 
 fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
-    if flags & !(REPORT_MISSING | ANY_ORDER) != 0 {
+    if flags & !(REPORT_MISSING | AS_AVAILABLE) != 0 {
         return Err(libc::EINVAL);
     }
-    let delivery = if flags & ANY_ORDER == 0 { Delivery::Given } else { Delivery::Arrival };
-    Ok((delivery, if flags & REPORT_MISSING == 0 { OnMissing::Fail } else { OnMissing::Tell }))
+    let delivery = if flags & AS_AVAILABLE == 0 { Delivery::InOrder } else { Delivery::AsAvailable };
+    Ok((delivery, if flags & REPORT_MISSING == 0 { OnMissing::Fail } else { OnMissing::Report }))
 }
 
 fn errno(error: &ClientError) -> Errno {

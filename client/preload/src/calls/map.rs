@@ -107,7 +107,7 @@ fn map(view: &View, file: &OpenFile, request: &Request<'_>) -> Result<*mut c_voi
 fn fill(view: &View, file: &OpenFile, request: &Request<'_>, base: *mut c_void) -> Result<(), Fault> {
     let mut copied: Vec<Part> = Vec::new();
     for part in parts(file, request)? {
-        let found = file.dataset().place(part.block).filter(|_| may_map_in_place(view, file, &part));
+        let found = file.dataset().segment_position(part.block).filter(|_| may_map_in_place(view, file, &part));
         match found {
             Some((segment, offset)) if in_place::add(base as usize + part.start as usize, part.len as usize) => {
                 put(request, base, part.start, part.len, segment.as_raw_fd(), offset + part.within)?;

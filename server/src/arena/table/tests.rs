@@ -1,4 +1,4 @@
-//! The table under all kinds of interleaving (by shuttle), and what it evicts.
+//! The table under random interleavings (by shuttle), and its eviction policy.
 
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
@@ -24,10 +24,10 @@ fn block(weight: u64) -> Arc<Block> {
     Arc::new(Block { weight, mark: false.into() })
 }
 
-/// Tells those who wait that a load has ended, as the server's channel does.
+/// Wakes the threads that wait for the end of a load, as the server's channel does.
 struct Signal(Mutex<bool>, Condvar);
 
-/// What a server does, with threads for its tasks.
+/// Uses the table as the server does, with threads in place of tasks.
 struct Server {
     table: Mutex<Table<u32, Block, Arc<Signal>>>,
     loads: std::sync::atomic::AtomicUsize,
@@ -38,36 +38,36 @@ impl Server {
         Arc::new(Self { table: Mutex::new(Table::new(capacity, 16)), loads: 0.into() })
     }
 
-    /// Gets a block; whoever is told to load it may fail at it.
+    /// Reads a block. If this caller has to load it and `fails` is set, the load fails.
     fn read(&self, key: u32, fails: bool) -> Option<Arc<Block>> {
         loop {
             let mut table = self.table.lock().unwrap();
-            match table.wish(&key) {
-                Wish::Held(held) => return Some(held),
-                Wish::Loading(signal) => {
+            match table.look_up(&key) {
+                Lookup::Resident(value) => return Some(value),
+                Lookup::Loading(signal) => {
                     drop(table);
                     let mut ended = signal.0.lock().unwrap();
                     while !*ended {
                         ended = signal.1.wait(ended).unwrap();
                     }
                 }
-                Wish::Absent => {
+                Lookup::Absent => {
                     let signal = Arc::new(Signal(Mutex::new(false), Condvar::new()));
-                    table.begin(key, signal.clone());
+                    table.begin_load(key, signal.clone());
                     drop(table);
                     thread::yield_now();
-                    let held = block(10);
+                    let value = block(10);
                     let mut table = self.table.lock().unwrap();
                     if fails {
-                        table.give_up(&key);
+                        table.abandon_load(&key);
                     } else {
                         self.loads.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                        drop(table.fill(key, held.clone()));
+                        drop(table.finish_load(key, value.clone()));
                     }
                     drop(table);
                     *signal.0.lock().unwrap() = true;
                     signal.1.notify_all();
-                    return (!fails).then_some(held);
+                    return (!fails).then_some(value);
                 }
             }
         }
@@ -97,7 +97,7 @@ fn sixteen_readers_of_one_block_load_it_once() {
 }
 
 #[test]
-fn a_load_that_fails_passes_to_the_next_and_nobody_waits_for_ever() {
+fn after_a_failed_load_the_next_reader_loads_the_block_and_nobody_waits_forever() {
     check(1000, || {
         let server = Server::new(1000);
         let reader = |number| {
@@ -105,14 +105,14 @@ fn a_load_that_fails_passes_to_the_next_and_nobody_waits_for_ever() {
             thread::spawn(move || server.read(7, number < 2).is_some())
         };
         let readers: Vec<_> = (0..5).map(reader).collect();
-        let got = readers.into_iter().filter(|_| true).map(|reader| reader.join().unwrap()).filter(|&got| got).count();
+        let got = readers.into_iter().map(|reader| reader.join().unwrap()).filter(|&got| got).count();
         assert!(got >= 3 && loads(&server) == 1, "{got} {}", loads(&server));
         assert!(server.table.lock().unwrap().loading.is_empty());
     });
 }
 
 #[test]
-fn what_a_reader_has_is_never_evicted_whoever_else_loads() {
+fn a_leased_block_is_never_evicted_while_others_load() {
     check(500, || {
         let server = Server::new(30);
         let reader = |number| {
@@ -122,8 +122,8 @@ fn what_a_reader_has_is_never_evicted_whoever_else_loads() {
                     let lease = server.read(key, false).unwrap();
                     thread::yield_now();
                     let table = server.table.lock().unwrap();
-                    // It stays where it is found, so nobody loads it again and its room is not given away, until we let go.
-                    assert!(table.peek(&key).is_some_and(|held| Arc::ptr_eq(&held, &lease)), "{key}");
+                    // The block stays in the table until we drop it, so nobody loads it again and its room is not reused.
+                    assert!(table.peek(&key).is_some_and(|value| Arc::ptr_eq(&value, &lease)), "{key}");
                 }
             })
         };
@@ -131,18 +131,18 @@ fn what_a_reader_has_is_never_evicted_whoever_else_loads() {
         readers.into_iter().for_each(|reader| reader.join().unwrap());
         let mut table = server.table.lock().unwrap();
         table.evict(1000);
-        assert_eq!(table.weight(), 0, "all leases ended, so all makes room");
+        assert_eq!(table.weight(), 0, "after the last lease ended, everything can be evicted");
     });
 }
 
 #[test]
-fn a_scan_does_not_press_out_what_is_wished_for_again() {
+fn a_scan_does_not_evict_blocks_that_are_read_again() {
     let mut table: Table<u32, Block, ()> = Table::new(1000, 100);
-    let read = |table: &mut Table<u32, Block, ()>, key| match table.wish(&key) {
-        Wish::Held(_) => true,
+    let read = |table: &mut Table<u32, Block, ()>, key| match table.look_up(&key) {
+        Lookup::Resident(_) => true,
         _ => {
-            table.begin(key, ());
-            drop(table.fill(key, block(10)));
+            table.begin_load(key, ());
+            drop(table.finish_load(key, block(10)));
             false
         }
     };
@@ -155,19 +155,19 @@ fn a_scan_does_not_press_out_what_is_wished_for_again() {
             (0..20).for_each(|hot| _ = read(&mut table, hot));
         }
     }
-    let kept = (0..20).filter(|key| table.peek(key).is_some()).count();
-    assert!(kept >= 18, "{kept} of 20 survive a scan of 19 times the room");
+    let survivors = (0..20).filter(|key| table.peek(key).is_some()).count();
+    assert!(survivors >= 18, "{survivors} of 20 survive a scan of 19 times the capacity");
 }
 
 #[test]
-fn pinned_ones_stay_marked_ones_are_spared_once_and_the_rest_makes_room() {
+fn eviction_never_takes_pinned_blocks_and_spares_marked_blocks_once() {
     let mut table: Table<u32, Block, ()> = Table::new(100, 10);
     let blocks: Vec<Arc<Block>> = (0..10).map(|_| block(10)).collect();
     for (key, block) in (0..).zip(&blocks) {
-        table.begin(key, ());
-        drop(table.fill(key, block.clone()));
+        table.begin_load(key, ());
+        drop(table.finish_load(key, block.clone()));
     }
-    assert!(table.evict(50).is_empty(), "all are pinned");
+    assert!(table.evict(50).is_empty(), "every block is pinned");
     let pinned = blocks[3].clone();
     blocks[4].mark.store(true, std::sync::atomic::Ordering::Relaxed);
     drop(blocks);

@@ -1,4 +1,4 @@
-//! Copies of other nodes' blocks on a drive that fails when it is told to.
+//! Cached blocks on a drive that fails when a test asks for it.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -21,8 +21,8 @@ fn content(block: BlockId, len: usize) -> Vec<u8> {
     (0..len as u32).map(|at| (block.0 * 31 + at * 7) as u8 | 1).collect()
 }
 
-/// A dataset of which another node owns all.
-struct Ground {
+/// A dataset whose blocks all belong to another node, and the drive that caches them.
+struct Fixture {
     dataset: Dataset,
     drives: Vec<Arc<Drive>>,
     failing: Arc<Failing>,
@@ -30,7 +30,7 @@ struct Ground {
     _folder: tempfile::TempDir,
 }
 
-impl Ground {
+impl Fixture {
     fn new(len: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let failing = Arc::new(Failing::default());
@@ -57,140 +57,138 @@ impl Ground {
         let dataset =
             Dataset::prepare(DatasetId(1), target, &built.file, built.checksum, room, roster, &drives[0], segments, 0, &|_| None);
         let dataset = dataset.unwrap();
-        dataset.raise_kept(ALL).unwrap();
+        dataset.raise_cache_threshold(ALL).unwrap();
         Self { dataset, drives, failing, len, _folder: folder }
     }
 
-    fn keep(&self, blocks: impl Iterator<Item = u32>) -> io::Result<u64> {
+    fn write(&self, blocks: impl Iterator<Item = u32>) -> io::Result<u64> {
         let all: Vec<(BlockId, Vec<u8>)> = blocks.map(BlockId).map(|block| (block, content(block, self.len))).collect();
         let chunks: Vec<(Chunk, &[u8])> =
             all.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
-        self.dataset.keep(&chunks)
+        self.dataset.write_cached(&chunks)
     }
 
-    fn place(&self, block: u32) -> Option<DrivePosition> {
-        self.dataset.locations().find(BlockId(block)).and_then(Location::place)
+    fn position(&self, block: u32) -> Option<DrivePosition> {
+        self.dataset.locations().find(BlockId(block)).and_then(Location::position)
     }
 
+    /// The blocks that processes find.
     fn found(&self) -> Vec<u32> {
-        (0..FILES).filter(|&block| self.place(block).is_some()).collect()
+        (0..FILES).filter(|&block| self.position(block).is_some()).collect()
     }
 
-    fn assert_all_found_are_right(&self) {
+    fn assert_found_blocks_are_right(&self) {
         for block in self.found() {
-            let place = self.place(block).unwrap();
+            let position = self.position(block).unwrap();
             let mut bytes = vec![0; self.len];
-            self.dataset.segments().file(place.drive).unwrap().read_exact_at(&mut bytes, place.offset).unwrap();
+            self.dataset.segments().file(position.drive).unwrap().read_exact_at(&mut bytes, position.offset).unwrap();
             assert!(bytes == content(BlockId(block), self.len), "block {block}");
         }
-        let (blocks, bytes) = self.dataset.kept().usage();
+        let (blocks, bytes) = self.dataset.cached_blocks().usage();
         assert_eq!((blocks, bytes), (self.found().len() as u64, (self.found().len() * self.len) as u64));
     }
 }
 
-/// SEMANTICS: "processes find a copy once the drive has it".
 #[test]
 fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
-    let ground = Ground::new(5000);
-    ground.keep(0..20).unwrap();
-    assert!(ground.found().is_empty());
-    ground.keep(10..30).unwrap();
-    assert!(ground.found().is_empty());
-    ground.dataset.sync_kept().unwrap();
-    assert_eq!(ground.found(), (0..30).collect::<Vec<_>>());
-    ground.keep(0..40).unwrap();
-    assert_eq!(ground.found().len(), 30);
-    ground.dataset.sync_kept().unwrap();
-    assert_eq!(ground.found().len(), 40);
-    ground.assert_all_found_are_right();
-    assert_eq!(ground.dataset.segments().kept_room() / 5000, 40, "none is written twice");
+    let fixture = Fixture::new(5000);
+    fixture.write(0..20).unwrap();
+    assert!(fixture.found().is_empty());
+    fixture.write(10..30).unwrap();
+    assert!(fixture.found().is_empty());
+    fixture.dataset.sync_cached().unwrap();
+    assert_eq!(fixture.found(), (0..30).collect::<Vec<_>>());
+    fixture.write(0..40).unwrap();
+    assert_eq!(fixture.found().len(), 30);
+    fixture.dataset.sync_cached().unwrap();
+    assert_eq!(fixture.found().len(), 40);
+    fixture.assert_found_blocks_are_right();
+    assert_eq!(fixture.dataset.segments().cached_room() / 5000, 40, "no block is written twice");
 }
 
-/// SEMANTICS: "after an error nothing that was written since the last good sync is a copy".
 #[test]
-fn an_error_of_any_call_gives_up_what_was_written_since_the_last_good_sync() {
+fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync() {
     for call in 0..2 {
-        let ground = Ground::new(5000);
-        ground.keep(0..20).unwrap();
-        ground.dataset.sync_kept().unwrap();
-        ground.keep(20..30).unwrap();
-        let failing = [&ground.failing.start, &ground.failing.sync][call];
+        let fixture = Fixture::new(5000);
+        fixture.write(0..20).unwrap();
+        fixture.dataset.sync_cached().unwrap();
+        fixture.write(20..30).unwrap();
+        let failing = [&fixture.failing.start, &fixture.failing.sync][call];
         failing.store(true, Ordering::Relaxed);
-        let (kept, synced) = (ground.keep(30..40).map(drop), ground.dataset.sync_kept());
-        assert_eq!((kept.is_err(), synced.is_err()), (call == 0, call == 1));
-        let error = kept.and(synced).unwrap_err().to_string();
+        let (written, synced) = (fixture.write(30..40).map(drop), fixture.dataset.sync_cached());
+        assert_eq!((written.is_err(), synced.is_err()), (call == 0, call == 1));
+        let error = written.and(synced).unwrap_err().to_string();
         assert!(error.contains("has lost what was written to it") && error.contains("--data-dir"), "{error}");
-        // The next sync would succeed, and would prove nothing.
-        ground.keep(0..FILES).unwrap();
-        let _ = ground.dataset.sync_kept();
-        assert_eq!(ground.found(), (0..20).collect::<Vec<_>>());
-        ground.assert_all_found_are_right();
-        let before = ground.dataset.segments().kept_room();
-        assert!(ground.dataset.has_withdrawn());
-        assert!(ground.dataset.free_kept().unwrap() > 0 && ground.dataset.segments().kept_room() < before);
-        ground.assert_all_found_are_right();
+        // A repeated sync would succeed, and would prove nothing.
+        fixture.write(0..FILES).unwrap();
+        let _ = fixture.dataset.sync_cached();
+        assert_eq!(fixture.found(), (0..20).collect::<Vec<_>>());
+        fixture.assert_found_blocks_are_right();
+        let before = fixture.dataset.segments().cached_room();
+        assert!(fixture.dataset.has_withdrawn());
+        assert!(fixture.dataset.free_withdrawn().unwrap() > 0 && fixture.dataset.segments().cached_room() < before);
+        fixture.assert_found_blocks_are_right();
     }
 }
 
-/// SEMANTICS: "an offset at which a copy lay is never used again".
 #[test]
-fn an_offset_that_was_given_up_is_never_used_again() {
+fn the_offset_of_a_withdrawn_block_is_never_used_again() {
     for len in [3000, 70_000] {
-        let ground = Ground::new(len);
+        let fixture = Fixture::new(len);
         let mut used = std::collections::HashSet::new();
-        let room = ground.drives[0].used();
+        let room = fixture.drives[0].used();
         for _ in 0..5 {
-            ground.dataset.raise_kept(ALL).unwrap();
-            ground.keep(0..FILES).unwrap();
-            ground.dataset.sync_kept().unwrap();
-            assert_eq!(ground.found().len(), FILES as usize);
-            ground.assert_all_found_are_right();
-            assert!((0..FILES).all(|block| used.insert(ground.place(block).unwrap().offset)), "an offset came back");
-            ground.dataset.lower_kept(0);
-            assert!(ground.found().is_empty());
-            ground.dataset.free_kept().unwrap();
-            assert_eq!((ground.drives[0].used(), ground.dataset.segments().kept_room()), (room, 0), "all room came back");
-            let blocks = std::os::unix::fs::MetadataExt::blocks(&ground.dataset.segments().file(0).unwrap().metadata().unwrap());
+            fixture.dataset.raise_cache_threshold(ALL).unwrap();
+            fixture.write(0..FILES).unwrap();
+            fixture.dataset.sync_cached().unwrap();
+            assert_eq!(fixture.found().len(), FILES as usize);
+            fixture.assert_found_blocks_are_right();
+            assert!((0..FILES).all(|block| used.insert(fixture.position(block).unwrap().offset)), "an offset was used twice");
+            fixture.dataset.lower_cache_threshold(0);
+            assert!(fixture.found().is_empty());
+            fixture.dataset.free_withdrawn().unwrap();
+            assert_eq!((fixture.drives[0].used(), fixture.dataset.segments().cached_room()), (room, 0), "all room was freed");
+            let blocks = std::os::unix::fs::MetadataExt::blocks(&fixture.dataset.segments().file(0).unwrap().metadata().unwrap());
             assert!(blocks * 512 < 64 << 10, "{blocks} blocks are still taken");
         }
     }
 }
 
-/// SEMANTICS: "those with the highest hashes go first".
 #[test]
-fn a_lower_threshold_gives_up_a_part_and_its_pages() {
-    let ground = Ground::new(3000);
-    ground.keep(0..FILES).unwrap();
-    ground.dataset.sync_kept().unwrap();
-    let room = ground.dataset.segments().kept_room();
+fn a_lower_threshold_withdraws_some_blocks_and_frees_their_pages() {
+    let fixture = Fixture::new(3000);
+    fixture.write(0..FILES).unwrap();
+    fixture.dataset.sync_cached().unwrap();
+    let room = fixture.dataset.segments().cached_room();
     let mut last = FILES as usize;
     while last > 0 {
-        let threshold = lowered_threshold(ground.dataset.kept().threshold(), 8192, ground.dataset.segments().kept_room());
-        ground.dataset.lower_kept(threshold);
-        let freed = ground.dataset.free_kept().unwrap();
-        let found = ground.found();
+        let threshold =
+            lowered_threshold(fixture.dataset.cached_blocks().threshold(), 8192, fixture.dataset.segments().cached_room());
+        fixture.dataset.lower_cache_threshold(threshold);
+        let freed = fixture.dataset.free_withdrawn().unwrap();
+        let found = fixture.found();
         assert!(found.len() <= last && found.iter().all(|&block| hash(BlockId(block), 0) < threshold));
-        assert!(freed > 0 || found.len() + 4 > last, "{} went and nothing came free", last - found.len());
-        ground.assert_all_found_are_right();
+        assert!(freed > 0 || found.len() + 4 > last, "{} blocks were withdrawn and nothing was freed", last - found.len());
+        fixture.assert_found_blocks_are_right();
         last = found.len();
     }
-    assert!(room >= u64::from(FILES) * 3000 && ground.dataset.segments().kept_room() == 0);
+    assert!(room >= u64::from(FILES) * 3000 && fixture.dataset.segments().cached_room() == 0);
 }
 
 #[test]
-fn what_is_withdrawn_while_it_is_synced_is_not_found() {
-    let ground = Ground::new(5000);
-    ground.keep(0..20).unwrap();
-    ground.dataset.lower_kept(ALL / 2);
-    ground.dataset.sync_kept().unwrap();
+fn blocks_that_are_withdrawn_before_their_sync_are_not_found() {
+    let fixture = Fixture::new(5000);
+    fixture.write(0..20).unwrap();
+    fixture.dataset.lower_cache_threshold(ALL / 2);
+    fixture.dataset.sync_cached().unwrap();
     let half: Vec<u32> = (0..20).filter(|&block| hash(BlockId(block), 0) < ALL / 2).collect();
-    assert_eq!(ground.found(), half);
-    ground.dataset.free_kept().unwrap();
-    ground.assert_all_found_are_right();
+    assert_eq!(fixture.found(), half);
+    fixture.dataset.free_withdrawn().unwrap();
+    fixture.assert_found_blocks_are_right();
 }
 
 #[test]
-fn the_threshold_goes_down_in_every_step_and_ends_at_nothing() {
+fn the_threshold_falls_with_every_step_and_reaches_zero() {
     let mut threshold = ALL;
     let mut steps = 0;
     while threshold > 0 {

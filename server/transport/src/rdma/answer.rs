@@ -106,7 +106,7 @@ impl Answerer {
         let message = std::mem::take(&mut request.message);
         let answered = match self.service.pulled(peer, message, room).await {
             Ok(answer) => self.move_pieces(peer, queue, &request, answer).await,
-            Err(reason) => Answered::Refused(reason),
+            Err(refusal) => Answered::Refused(refusal),
         };
         self.finish(queue, &request, answered).await
     }
@@ -117,7 +117,7 @@ impl Answerer {
         let fits = pieces.len() <= request.places.len()
             && pieces.iter().zip(&request.places).all(|(piece, (_, room))| piece.len() <= u64::from(*room));
         if !fits {
-            return Answered::Refused("the answer does not fit".to_owned());
+            return Answered::Refused("the answer does not fit".into());
         }
         let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
         // Told here, it need not be found out behind all the bytes.
@@ -144,7 +144,7 @@ impl Answerer {
                     reads.shutdown().await;
                 }
                 tracing::debug!(%peer, %error, "an answer is given up");
-                Answered::Refused(format!("cannot send what it holds: {error}"))
+                Answered::Refused(format!("cannot send what it holds: {error}").into())
             }
         }
     }

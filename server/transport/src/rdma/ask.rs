@@ -13,7 +13,7 @@ use super::engine::{Batch, Engine, Events, QueueId};
 use super::message::{Answered, Ask, Hello, Request, answer_len, request_len};
 use super::queue::{Action, QueuePair, Remote, Work};
 use crate::budget::{Held, Progress};
-use crate::{Region, Slot, Unread};
+use crate::{Refusal, Region, Slot, Unread};
 
 /// Room for an answer's message beside its lengths.
 const ANSWER_MESSAGE_LEN: usize = 8 << 10;
@@ -25,7 +25,7 @@ pub(super) enum Outcome {
     /// It was answered: so many bytes in each slot.
     Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The far side will not.
-    Refused(String),
+    Refused(Refusal),
     /// It has to go another way: it, or its answer, does not fit here.
     Unfit(Vec<Slot>),
     /// The queue pair ended while it was under way; what became of it there nobody knows. With its number.
@@ -207,7 +207,7 @@ impl Events for Answers {
         drop(requests);
         let outcome = match answered {
             Answered::Done { lens, message, unread } => Outcome::Done { lens, message, slots, unread },
-            Answered::Refused(reason) => Outcome::Refused(reason),
+            Answered::Refused(refusal) => Outcome::Refused(refusal),
             // It was taken, and only its answer did not fit.
             Answered::TooLong if is_offer => Outcome::Failed(slots, number),
             Answered::TooLong => Outcome::Unfit(slots),

@@ -3,7 +3,7 @@
 
 use super::device::Address;
 use super::queue::{End, Remote};
-use crate::Unread;
+use crate::{Refusal, Unread};
 
 /// Version of all that is below.
 const VERSION: u8 = 2;
@@ -139,7 +139,7 @@ pub(super) enum Answered {
     /// So many bytes in each place, but for those that could not be read, and a message.
     Done { lens: Vec<u32>, message: Vec<u8>, unread: Unread },
     /// It will not.
-    Refused(String),
+    Refused(Refusal),
     /// It would, but its message does not fit here.
     TooLong,
 }
@@ -160,7 +160,7 @@ impl Answered {
                 let reason = unread.reason.as_bytes();
                 (3, lens, [&(reason.len() as u32).to_le_bytes(), reason, &message].concat())
             }
-            Self::Refused(reason) => (1, Vec::new(), reason.into_bytes()),
+            Self::Refused(refusal) => (1, Vec::new(), refusal.to_string().into_bytes()),
             Self::Done { .. } | Self::TooLong => (2, Vec::new(), Vec::new()),
         };
         message.truncate(room.saturating_sub(answer_len(lens.len(), 0)));
@@ -191,7 +191,7 @@ impl Answered {
                 let lens = lens.iter().map(|&len| if len == UNREAD { 0 } else { len }).collect();
                 Some(Self::Done { lens, message: message.to_vec(), unread })
             }
-            1 => Some(Self::Refused(String::from_utf8_lossy(&message).into_owned())),
+            1 => Some(Self::Refused(Refusal::new(String::from_utf8_lossy(&message)))),
             2 => Some(Self::TooLong),
             _ => None,
         }
@@ -259,7 +259,7 @@ mod tests {
         for answer in [
             done(vec![1, 2], b"m", &[]),
             done(vec![1, 0, 2, 0], b"m", &[1, 3]),
-            Answered::Refused("no".to_owned()),
+            Answered::Refused("no".into()),
             Answered::TooLong,
         ] {
             let bytes = answer.clone().encode(1000);
@@ -270,8 +270,8 @@ mod tests {
             assert_eq!(Answered::decode(&long.encode(40)), Some(Answered::TooLong));
         }
         assert_eq!(
-            Answered::decode(&Answered::Refused("long".repeat(99)).encode(16)),
-            Some(Answered::Refused("long".to_owned()))
+            Answered::decode(&Answered::Refused("long".repeat(99).into()).encode(16)),
+            Some(Answered::Refused("long".into()))
         );
     }
 

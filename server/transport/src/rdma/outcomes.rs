@@ -7,13 +7,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use dayfly_meta::id::NodeId;
 use tokio::sync::watch;
 
+use crate::Refusal;
+
 /// Offers remembered; of a failed queue pair at most its window is asked for again, and at once.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Who offered, through which queue pair (its name), as which request.
 type Key = (NodeId, u64, u32);
 /// How it ended, once it has.
-type End = Option<Result<Vec<u8>, String>>;
+type End = Option<Result<Vec<u8>, Refusal>>;
 
 /// Offers that are being taken, and those that were taken of late without the asker knowing.
 #[derive(Default)]
@@ -65,7 +67,7 @@ pub(super) struct Outcome<'a> {
 
 impl Outcome<'_> {
     /// It has been answered.
-    pub(super) fn end(&self, answer: Result<Vec<u8>, String>) {
+    pub(super) fn end(&self, answer: Result<Vec<u8>, Refusal>) {
         self.sender.send_replace(Some(answer));
     }
 
@@ -96,7 +98,7 @@ mod tests {
         taken.end(Ok(b"taken".to_vec()));
         assert_eq!(waiting.await, Some(b"taken".to_vec()));
         assert_eq!(outcomes.of(peer, queue, 1).await, Some(b"taken".to_vec()), "and again");
-        outcomes.begin(peer, queue, 2).end(Err("no".to_owned()));
+        outcomes.begin(peer, queue, 2).end(Err("no".into()));
         drop(outcomes.begin(peer, queue, 3));
         for number in [2, 3, 4] {
             assert_eq!(outcomes.of(peer, queue, number).await, None, "{number}");

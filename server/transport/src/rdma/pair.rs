@@ -19,7 +19,7 @@ use super::message::{Ask, Hello, Request};
 use super::queue::QueuePair;
 use super::{Card, Core, lock};
 use crate::budget::{Budget, Progress};
-use crate::{Answer, Connection, Incoming, Offered, Pulled, Service, Slot, TransportError};
+use crate::{Answer, Connection, Incoming, Offered, Pulled, Refusal, Service, Slot, TransportError};
 
 /// The last byte of each message of the inner transport tells whom it is for: the service above,
 const FOR_SERVICE: u8 = 0;
@@ -118,7 +118,7 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
                 );
             }
             Outcome::Failed(..) => return asker.ended().await,
-            Outcome::Refused(reason) => return reason,
+            Outcome::Refused(refusal) => return refusal.to_string(),
             Outcome::Unfit(_) => return "a ping does not fit".to_owned(),
         }
         lock(&link.core.fallen_back).remove(&link.inner.peer());
@@ -199,8 +199,8 @@ impl PairedConnection {
         lock(&self.link.asker).clone()
     }
 
-    fn refused(&self, reason: String) -> TransportError {
-        TransportError::Refused { peer: self.peer(), address: self.address, reason }
+    fn refused(&self, refusal: Refusal) -> TransportError {
+        TransportError::Refused { peer: self.peer(), address: self.address, refusal }
     }
 
     fn late(&self, timeout: Duration) -> TransportError {
@@ -232,7 +232,7 @@ impl Connection for PairedConnection {
                     lens.resize(slots.len(), 0);
                     return Ok(Pulled { message, slots, lens, unread });
                 }
-                Outcome::Refused(reason) => return Err(self.refused(reason)),
+                Outcome::Refused(refusal) => return Err(self.refused(refusal)),
                 Outcome::Late => return Err(self.late(limit)),
                 Outcome::Unfit(slots) | Outcome::Failed(slots, _) => slots,
             };
@@ -253,10 +253,10 @@ impl Connection for PairedConnection {
         if let Some(asker) = self.asker() {
             slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
                 Outcome::Done { message, mut slots, .. } => {
-                    let payload = slots.pop().ok_or_else(|| self.refused("it kept what was offered".to_owned()))?;
+                    let payload = slots.pop().ok_or_else(|| self.refused("it kept what was offered".into()))?;
                     return Ok(Offered { message, payload });
                 }
-                Outcome::Refused(reason) => return Err(self.refused(reason)),
+                Outcome::Refused(refusal) => return Err(self.refused(refusal)),
                 Outcome::Late => return Err(self.late(limit)),
                 Outcome::Unfit(slots) => slots,
                 Outcome::Failed(slots, number) => {
@@ -265,7 +265,7 @@ impl Connection for PairedConnection {
                 }
             };
         }
-        let payload = slots.pop().ok_or_else(|| self.refused("what was offered is gone".to_owned()))?;
+        let payload = slots.pop().ok_or_else(|| self.refused("what was offered is gone".into()))?;
         if message.len() + again.len() >= MESSAGE_LEN_MAX {
             return Err(TransportError::TooLong(message.len()));
         }
@@ -315,9 +315,9 @@ impl Welcome {
         Self { core, service, accepted: Mutex::default() }
     }
 
-    async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, String> {
+    async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
         if !self.core.is_wanted() {
-            return Err(self.core.card().err().unwrap_or_else(|| "it has agreed on TCP".to_owned()));
+            return Err(self.core.card().err().map_or_else(|| "it has agreed on TCP".into(), Refusal::from));
         }
         let card = self.core.card()?;
         let far = Hello::decode(message).ok_or("an end of a queue pair that makes no sense")?;
@@ -334,7 +334,7 @@ impl Welcome {
         Ok(hello)
     }
 
-    async fn hold(&self, from: NodeId, nonce: u64) -> Result<Vec<u8>, String> {
+    async fn hold(&self, from: NodeId, nonce: u64) -> Result<Vec<u8>, Refusal> {
         let card = self.core.card()?;
         let found = match lock(&self.accepted).get_mut(&from) {
             Some(accepted) if accepted.nonce == nonce => accepted.requests.take().map(|requests| (accepted.queue, requests)),
@@ -367,14 +367,14 @@ impl Welcome {
 }
 
 /// The name of a queue pair at a message's end.
-fn split_nonce(message: &[u8]) -> Result<(&[u8], u64), String> {
+fn split_nonce(message: &[u8]) -> Result<(&[u8], u64), Refusal> {
     let (rest, nonce) = message.split_last_chunk::<8>().ok_or("a message that no peer sends")?;
     Ok((rest, u64::from_le_bytes(*nonce)))
 }
 
 #[async_trait]
 impl Service for Welcome {
-    async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let told = match message.pop() {
             Some(FOR_SERVICE) => return self.service.pulled(from, message, room).await,
             Some(SET_UP) => self.set_up(from, &message).await?,
@@ -383,12 +383,12 @@ impl Service for Welcome {
                 self.end(from, split_nonce(&message)?.1);
                 Vec::new()
             }
-            _ => return Err("a message that no peer sends".to_owned()),
+            _ => return Err("a message that no peer sends".into()),
         };
         Ok(Answer { message: told, pieces: Vec::new() })
     }
 
-    async fn offered(&self, from: NodeId, mut message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, from: NodeId, mut message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         match message.pop() {
             Some(FOR_SERVICE) => self.service.offered(from, message, incoming).await,
             Some(AGAIN) => {
@@ -401,7 +401,7 @@ impl Service for Welcome {
                 }
                 self.service.offered(from, rest.to_vec(), incoming).await
             }
-            _ => Err("a message that no peer sends".to_owned()),
+            _ => Err("a message that no peer sends".into()),
         }
     }
 }

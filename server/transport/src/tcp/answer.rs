@@ -10,11 +10,11 @@ use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::Kind;
 use tokio::sync::oneshot;
 
-use super::serve::refusal;
+use super::serve::refusal_body;
 use super::stream::{FileRange, Outgoing, Sender, join_body};
 use crate::cold::{Cold, is_cached, read_cached};
 use crate::turns::Turns;
-use crate::{Answer, GIVEN_UP, Piece, Unread, drive_failure};
+use crate::{Answer, GIVEN_UP, Piece, Refusal, Unread, drive_failure};
 
 /// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
@@ -26,14 +26,15 @@ pub(super) async fn send_answer(
     sender: &Sender,
     request: u64,
     room: &[u64],
-    answer: Result<Answer, String>,
+    answer: Result<Answer, Refusal>,
     peer: NodeId,
     turns: &Turns,
 ) {
     let Answer { message, pieces } = match answer.and_then(|answer| fitting(answer, room)) {
         Ok(answer) => answer,
-        Err(reason) => {
-            let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body: refusal(reason) }).await;
+        Err(refusal) => {
+            let _ =
+                sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body: refusal_body(&refusal) }).await;
             return;
         }
     };
@@ -47,7 +48,7 @@ pub(super) async fn send_answer(
     let gather = Gather { sender, request, body: Vec::new(), left, cold, unread: Unread::default() };
     if let Err(error) = gather.send(&pieces).await {
         tracing::debug!(%error, "an answer is given up");
-        let body = refusal(format!("cannot send what it holds: {error}"));
+        let body = refusal_body(&format!("cannot send what it holds: {error}").into());
         let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body }).await;
     }
 }
@@ -56,10 +57,10 @@ fn is_revoked(piece: &Piece) -> bool {
     matches!(piece, Piece::File { revoked, .. } if revoked.load(Ordering::Acquire))
 }
 
-fn fitting(answer: Answer, room: &[u64]) -> Result<Answer, String> {
+fn fitting(answer: Answer, room: &[u64]) -> Result<Answer, Refusal> {
     let fits = answer.pieces.len() <= room.len() && answer.pieces.iter().zip(room).all(|(piece, &room)| piece.len() <= room);
     let message_fits = answer.message.len() + answer.pieces.len() * 8 + 4 <= FRAME_BODY_LEN_MAX;
-    if fits && message_fits { Ok(answer) } else { Err("the answer does not fit".to_owned()) }
+    if fits && message_fits { Ok(answer) } else { Err("the answer does not fit".into()) }
 }
 
 /// An answer on its way.

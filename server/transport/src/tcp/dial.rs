@@ -21,7 +21,7 @@ use super::seal::split;
 use super::stream::{Outgoing, join_body};
 use super::{Identity, is_pushed_out};
 use crate::budget::{Budget, Denied, Progress};
-use crate::{Connection, Offered, Pulled, Slot, TransportError};
+use crate::{Connection, LossCause, Offered, Pulled, Refusal, Slot, TransportError};
 
 /// A peer that had no time for us is dialled so often, at most.
 const DIAL_ATTEMPTS_MAX: u32 = 5;
@@ -33,7 +33,7 @@ pub(super) async fn connect(
     address: SocketAddr,
 ) -> Result<Arc<dyn Connection>, TransportError> {
     let links = Arc::new(Links::new(peer, address, identity.deadlines));
-    let first = dial_patiently(identity, peer, address).await.map_err(|error| links.lost_by(&error.to_string()))?;
+    let first = dial_patiently(identity, peer, address).await.map_err(|error| links.lost_by(&LossCause::unreachable(error)))?;
     let mut dialled = vec![Ok(first)];
     let mut dialling = JoinSet::new();
     for _ in 0..BULK_LINKS {
@@ -93,8 +93,8 @@ impl TcpConnection {
         TransportError::Timeout { peer: self.links.peer, address: self.links.address, timeout }
     }
 
-    fn refused(&self, reason: String) -> TransportError {
-        TransportError::Refused { peer: self.links.peer, address: self.links.address, reason }
+    fn refused(&self, refusal: Refusal) -> TransportError {
+        TransportError::Refused { peer: self.links.peer, address: self.links.address, refusal }
     }
 
     fn denied(&self, denied: Denied, limit: Duration) -> TransportError {
@@ -103,7 +103,7 @@ impl TcpConnection {
 
     fn check(&self, message: &[u8]) -> Result<(), TransportError> {
         if self.links.is_lost() {
-            return Err(self.links.lost_by(""));
+            return Err(self.links.lost_by(&LossCause::Closed));
         }
         if message.len() > MESSAGE_LEN_MAX { Err(TransportError::TooLong(message.len())) } else { Ok(()) }
     }
@@ -117,11 +117,11 @@ impl TcpConnection {
     ) -> Result<(Arc<Link>, OwnedSemaphorePermit), TransportError> {
         loop {
             // Without a link it is about to be found lost.
-            let link = self.links.pick(is_bulk).ok_or_else(|| self.links.lost_by("all its connections ended"))?;
+            let link = self.links.pick(is_bulk).ok_or_else(|| self.links.lost_by(&LossCause::Closed))?;
             match timeout(limit.saturating_sub(progress.age()), link.permits.clone().acquire_owned()).await {
                 Ok(Ok(permit)) => return Ok((link, permit)),
                 // That link has ended.
-                Ok(Err(_)) => link.end("the connection ended"),
+                Ok(Err(_)) => link.end(LossCause::Closed),
                 Err(_) => return Err(self.timeout(limit)),
             }
         }
@@ -149,7 +149,7 @@ impl TcpConnection {
     }
 
     fn ended(&self, link: &Link) -> TransportError {
-        self.links.lost_by(link.ended().unwrap_or("the connection ended"))
+        self.links.lost_by(link.ended().unwrap_or(&LossCause::Closed))
     }
 }
 
@@ -193,7 +193,7 @@ impl Connection for TcpConnection {
             }
             match self.wait(answer, &progress, limit).await? {
                 Some(PullEnd::Done(pulled)) => return Ok(pulled),
-                Some(PullEnd::Refused(reason)) => return Err(self.refused(reason)),
+                Some(PullEnd::Refused(refusal)) => return Err(self.refused(refusal)),
                 // Bulk is only read, which may be done twice.
                 Some(PullEnd::Unanswered(back)) if is_bulk && moves < MOVES_MAX && !self.is_lost() => {
                     slots = back;
@@ -240,6 +240,6 @@ impl Connection for TcpConnection {
             payload
         };
         let answer = self.wait(answer, &progress, limit).await?.ok_or_else(|| self.ended(&link))?;
-        Ok(Offered { message: answer.map_err(|reason| self.refused(reason))?, payload })
+        Ok(Offered { message: answer.map_err(|refusal| self.refused(refusal))?, payload })
     }
 }

@@ -16,14 +16,14 @@ use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf};
 use super::stream::{Clock, Outgoing, Sender, split_body, split_unread, writer};
 use crate::budget::{Held, Progress};
-use crate::{Pulled, Slot, Unread};
+use crate::{LossCause, Pulled, Refusal, Slot, Unread};
 
 /// How a pull on one link ended.
 pub(super) enum PullEnd {
     /// It was answered.
     Done(Pulled),
     /// The peer will not.
-    Refused(String),
+    Refused(Refusal),
     /// The link ended before; the slots can be used again.
     Unanswered(Vec<Slot>),
 }
@@ -44,9 +44,9 @@ pub(super) enum State {
     /// The answer has come; its bytes are coming.
     Landing { message: Vec<u8>, landing: Landing, done: oneshot::Sender<PullEnd> },
     /// An offer, not accepted yet.
-    Offer { ready: oneshot::Sender<Turn>, done: oneshot::Sender<Result<Vec<u8>, String>> },
+    Offer { ready: oneshot::Sender<Turn>, done: oneshot::Sender<Result<Vec<u8>, Refusal>> },
     /// An accepted offer.
-    Sending { done: oneshot::Sender<Result<Vec<u8>, String>>, turn: Turn },
+    Sending { done: oneshot::Sender<Result<Vec<u8>, Refusal>>, turn: Turn },
 }
 
 /// Who has the last word on an accepted offer: its asker, who sends its bytes, or this link, which tells the peer that none come.
@@ -102,7 +102,7 @@ pub(super) struct Link {
     heard: Arc<Clock>,
     sent: Arc<Clock>,
     /// Why it ended.
-    ended: OnceLock<String>,
+    ended: OnceLock<LossCause>,
     ending: Notify,
 }
 
@@ -137,11 +137,7 @@ impl Link {
             write = write => write,
             () = self.ending.notified() => Ok(()),
         };
-        self.end(&match ended {
-            Ok(()) => "the connection ended".to_owned(),
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => "it closed the connection".to_owned(),
-            Err(error) => error.to_string(),
-        });
+        self.end(ended.map_or_else(LossCause::ended, |()| LossCause::Closed));
         // The stream is closed: nothing lands any more.
         self.permits.close();
         let requests = self.pending.lock().take().unwrap_or_default();
@@ -149,15 +145,15 @@ impl Link {
     }
 
     /// Has it end, for a reason that only the first to call this gives.
-    pub(super) fn end(&self, reason: &str) {
+    pub(super) fn end(&self, cause: LossCause) {
         // It has ended already if this fails.
-        let _ = self.ended.set(reason.to_owned());
+        let _ = self.ended.set(cause);
         self.ending.notify_one();
     }
 
     /// Why it ended, once it has, or is about to.
-    pub(super) fn ended(&self) -> Option<&str> {
-        self.ended.get().map(String::as_str)
+    pub(super) fn ended(&self) -> Option<&LossCause> {
+        self.ended.get()
     }
 
     /// How many requests wait for their answers.
@@ -256,12 +252,12 @@ impl Link {
                     let _ = done.send(Ok(body));
                 }
                 (Kind::Refused, state) => {
-                    let reason = String::from_utf8_lossy(&body).into_owned();
+                    let refusal = Refusal::new(String::from_utf8_lossy(&body));
                     match state {
-                        State::Pull { done, .. } | State::Landing { done, .. } => drop(done.send(PullEnd::Refused(reason))),
-                        State::Offer { done, .. } => drop(done.send(Err(reason))),
+                        State::Pull { done, .. } | State::Landing { done, .. } => drop(done.send(PullEnd::Refused(refusal))),
+                        State::Offer { done, .. } => drop(done.send(Err(refusal))),
                         State::Sending { done, turn } => {
-                            drop(done.send(Err(reason)));
+                            drop(done.send(Err(refusal)));
                             if turn.take() {
                                 withdrawing.spawn(tell_withdrawn(self.sender.clone(), header.request, permit));
                             }

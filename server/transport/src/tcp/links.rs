@@ -17,7 +17,7 @@ use super::dial::dial_patiently;
 use super::link::Link;
 use super::seal::{ReadHalf, WriteHalf};
 use super::stream::Outgoing;
-use crate::TransportError;
+use crate::{LossCause, TransportError};
 
 /// A link that lived so long did not end for what made the one before it end.
 const GOOD_LIFE: Duration = Duration::from_secs(10);
@@ -31,7 +31,7 @@ pub(super) struct Links {
     pub(super) deadlines: Deadlines,
     start: Instant,
     up: Mutex<Vec<Option<Arc<Link>>>>,
-    lost: OnceLock<String>,
+    lost: OnceLock<LossCause>,
 }
 
 /// The streams of a link.
@@ -52,24 +52,25 @@ impl Links {
             let ended = {
                 let links = self.lock();
                 let is_any_open = links.iter().flatten().any(|link| link.ended().is_none());
-                let reason =
-                    || links.iter().flatten().find_map(|link| link.ended()).unwrap_or("all its connections ended").to_owned();
-                (!is_any_open).then(reason)
+                let cause = || links.iter().flatten().find_map(|link| link.ended()).unwrap_or(&LossCause::Closed).clone();
+                (!is_any_open).then(cause)
             };
-            ended.iter().for_each(|reason| self.lose(reason));
+            ended.into_iter().for_each(|cause| self.lose(cause));
         }
         self.lost.get().is_some()
     }
 
-    /// That the peer is lost; `reason` counts where it was not known to be before.
-    pub(super) fn lost_by(&self, reason: &str) -> TransportError {
-        let reason = self.lost.get().map_or(reason, String::as_str).to_owned();
-        TransportError::Lost { peer: self.peer, address: self.address, reason }
+    /// The error that the peer is lost. `cause` applies only if the peer was not found lost before.
+    pub(super) fn lost_by(&self, cause: &LossCause) -> TransportError {
+        let cause = self.lost.get().unwrap_or(cause).clone();
+        TransportError::Lost { peer: self.peer, address: self.address, cause }
     }
 
-    fn lose(&self, reason: &str) {
-        if self.lost.set(reason.to_owned()).is_ok() {
-            tracing::debug!(peer = %self.peer, address = %self.address, reason, "peer lost");
+    /// Records that the peer is lost; only the first cause counts.
+    fn lose(&self, cause: LossCause) {
+        if self.lost.set(cause).is_ok() {
+            let error = self.lost.get();
+            tracing::warn!(node = %self.peer, address = %self.address, error = error.map(tracing::field::display), "peer lost");
         }
     }
 
@@ -130,7 +131,7 @@ impl Watch {
                 Some(ended) = self.running.join_next() => match ended {
                     Ok(number) => self.ended(number),
                     // What was asked on it is in no table any more.
-                    Err(error) => self.links.lose(&error.to_string()),
+                    Err(error) => self.links.lose(LossCause::ended(io::Error::other(error))),
                 },
                 Some(Ok((number, halves))) = self.dialling.join_next() => self.dialled(number, halves),
                 () = sleep(wait) => {
@@ -144,8 +145,8 @@ impl Watch {
             }
         }
         self.dialling.shutdown().await;
-        let reason = self.links.lost.get().map_or("", String::as_str);
-        self.links.lock().iter().flatten().for_each(|link| link.end(reason));
+        let cause = self.links.lost.get().unwrap_or(&LossCause::Closed);
+        self.links.lock().iter().flatten().for_each(|link| link.end(cause.clone()));
         while self.running.join_next().await.is_some() {}
         self.links.lock().iter_mut().for_each(|link| *link = None);
     }
@@ -181,12 +182,12 @@ impl Watch {
             let is_behind = newest.saturating_sub(link.heard()) >= ping_interval;
             note.looks = if is_silent && is_behind { note.looks + 1 } else { 0 };
             if note.looks >= Deadlines::LOOKS_MIN {
-                link.end(&format!("no byte came over one of its connections for {} s", link_silent.as_secs_f64()));
+                link.end(LossCause::Silent(link_silent));
             }
         }
         self.looks = if now.saturating_sub(newest) >= peer_lost { self.looks + 1 } else { 0 };
         if self.looks >= Deadlines::LOOKS_MIN {
-            self.links.lose(&format!("no byte came from it for {} s", peer_lost.as_secs_f64()));
+            self.links.lose(LossCause::Silent(peer_lost));
         }
     }
 
@@ -197,12 +198,12 @@ impl Watch {
             let link = links[number].take();
             (link, links.iter().all(|link| link.as_ref().is_none_or(|link| link.ended().is_some())))
         };
-        let reason = link.as_ref().and_then(|link| link.ended()).unwrap_or("the connection ended").to_owned();
+        let cause = link.as_ref().and_then(|link| link.ended()).unwrap_or(&LossCause::Closed).clone();
         if is_last {
-            self.links.lose(&reason);
+            self.links.lose(cause);
             return;
         }
-        tracing::info!(peer = %self.links.peer, address = %self.links.address, link = number, reason, "a link to a peer is replaced");
+        tracing::warn!(node = %self.links.peer, address = %self.links.address, link = number, error = %cause, "link lost; dialing again");
         self.dial(number);
     }
 

@@ -25,7 +25,7 @@ use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf, split};
 use super::stream::{Clock, Outgoing, Sender, split_body, writer};
 use crate::turns::Turns;
-use crate::{Incoming, Service, Serving, Slot};
+use crate::{Incoming, Refusal, Service, Serving, Slot};
 
 /// Accepts peers until the result is dropped.
 pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) -> Serving {
@@ -149,7 +149,7 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
                 answers.spawn(async move {
                     let answer = service.offered(peer, body, incoming).await;
                     let (kind, body) =
-                        answer.map_or_else(|reason| (Kind::Refused, refusal(reason)), |message| (Kind::Offered, message));
+                        answer.map_or_else(|refusal| (Kind::Refused, refusal_body(&refusal)), |message| (Kind::Offered, message));
                     let _ = sender.send(Outgoing::Frame { kind, request, argument: 0, body }).await;
                     drop(permit);
                 });
@@ -169,8 +169,9 @@ fn unexpected() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "a frame that no peer sends")
 }
 
-pub(super) fn refusal(reason: String) -> Vec<u8> {
-    let mut reason = reason.into_bytes();
+/// The body of a `Refused` frame: the reason, cut to the length of a message.
+pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
+    let mut reason = refusal.to_string().into_bytes();
     reason.truncate(MESSAGE_LEN_MAX);
     reason
 }

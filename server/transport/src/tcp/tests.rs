@@ -14,7 +14,7 @@ use super::seal::split;
 use super::stream::{Clock, FileRange, Outgoing, writer};
 use super::*;
 use crate::conformance::{Echo, pattern, tcp, tcp_for, tcp_with};
-use crate::{Answer, Incoming, Piece};
+use crate::{Answer, Incoming, Piece, Refusal};
 
 /// `docs/PROTOCOL.md`: bytes that a drive does not give are made up with zeros, and the stream goes on.
 #[tokio::test]
@@ -163,16 +163,16 @@ struct Hung(watch::Receiver<bool>);
 
 #[async_trait]
 impl Service for Hung {
-    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, String> {
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let mut told = self.0.clone();
         if !room.is_empty() && told.wait_for(|told| *told).await.is_err() {
-            return Err("it ends".to_owned());
+            return Err("it ends".into());
         }
         Ok(Answer { message: Vec::new(), pieces: room.iter().map(|&len| Piece::Bytes(vec![1; len as usize])).collect() })
     }
 
-    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, String> {
-        Err("no".to_owned())
+    async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: Incoming) -> Result<Vec<u8>, Refusal> {
+        Err("no".into())
     }
 }
 
@@ -250,15 +250,15 @@ struct Lender {
 
 #[async_trait]
 impl Service for Lender {
-    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, String> {
-        Err("nothing is here".to_owned())
+    async fn pulled(&self, _from: NodeId, _message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, Refusal> {
+        Err("nothing is here".into())
     }
 
-    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, String> {
+    async fn offered(&self, _from: NodeId, message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         self.asked.notify_one();
         self.go.notified().await;
         let slot = self.region.slot_within(incoming.len(), TIMEOUT).await.ok_or("no slot")?;
-        incoming.land(slot).await.map_err(|error| error.to_string())?;
+        incoming.land(slot).await.map_err(Refusal::new)?;
         Ok(message)
     }
 }

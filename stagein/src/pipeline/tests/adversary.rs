@@ -11,7 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::*;
-use crate::plan::{Cut, UnitQueue};
+use crate::plan::{SplitTar, UnitQueue};
 use crate::source::plain::version;
 
 /// A header block with a checksum that fits.
@@ -104,8 +104,8 @@ fn plan_of(path: &Path, cuts: &[u64]) -> StageInPlan {
         units.push(&Unit { source: 0, ticket: 0, prefix: Vec::new(), rivalry: Rivalry::default(), work }, RANGE_LEN_MIN).unwrap();
     }
     units.close(cuts.len() as u64).unwrap();
-    let cut = Cut { path, version, prefix: Vec::new(), rivalry: Rivalry::default(), ranges };
-    StageInPlan { units, ranges: vec![(0, cut)], ..planned(&[], &Selection::default()).unwrap() }
+    let tar = SplitTar { source: 0, path, version, prefix: Vec::new(), rivalry: Rivalry::default(), ranges };
+    StageInPlan { units, split_tars: vec![tar], ..planned(&[], &Selection::default()).unwrap() }
 }
 
 fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {

@@ -5,14 +5,14 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use super::*;
-use crate::gauge::Gauge;
 use crate::plan::check_sources;
+use crate::progress::ProgressMonitor;
 
 /// What one pattern names below a folder, by its path there.
 fn named(folder: &Path, pattern: &[u8]) -> Result<Vec<Vec<u8>>, StageInError> {
-    let gauge = Gauge::default();
+    let monitor = ProgressMonitor::default();
     let pattern = [folder.as_os_str().as_bytes(), b"/", pattern].concat();
-    let paths = expand(&[pattern], &Watch::new(&gauge))?;
+    let paths = expand(&[pattern], &Watch::new(&monitor))?;
     let below = paths.into_iter().map(|path| path.strip_prefix(folder).map(Path::to_owned));
     Ok(below.map(|path| path.unwrap().into_os_string().into_vec()).collect())
 }
@@ -82,14 +82,14 @@ fn globs_name_what_they_name_elsewhere() {
         let mut expect: Vec<PathBuf> = glob::glob_with(&whole, options).unwrap().map(Result::unwrap).collect();
         expect.sort_by(|left, right| left.as_os_str().as_bytes().cmp(right.as_os_str().as_bytes()));
         expect.dedup();
-        let gauge = Gauge::default();
-        match expand(&[whole.into_bytes()], &Watch::new(&gauge)) {
+        let monitor = ProgressMonitor::default();
+        match expand(&[whole.into_bytes()], &Watch::new(&monitor)) {
             Ok(found) => assert_eq!(found, expect, "{pattern}"),
             Err(error) => assert!(matches!(error, StageInError::NoMatch(_)) && expect.is_empty(), "{pattern}: {error}"),
         }
     }
     for pattern in ["[", "a**", "***", "[a/b]*"] {
-        assert!(matches!(named(folder.path(), pattern.as_bytes()), Err(StageInError::Pattern { .. })), "{pattern}");
+        assert!(matches!(named(folder.path(), pattern.as_bytes()), Err(StageInError::InvalidPattern { .. })), "{pattern}");
     }
 }
 
@@ -127,7 +127,7 @@ fn a_stage_in_that_is_cancelled_reads_its_list_no_further() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("list");
     fs::write(&list, "\n".repeat(1000)).unwrap();
-    let gauge = Gauge::default();
-    gauge.cancel();
-    assert!(matches!(listed(&list, &Watch::new(&gauge), &mut Named::default()), Err(StageInError::Cancelled)));
+    let monitor = ProgressMonitor::default();
+    monitor.cancel();
+    assert!(matches!(listed(&list, &Watch::new(&monitor), &mut Named::default()), Err(StageInError::Cancelled)));
 }

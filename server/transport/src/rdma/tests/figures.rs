@@ -75,7 +75,7 @@ async fn cold_pieces_come_past_the_page_cache() {
 
     #[async_trait]
     impl Service for Cold {
-        async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<crate::Answer, String> {
+        async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<crate::Answer, crate::Refusal> {
             let piece = |(at, &len): (usize, &u64)| {
                 let (offset, revoked) = (at as u64 * (3 << 20), Arc::default());
                 crate::Piece::File { file: self.0.clone(), offset, len, revoked }
@@ -83,8 +83,8 @@ async fn cold_pieces_come_past_the_page_cache() {
             Ok(crate::Answer { message: vec![], pieces: room.iter().enumerate().map(piece).collect() })
         }
 
-        async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: crate::Incoming) -> Result<Vec<u8>, String> {
-            Err("nothing".to_owned())
+        async fn offered(&self, _from: NodeId, _message: Vec<u8>, _incoming: crate::Incoming) -> Result<Vec<u8>, crate::Refusal> {
+            Err("nothing".into())
         }
     }
 

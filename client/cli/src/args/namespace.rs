@@ -1,0 +1,171 @@
+//! Arguments of the commands that look into the namespace and at the nodes.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Depth};
+
+use crate::size;
+
+/// List directories of the namespace.
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct LsArguments {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
+    /// Long format: type and permissions, links, owner, group, size, time.
+    #[arg(short)]
+    pub(crate) long: bool,
+    /// List subdirectories recursively.
+    #[arg(short = 'R')]
+    pub(crate) recursive: bool,
+    /// Print sizes with units.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+    /// Paths of the namespace. [default: the whole namespace]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Show everything about a path: attributes, blocks, their nodes, and the source on the parallel file system.
+#[derive(Args)]
+pub(crate) struct StatArguments {
+    /// Paths of the namespace.
+    #[arg(required = true)]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Write files of the namespace to standard output.
+#[derive(Args)]
+pub(crate) struct CatArguments {
+    /// Paths of the namespace.
+    #[arg(required = true)]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Copy out of the namespace, with permissions, times, symbolic links and hard links.
+#[derive(Args)]
+pub(crate) struct CpArguments {
+    /// Copy directories with everything in them.
+    #[arg(short, visible_short_alias = 'R')]
+    pub(crate) recursive: bool,
+    /// SOURCE... TARGET, where the sources are in the namespace and TARGET is a local file or directory.
+    #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Show how many bytes the files below a directory have.
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct DuArguments {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
+    /// Print only the sum of each path.
+    #[arg(short)]
+    pub(crate) summarize: bool,
+    /// Print sizes with units, instead of in KiB.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+    /// Paths of the namespace. [default: the whole namespace]
+    pub(crate) paths: Vec<OsString>,
+}
+
+/// Show how much space the nodes have.
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct DfArguments {
+    /// Print help.
+    #[arg(long, action = clap::ArgAction::Help)]
+    help: Option<bool>,
+    /// Print sizes with units, instead of in KiB.
+    #[arg(short = 'h')]
+    pub(crate) human: bool,
+}
+
+/// Read blocks back, and check them against the checksums taken at stage-in.
+///
+/// Each block is read once, from a node that does not own it, and so through the network and the arena,
+/// as a program on that node would read it.
+#[derive(Args)]
+pub(crate) struct VerifyArguments {
+    /// Read every block from every node of this machine. 'srun --overlap dayfly verify --from-every-node' does so on all machines.
+    #[arg(long)]
+    pub(crate) from_every_node: bool,
+    /// A path of the namespace. [default: the whole namespace]
+    pub(crate) path: Option<OsString>,
+}
+
+/// Show what each node holds, its free space, what was read from where, and what slows readers down.
+#[derive(Args)]
+pub(crate) struct StatusArguments {
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Watch what nodes and their processes read, from where, and what slows them down.
+///
+/// Each screen shows the rates since the previous one. Sources of reads: 'own', this node's segment;
+/// 'kept', its copy of a block that another node owns; 'arena', fetched ahead or by another process;
+/// 'asked', fetched while the reader waited. Prefetch: 'hits' had arrived before they were read, 'late' had
+/// not, and 'wasted' were never read. The last line names the bottleneck.
+#[derive(Args)]
+pub(crate) struct TopArguments {
+    /// Seconds between two screens.
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
+    pub(crate) interval: f64,
+    /// Stop after N screens. [default: never; one if the output is not a terminal]
+    #[arg(long, value_name = "N")]
+    pub(crate) count: Option<u64>,
+}
+
+/// Print this node's metrics in the format of Prometheus. docs/METRICS.md describes them.
+#[derive(Args)]
+pub(crate) struct MetricsArguments {
+    /// Print the metrics of all nodes.
+    #[arg(long)]
+    pub(crate) all_nodes: bool,
+    /// Print a page that explains each metric.
+    #[arg(long)]
+    pub(crate) describe: bool,
+}
+
+/// Change how nodes prefetch and cache, on all nodes at once, and print the settings.
+///
+/// Example: dayfly tune --prefetch 512 --cache 20GiB
+#[derive(Args)]
+pub(crate) struct TuneArguments {
+    /// How far to prefetch for readers that submitted their order: 'auto', 'off' or a number of samples.
+    #[arg(long, value_name = "auto|off|N", value_parser = depth)]
+    pub(crate) prefetch: Option<Depth>,
+    /// How much of each server's arena prefetch may take. [at first: half]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) prefetch_memory: Option<u64>,
+    /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free space, 'off' or a size. [at first: all]
+    ///
+    /// A node then chooses again which of its cached blocks to keep.
+    #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
+    pub(crate) cache: Option<u64>,
+}
+
+fn interval(text: &str) -> Result<f64, String> {
+    let seconds = text.parse().ok().filter(|seconds: &f64| (0.05..=3600.0).contains(seconds));
+    seconds.ok_or_else(|| format!("'{text}' is not a number of seconds between 0.05 and 3600"))
+}
+
+fn depth(text: &str) -> Result<Depth, String> {
+    match text {
+        "auto" => Ok(Depth::Auto),
+        "off" => Ok(Depth::Samples(0)),
+        number => number.parse().map(Depth::Samples).map_err(|_| format!("'{text}' is not 'auto', 'off' or a number of samples")),
+    }
+}
+
+fn cache(text: &str) -> Result<u64, String> {
+    match text {
+        "all" => Ok(CACHE_ALL_ROOM),
+        "off" => Ok(0),
+        number => size::parse(number),
+    }
+}

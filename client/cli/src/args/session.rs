@@ -1,0 +1,345 @@
+//! Arguments of the commands that start, use and end sessions.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args, ValueEnum};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::{START_TIMEOUT, WORKERS_MAX};
+
+use super::stage_in::StageInOptions;
+use crate::size;
+
+/// Start a session, with one server per node, and print its id once all servers are ready.
+///
+/// Within a job of Slurm, Flux, PBS or LSF, the manager's own command starts a server on each node of
+/// the job. Elsewhere one server starts on this machine, or those that --local, --hosts or --hostfile ask
+/// for. A supervisor process stays behind, and the session ends when that process ends, for example with
+/// the job.
+///
+/// Examples: dayfly up --data-dir /local/scratch; dayfly up --local 4; dayfly up --hosts 'n[1-8]'
+#[derive(Args)]
+pub(crate) struct UpArguments {
+    #[command(flatten)]
+    pub(crate) session: SessionArguments,
+    /// Continue for this long (90s, 30m, 2h, 1d) after this job ends.
+    ///
+    /// Your next job on the same nodes then finds the session, and ends it with 'dayfly down'. This
+    /// works only where servers may outlive a job, for example with --launcher ssh.
+    #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Lifetime")]
+    pub(crate) keep: Option<Duration>,
+    /// Stay in the foreground until the session ends, and end the session when interrupted.
+    #[arg(long, help_heading = "Lifetime")]
+    pub(crate) foreground: bool,
+    /// Be the supervisor that `up` leaves in the background.
+    #[arg(long, hide = true)]
+    pub(crate) background: bool,
+}
+
+/// What each server gets.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Servers")]
+pub(crate) struct SessionArguments {
+    /// Store blocks below DIR on each node; repeat it for several drives. [default: $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
+    /// Bytes that each node may take on its data dirs. [default: its share of 90 % of the free space]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) capacity: Option<u64>,
+    /// Memory of each server for blocks of other nodes. [default: 256MiB]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: Option<u64>,
+    /// Memory of each server for all its stage-ins together. [default: 1GiB, or less in a small control group]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) stage_in_memory: Option<u64>,
+    /// Units of the sources that each server reads at the same time. [default: its share of the cores, at most 16]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=WORKERS_MAX as i64))]
+    pub(crate) stage_in_workers: Option<u16>,
+    /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    pub(crate) stage_in_timeout: Option<u64>,
+    /// Path at which programs see the namespace.
+    #[arg(long, value_name = "PATH", default_value = "/dayfly")]
+    pub(crate) prefix: OsString,
+    /// How nodes reach each other. 'dayfly status' shows what was chosen.
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Transport::Auto)]
+    pub(crate) transport: Transport,
+    /// RDMA card to use, and its port. [default: of the cards with a port that is up, the one nearest to the data dir]
+    #[arg(long, value_name = "NAME[:PORT]")]
+    pub(crate) rdma_device: Option<String>,
+    /// Service level of RDMA traffic (with RoCE, its priority), so that the network can separate it from other traffic.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=15))]
+    pub(crate) service_level: u8,
+    /// Traffic class of RDMA packets. With RoCE it is a field of the IP header: DSCP x 4.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) traffic_class: u8,
+    /// Encrypt and authenticate every byte between nodes. Implies TCP. See docs/SECURITY.md.
+    #[arg(long)]
+    pub(crate) encrypt: bool,
+    /// Check every chunk that a process reads, even from its own node's memory and drives, against the checksum of the stage-in.
+    #[arg(long)]
+    pub(crate) verify_reads: bool,
+    /// Allow a data dir on a network file system, which is normally what a session should avoid.
+    #[arg(long)]
+    pub(crate) allow_network_data_dir: bool,
+    /// Divide every deadline of the session by this; for tests.
+    #[arg(
+        long,
+        hide = true,
+        value_name = "N",
+        env = "DAYFLY_DEADLINES_DIVISOR",
+        hide_env = true,
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=Deadlines::DIVISOR_MAX as i64)
+    )]
+    pub(crate) deadlines_divisor: u32,
+    #[command(flatten)]
+    pub(crate) launch: LaunchArguments,
+}
+
+impl SessionArguments {
+    /// The same options without their command line.
+    pub(crate) fn to_options(&self) -> dayfly_launch::SessionOptions {
+        dayfly_launch::SessionOptions {
+            data_dirs: self.data_dir.clone(),
+            capacity: self.capacity,
+            memory: self.memory,
+            stage_in_memory: self.stage_in_memory,
+            stage_in_workers: self.stage_in_workers,
+            stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
+            prefix: self.prefix.as_bytes().to_vec(),
+            transport: self.transport.into(),
+            rdma_device: self.rdma_device.clone(),
+            service_level: self.service_level,
+            traffic_class: self.traffic_class,
+            encrypt: self.encrypt,
+            verify_reads: self.verify_reads,
+            allow_network_data_dir: self.allow_network_data_dir,
+            deadlines_divisor: self.deadlines_divisor,
+            launch: dayfly_launch::LaunchOptions {
+                local: self.launch.local,
+                hosts: self.launch.hosts.clone(),
+                hostfile: self.launch.hostfile.clone(),
+                launcher: self.launch.launcher.clone(),
+                launcher_args: self.launch.launcher_args.clone(),
+                nodes: self.launch.nodes,
+                key_file: self.launch.key_file.clone(),
+                start_timeout: Duration::from_secs(self.launch.start_timeout),
+                min_nodes: self.launch.min_nodes,
+                interface: self.launch.interface.clone(),
+            },
+        }
+    }
+}
+
+/// Where servers run, and how they are started.
+#[derive(Args, Clone, Debug)]
+#[command(next_help_heading = "Where servers run")]
+pub(crate) struct LaunchArguments {
+    /// Start N servers on this machine, each a node with its own data folder, socket and address. [default: 1, outside of jobs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
+    pub(crate) local: Option<u16>,
+    /// Start a server on each of these hosts, by ssh unless --launcher is given. A list such as n[1-3,7],m01 works.
+    #[arg(long, value_name = "HOST,...", conflicts_with = "hostfile")]
+    pub(crate) hosts: Vec<String>,
+    /// Like --hosts, with the first word of each line of FILE.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hostfile: Option<PathBuf>,
+    /// How to start the servers. [default: the command of the manager whose job this is, on all nodes of the job]
+    #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(dayfly_launch::launcher_names()))]
+    pub(crate) launcher: Option<String>,
+    /// More options for the launcher's command, separated by spaces; may be repeated.
+    #[arg(long, value_name = "OPTIONS", allow_hyphen_values = true)]
+    pub(crate) launcher_args: Vec<String>,
+    /// With --launcher manual: how many servers you will start with 'dayfly serve'.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) nodes: Option<u16>,
+    /// File for the session's key, on a file system that all nodes see. [default: a new file in the working directory]
+    ///
+    /// It is needed only if the launcher gives servers no standard input. Only you can read it, and it is
+    /// removed once all servers have joined.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) key_file: Option<PathBuf>,
+    /// How long the nodes may take to join, and then to connect to each other.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = START_TIMEOUT.as_secs(),
+        value_parser = clap::value_parser!(u64).range(1..=86400)
+    )]
+    pub(crate) start_timeout: u64,
+    /// Start without the missing nodes if at least K join. [default: all must join]
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub(crate) min_nodes: Option<u16>,
+    /// Network interface through which nodes reach each other. [default: the one through which they reach the supervisor]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) interface: Option<String>,
+}
+
+/// Values of --transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Transport {
+    /// RDMA if every pair of nodes has it, otherwise TCP.
+    Auto,
+    /// RDMA; the session fails to start without it.
+    Rdma,
+    /// TCP.
+    Tcp,
+    /// RDMA by the crate async-rdma, a second provider to compare with.
+    #[cfg(feature = "async-rdma")]
+    AsyncRdma,
+}
+
+impl From<Transport> for dayfly_launch::Preference {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => Self::Auto,
+            Transport::Rdma => Self::Rdma,
+            Transport::Tcp => Self::Tcp,
+            #[cfg(feature = "async-rdma")]
+            Transport::AsyncRdma => Self::AsyncRdma,
+        }
+    }
+}
+
+/// Run CMD in a session of its own: start the session, stage in, run CMD, end the session.
+///
+/// The session ends when CMD ends, even if CMD has started processes that still run. SIGINT, SIGTERM,
+/// SIGHUP and SIGQUIT are passed on to CMD, which then has 30 seconds to end. SIGUSR1 and SIGUSR2 are
+/// passed on too. The exit status is that of CMD.
+///
+/// Example: dayfly run --stage-in '/pfs/train-*.tar:/dayfly/train' -- python3 train.py /dayfly/train
+#[derive(Args)]
+pub(crate) struct RunArguments {
+    #[command(flatten)]
+    pub(crate) session: SessionArguments,
+    /// Stage SOURCE (a file, glob or directory) in to TARGET before CMD starts.
+    ///
+    /// The argument is split at its last ':/'. The option may be repeated, each time with another TARGET;
+    /// use a glob to stage several archives in to one TARGET.
+    #[arg(long, value_name = "SOURCE:TARGET", help_heading = "Stage-in")]
+    pub(crate) stage_in: Vec<OsString>,
+    #[command(flatten)]
+    pub(crate) options: StageInOptions,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Run CMD as part of a running session.
+///
+/// Example: dayfly exec -- ls /dayfly
+#[derive(Args)]
+pub(crate) struct ExecArguments {
+    /// Run it as a process of node K. [default: the lowest node of this machine]
+    #[arg(long, value_name = "K")]
+    pub(crate) node: Option<u16>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Print the environment variables that make a process part of the session.
+///
+/// Use it as: eval "$(dayfly env)". It affects the programs that the shell starts afterwards, but not the
+/// shell itself, whose own cd, globs and < do not see the namespace. In a shell that 'dayfly exec -- bash'
+/// starts, they do.
+#[derive(Args)]
+pub(crate) struct EnvArguments {
+    /// Make it a process of node K. [default: the lowest node of this machine]
+    #[arg(long, value_name = "K")]
+    pub(crate) node: Option<u16>,
+}
+
+/// Check whether nodes, and the network between them, have what a session needs.
+///
+/// Each finding is ok, slow or missing, with what to do about it. RDMA is tested with a real transfer.
+/// Exit status: 0, or 1 if something is missing that every session needs.
+///
+/// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
+#[derive(Args, Clone)]
+pub(crate) struct DoctorArguments {
+    /// Check these hosts, each with a 'dayfly doctor' there, and each pair of them. Of more than 8, each is paired with the next.
+    #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
+    pub(crate) hosts: Vec<String>,
+    /// Command that starts a program on a host; it is called as COMMAND HOST PROGRAM...
+    #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes -o ConnectTimeout=10")]
+    pub(crate) ssh: String,
+    /// Data dirs to check. [default: the same as for 'dayfly up']
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
+    /// RDMA card to check, and its port. [default: the same as for 'dayfly up']
+    #[arg(long, value_name = "NAME[:PORT]")]
+    pub(crate) rdma_device: Option<String>,
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Be the side of a pair that answers; for --hosts.
+    #[arg(long, hide = true)]
+    pub(crate) answer: bool,
+    /// Be the side of a pair that connects; for --hosts.
+    #[arg(long, hide = true, value_name = "ADDRESS")]
+    pub(crate) reach: Option<String>,
+}
+
+/// Run the server of a node. 'dayfly up' starts servers; you need this only for a manager that it does not know.
+///
+/// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which you
+/// start with the same --key-file. They end with the session, or with the supervisor.
+#[derive(Args)]
+pub(crate) struct ServeArguments {
+    /// The file that 'dayfly up' wrote for its servers, or '-' for standard input.
+    #[arg(long, value_name = "FILE", default_value = "-")]
+    pub(crate) key_file: PathBuf,
+    /// Where 'dayfly up' listens, if servers cannot reach it at the addresses in its file.
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) rendezvous: Option<String>,
+}
+
+/// Remove what killed sessions left on this machine: empty folders, sockets and locks.
+///
+/// A running session is never touched. The command is for users, and for epilogs of batch systems, which
+/// run it as the job's user. 'dayfly up' does the same before it starts anything.
+#[derive(Args)]
+pub(crate) struct CleanArguments {
+    /// Clean this data dir too; may be repeated. [default: $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) data_dir: Vec<PathBuf>,
+}
+
+/// End the session on all nodes and free everything that it holds.
+///
+/// If no session is running, there is nothing to do, and the command succeeds. If you have several,
+/// DAYFLY_SESSION names the one to end.
+#[derive(Args)]
+pub(crate) struct DownArguments {}
+
+/// Parses a time with a unit, of at most 30 days.
+fn duration(text: &str) -> Result<Duration, String> {
+    let unit = text.chars().next_back().and_then(|unit| match unit {
+        's' => Some(1),
+        'm' => Some(60),
+        'h' => Some(3600),
+        'd' => Some(86400),
+        _ => None,
+    });
+    let seconds = unit.and_then(|unit| text[..text.len() - 1].parse::<u64>().ok()?.checked_mul(unit));
+    let seconds = seconds.filter(|seconds| (1..=30 * 86400).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("'{text}' is not a time; write it as 90s, 30m, 2h or 1d, at most 30d"))
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn times_need_a_unit() {
+        let check =
+            |text: &str, expect: Option<u64>| assert_eq!(super::duration(text).ok().map(|time| time.as_secs()), expect, "{text}");
+        check("90s", Some(90));
+        check("2h", Some(7200));
+        check("30d", Some(2_592_000));
+        ["", "s", "5", "0s", "31d", "-1h", "1 h", "1é", "18446744073709551615d"].iter().for_each(|text| check(text, None));
+    }
+}

@@ -1,0 +1,20 @@
+//! Requests to this process's server that several commands make.
+
+use dayfly_client::Session;
+use dayfly_meta::wire::control::{Command, Event};
+use dayfly_meta::wire::status::Status;
+
+use crate::failure::Failure;
+use crate::namespace;
+
+/// Asks this process's server for the status of all nodes.
+pub(super) fn status() -> Result<(Session, Status), Failure> {
+    let session = Session::attach(&namespace::location()?)?;
+    let mut found = None;
+    session.control(Command::Status, &mut |event| {
+        if let Event::Status(status) = event {
+            found = Some(status);
+        }
+    })?;
+    Ok((session, found.ok_or_else(|| Failure::new("the server ended the connection without a status; try again"))?))
+}

@@ -1,0 +1,60 @@
+//! What `up` and `run` share: a supervised session that signals can interrupt.
+
+use dayfly_launch::{RunningSession, SessionPlan};
+use tokio::sync::oneshot;
+use tracing_subscriber::EnvFilter;
+
+use super::signals::Interruptions;
+use crate::failure::{Failure, complain};
+
+/// Prepares a process that will hold a session's key: protects its memory, and starts its log if `DAYFLY_LOG` asks for one.
+pub(super) fn prepare_supervisor() {
+    protect_key();
+    if let Some(filter) = std::env::var("DAYFLY_LOG").ok().filter(|filter| !filter.is_empty()) {
+        start_log(Some(&filter));
+    }
+}
+
+/// Keeps the session's key out of core files, and from other processes of this user.
+pub(super) fn protect_key() {
+    if let Err(error) = dayfly_launch::protect_key() {
+        complain(format_args!("other processes of this user can read the session's key from this process: {error}"));
+    }
+}
+
+/// Logs to standard error, by a filter as in `DAYFLY_LOG`, or else from level `info` on.
+pub(super) fn start_log(filter: Option<&str>) {
+    let filter = filter.and_then(|filter| filter.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    // A line that cannot be written is lost. By default the subscriber would report that on standard error, which is the same full
+    // log, and panic.
+    log.log_internal_errors(false).init();
+}
+
+/// Starts a session. Returns `None` if a signal interrupted the start.
+pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) -> Result<Option<RunningSession>, Failure> {
+    let (cancel, cancelled) = oneshot::channel();
+    let mut starting = tokio::task::spawn_blocking(move || RunningSession::start(plan, cancelled));
+    tokio::select! {
+        started = &mut starting => Ok(Some(started.map_err(Failure::new)??)),
+        _ = interruptions.next() => {
+            // The start may have finished just now.
+            let _ = cancel.send(());
+            drop(starting.await);
+            Ok(None)
+        }
+    }
+}
+
+/// Waits for the end of a session. Returns why it was lost, or `None` if it ended as asked.
+pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
+    loss?.await.ok()
+}
+
+/// Waits until a session is lost. Waits forever if it ends otherwise.
+pub(super) async fn until_lost(loss: Option<oneshot::Receiver<String>>) -> String {
+    match lost(loss).await {
+        Some(reason) => reason,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,153 @@
+//! The part of a batch that comes from other nodes: requesting it, taking in the answers, and releasing the leases.
+
+use std::collections::BTreeMap;
+
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::BATCH_BLOCKS_MAX;
+use dayfly_meta::wire::status::Source;
+
+use super::{Batch, ItemState, LeasedSample, SampleRef};
+use crate::ClientError;
+use crate::fetch::{ArrivedChunk, receive_chunks, release, request_chunks};
+use crate::socket::Socket;
+
+/// The chunks that a batch needs from the server, each with the index of its sample.
+#[derive(Default)]
+pub(super) struct RemoteChunks {
+    /// Not requested yet, by dataset.
+    pub(super) waiting: BTreeMap<DatasetId, Vec<(usize, Chunk)>>,
+    /// The request in flight: what it named, in its order; `None` where the answer has come.
+    pub(super) requested: Vec<Option<(usize, Chunk)>>,
+    pub(super) socket: Option<Box<Socket>>,
+    pub(super) is_in_flight: bool,
+}
+
+impl Batch<'_> {
+    /// Sends the next request, unless one is in flight: for chunks of one dataset, as many as a message may name.
+    pub(super) fn send_request(&mut self) -> Result<(), ClientError> {
+        let Some(mut entry) = self.remote.waiting.first_entry() else { return Ok(()) };
+        let dataset = *entry.key();
+        let count = entry.get().len().min(BATCH_BLOCKS_MAX);
+        let requested: Vec<(usize, Chunk)> = entry.get_mut().drain(..count).collect();
+        if entry.get().is_empty() {
+            entry.remove();
+        }
+        if self.session.is_gone() {
+            return Err(ClientError::Gone);
+        }
+        let socket = match &mut self.remote.socket {
+            Some(socket) => socket,
+            none => none.insert(self.session.take_socket()?),
+        };
+        self.remote.is_in_flight = true;
+        let chunks = requested.iter().map(|(_, chunk)| *chunk).collect();
+        self.remote.requested = requested.into_iter().map(Some).collect();
+        request_chunks(socket, dataset, chunks, false)
+    }
+
+    /// Takes in the next part of an answer.
+    pub(super) fn receive(&mut self) -> Result<(), ClientError> {
+        if self.process != std::process::id() {
+            return Err(ClientError::Protocol("a forked child cannot read on in its parent's batch"));
+        }
+        if self.session.is_gone() {
+            return Err(ClientError::Gone);
+        }
+        if !self.remote.is_in_flight {
+            self.send_request()?;
+        }
+        let Some(socket) = self.remote.socket.as_mut().filter(|_| self.remote.is_in_flight) else {
+            return Err(ClientError::Protocol("no request is in flight"));
+        };
+        // After a failure the request stays in flight. The connection is then closed with the batch, after its views, so that no
+        // later request takes a late answer for its own.
+        let answer = receive_chunks(socket, self.remote.requested.len())?;
+        let (is_held, is_last, is_empty) = (answer.is_held(self.session), answer.is_last, answer.is_empty());
+        self.remote.is_in_flight = !is_last;
+        if is_held {
+            self.leases.extend(answer.lease);
+        }
+        let (mut count, mut bytes) = (0, 0);
+        for (at, chunk) in answer.into_chunks() {
+            // Revoked before this process even read the answer: the chunk stays among those to request again.
+            if matches!(chunk, ArrivedChunk::Leased(_)) && !is_held {
+                continue;
+            }
+            let Some((index, _)) = self.remote.requested.get_mut(at).and_then(Option::take) else {
+                return Err(ClientError::Protocol("a chunk that was not requested"));
+            };
+            let len = self.items[index].as_ref().map_or(0, SampleRef::size);
+            self.states[index] = match chunk {
+                ArrivedChunk::Leased(chunk) => {
+                    chunk.mark(self.session);
+                    (count, bytes) = (count + 1, bytes + len);
+                    ItemState::Leased(LeasedSample { chunk, len, is_delivered: false })
+                }
+                ArrivedChunk::Local => ItemState::Deferred,
+                ArrivedChunk::Failed(error) => ItemState::Failed(error),
+            };
+            self.arrived.push_back(index);
+        }
+        self.session.count(Source::Asked, count, bytes);
+        if is_last {
+            if is_empty {
+                // The arena has no room for another chunk of ours until we release some.
+                self.copy_and_release()?;
+            }
+            self.request_rest()?;
+        }
+        Ok(())
+    }
+
+    /// Requests the chunks that the server had no room for, and then those that were not requested yet.
+    fn request_rest(&mut self) -> Result<(), ClientError> {
+        let left: Vec<(usize, Chunk)> = self.remote.requested.drain(..).flatten().collect();
+        if let Some(item) = left.first().and_then(|(index, _)| self.items[*index].as_ref()) {
+            let waiting = self.remote.waiting.entry(item.dataset.id()).or_default();
+            waiting.splice(..0, left);
+        }
+        self.send_request()
+    }
+
+    /// Copies all leased samples and releases their leases, because others need the room or this process has its share of it.
+    pub(super) fn copy_and_release(&mut self) -> Result<(), ClientError> {
+        for state in &mut self.states {
+            let ItemState::Leased(leased) = *state else { continue };
+            let bytes = leased.chunk.bytes(self.session, leased.len)?.to_vec();
+            if leased.chunk.is_held(self.session) {
+                *state = ItemState::Copied(bytes);
+            } else if !leased.is_delivered {
+                *state = ItemState::Deferred;
+            }
+        }
+        self.release()
+    }
+
+    /// Gives up the leases if the server recalls them, because others wait for room.
+    pub(super) fn release_if_recalled(&mut self) -> Result<(), ClientError> {
+        let is_recalled = |socket: &Socket| self.session.status_page().is_recalled(socket.number());
+        // This runs before every sample, so the system call `getpid` comes last.
+        let is_recalled = !self.leases.is_empty() && self.remote.socket.as_deref().is_some_and(is_recalled);
+        if is_recalled && self.process == std::process::id() { self.copy_and_release() } else { Ok(()) }
+    }
+
+    /// Whether the lease still held when the sample was last looked at, which was before this call.
+    pub(super) fn holds(&self, leased: &LeasedSample) -> bool {
+        !self.is_broken && leased.chunk.is_held(self.session)
+    }
+
+    pub(super) fn release(&mut self) -> Result<(), ClientError> {
+        let leases = std::mem::take(&mut self.leases);
+        match &mut self.remote.socket {
+            Some(socket) => release(socket, leases),
+            None => Ok(()),
+        }
+    }
+}
+
+impl RemoteChunks {
+    pub(super) fn is_done(&self) -> bool {
+        self.waiting.is_empty() && self.requested.iter().all(Option::is_none)
+    }
+}

@@ -1,0 +1,118 @@
+//! Removes the folders of sessions: at a session's end, and of sessions whose servers were killed.
+//!
+//! Several processes may clean up at once. Locks decide which sessions are dead, so a running session is never touched, and a folder
+//! that another process removed first counts as removed.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use dayfly_client::locate::{self, Location};
+use dayfly_meta::id::SessionId;
+
+use crate::data_dir;
+use crate::error::LaunchError;
+
+/// How long a server that has ended may take to disappear.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often the removal of a folder is retried while others create files in it.
+const REMOVE_ATTEMPTS_MAX: u32 = 10;
+/// The file in a session's folder that holds the path of the key file, if there is one.
+pub(crate) const KEY_FILE_NAME: &str = "key-file";
+
+/// Removes what killed sessions left on this machine, and returns how many places were cleaned.
+///
+/// # Errors
+/// Fails if the folder of sessions cannot be read or changed.
+pub fn sweep(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, LaunchError> {
+    let mut removed = 0;
+    for location in locate::all(runtime_dir)? {
+        removed += usize::from(remove_if_dead(&location)?);
+    }
+    let running: Vec<SessionId> = locate::all(runtime_dir)?.iter().map(|location| location.session).collect();
+    removed += data_dir::remove_leftovers(data_dirs, &running);
+    remove_if_empty(runtime_dir);
+    Ok(removed)
+}
+
+/// Like [`sweep`], and waits a moment for sessions whose last processes are about to exit.
+///
+/// # Errors
+/// As [`sweep`].
+pub fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, LaunchError> {
+    let mut removed = sweep(runtime_dir, data_dirs)?;
+    let deadline = Instant::now() + EXIT_TIMEOUT;
+    for location in locate::all(runtime_dir)? {
+        if location.live_nodes().is_empty() {
+            removed += usize::from(remove_until(&location, deadline)?);
+        }
+    }
+    Ok(removed)
+}
+
+/// Removes an ended session's folders. Waits a moment for servers that are about to exit; they may also remove the folders.
+///
+/// # Errors
+/// Fails if a folder cannot be removed.
+pub fn remove_soon(location: &Location) -> Result<(), LaunchError> {
+    remove_until(location, Instant::now() + EXIT_TIMEOUT).map(drop)
+}
+
+/// Removes a session's folders unless it still has servers or a supervisor. Returns whether they were removed.
+pub(crate) fn remove_if_dead(location: &Location) -> Result<bool, LaunchError> {
+    location.remove_if_dead(|| remove_all(location)).map_err(cannot_remove(location))
+}
+
+/// Like [`remove_if_dead`], for the process that holds the supervisor's lock.
+pub(crate) fn remove_if_last(location: &Location) -> Result<bool, LaunchError> {
+    location.remove_if_last(|| remove_all(location)).map_err(cannot_remove(location))
+}
+
+fn cannot_remove(location: &Location) -> impl FnOnce(io::Error) -> LaunchError {
+    LaunchError::io(format!("cannot remove '{}'", location.folder.display()))
+}
+
+/// Removes a session's folders in its data dirs, except those of live servers. Works even if the session's own folder, with the list
+/// of them, is gone.
+pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
+    data_dir::remove(folders);
+}
+
+/// Returns whether the folder is gone by the deadline.
+fn remove_until(location: &Location, deadline: Instant) -> Result<bool, LaunchError> {
+    while location.folder.exists() && !remove_if_dead(location)? && Instant::now() < deadline {
+        thread::sleep(Duration::from_millis(2));
+    }
+    // If another process removed the session's folder, it may not have removed the parent yet.
+    location.folder.parent().into_iter().for_each(remove_if_empty);
+    Ok(!location.folder.exists())
+}
+
+fn remove_all(location: &Location) -> io::Result<()> {
+    let list = fs::read(location.folder.join(data_dir::LIST)).unwrap_or_default();
+    data_dir::remove(&data_dir::decode_list(&list));
+    if let Ok(key_file) = fs::read(location.folder.join(KEY_FILE_NAME)) {
+        // The file still exists only if its writer was killed.
+        let _ = fs::remove_file(OsStr::from_bytes(&key_file));
+    }
+    let mut attempts_left = REMOVE_ATTEMPTS_MAX;
+    let removed = loop {
+        match fs::remove_dir_all(&location.folder) {
+            // Another process that also removes the folder has created its lock anew.
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && attempts_left > 0 => attempts_left -= 1,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => break Ok(()),
+            removed => break removed,
+        }
+    };
+    location.folder.parent().into_iter().for_each(remove_if_empty);
+    removed
+}
+
+fn remove_if_empty(folder: &Path) {
+    // Fails if another session lives in the folder, as it should.
+    let _ = fs::remove_dir(folder);
+}

@@ -1,0 +1,77 @@
+//! The messages between the supervisor and each server, as JSON on the sealed control channel.
+//!
+//! Each server connects to the supervisor and sends [`FromServer::Hello`]. The supervisor answers with the node number, collects the
+//! addresses, and has node 0 connect everyone. From then on both sides send heartbeats: [`FromSupervisor::Renew`] and
+//! [`FromServer::Alive`].
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+
+use dayfly_server::channel::{Receiver, Sender};
+use dayfly_server::{Ability, Agreement};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// A message from a server to the supervisor.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum FromServer {
+    /// The server can do what its invitation asks, and waits for a node number.
+    Hello {
+        /// Names by which the host list may name its node.
+        names: Vec<String>,
+        /// Addresses by which the host list may name its node.
+        addresses: Vec<IpAddr>,
+        /// Warnings for the user.
+        warnings: Vec<String>,
+    },
+    /// The server listens for peers.
+    Started { address: SocketAddr, ability: Ability },
+    /// From node 0: all nodes reach each other. `fallen_back` says why some do not by the transport that was tried.
+    Met { fallen_back: Vec<String> },
+    /// From node 0: all nodes use the transport that was agreed on.
+    Ready,
+    /// Heartbeat.
+    Alive,
+    /// The server ends because it was asked to.
+    Ended,
+    /// The server cannot start, or cannot continue.
+    Failed { names: Vec<String>, reason: String },
+}
+
+/// A message from the supervisor to a server.
+#[derive(Serialize, Deserialize)]
+pub(crate) enum FromSupervisor {
+    /// The server becomes this node. It listens at `listen`, or else at the address of its control channel.
+    JoinAs { node: u16, listen: Option<IpAddr> },
+    /// Its node already has a server, so this one ends.
+    Surplus,
+    /// To node 0: connect all nodes, with the transport to try.
+    Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
+    /// To node 0: the transport that all nodes use from now on.
+    Agree(Agreement),
+    /// Heartbeat: the session continues.
+    Renew,
+    /// The session ends.
+    End,
+}
+
+/// Why a message could not be sent or received.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ControlError {
+    #[error("{0}")]
+    Channel(#[from] io::Error),
+    /// The bytes are not one of the expected messages.
+    #[error("the message cannot be decoded: {0}")]
+    Decode(#[source] serde_json::Error),
+}
+
+/// Sends one message.
+pub(crate) async fn send(sender: &mut Sender, message: &impl Serialize) -> Result<(), ControlError> {
+    let bytes = serde_json::to_vec(message).map_err(io::Error::from)?;
+    Ok(sender.send(&bytes).await?)
+}
+
+/// Receives one message.
+pub(crate) async fn receive<T: DeserializeOwned>(receiver: &mut Receiver) -> Result<T, ControlError> {
+    serde_json::from_slice(&receiver.receive().await?).map_err(ControlError::Decode)
+}

@@ -1,0 +1,117 @@
+//! Host lists, as workload managers and people write them.
+
+use dayfly_meta::limits::NODES_MAX;
+
+/// Why a list of hosts cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HostListError {
+    /// The text does not follow the syntax.
+    #[error("'{0}' is not a list of hosts; write it as n1,n2 or n[1-8]")]
+    Syntax(String),
+    /// The list is longer than a session can be.
+    #[error("'{0}' names more than {NODES_MAX} hosts, the most that a session can have")]
+    TooMany(String),
+}
+
+/// Expands a host list such as `n[1-3,07],login,r[1-2]c[1-4]`, in order.
+///
+/// Items are separated by commas or spaces. A number range keeps the width of its first number.
+///
+/// # Errors
+/// Fails if the text is not a host list, or names more than [`NODES_MAX`] hosts.
+///
+/// ```
+/// let hosts = dayfly_launch::expand_host_list("n[08-10],login").unwrap();
+/// assert_eq!(hosts, ["n08", "n09", "n10", "login"]);
+/// ```
+pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
+    let mut hosts = Vec::new();
+    for item in split(list) {
+        expand_item(item, &mut hosts).ok_or_else(|| HostListError::Syntax(list.to_owned()))?;
+        if hosts.len() > NODES_MAX {
+            return Err(HostListError::TooMany(list.to_owned()));
+        }
+    }
+    Ok(hosts)
+}
+
+/// Reads a machine file: the first word of each line, each host once, without `:slots`. A `#` begins a comment.
+///
+/// # Errors
+/// As [`expand_host_list`].
+pub(crate) fn hosts_of_file(content: &str) -> Result<Vec<String>, HostListError> {
+    let mut hosts: Vec<String> = Vec::new();
+    for line in content.lines() {
+        let word = line.split('#').next().unwrap_or_default().split_whitespace().next().unwrap_or_default();
+        // `host:4` means four slots, whereas `::1` is an address.
+        let name = word.split_once(':').filter(|(_, slots)| slots.parse::<u32>().is_ok()).map_or(word, |(name, _)| name);
+        for host in expand_host_list(name)? {
+            if !hosts.contains(&host) {
+                hosts.push(host);
+            }
+        }
+    }
+    Ok(hosts)
+}
+
+/// Splits a list at commas and spaces outside brackets.
+fn split(list: &str) -> impl Iterator<Item = &str> {
+    let mut depth = 0;
+    let is_end = move |letter: char| {
+        depth += i32::from(letter == '[') - i32::from(letter == ']');
+        depth == 0 && (letter == ',' || letter.is_whitespace())
+    };
+    list.split(is_end).filter(|item| !item.is_empty())
+}
+
+fn expand_item(item: &str, hosts: &mut Vec<String>) -> Option<()> {
+    let Some((before, rest)) = item.split_once('[') else {
+        // A leading dash would turn the name into an option of the launcher.
+        let is_name =
+            !item.starts_with('-') && item.chars().all(|letter| letter.is_ascii_alphanumeric() || "._-@:%".contains(letter));
+        return is_name.then(|| hosts.push(item.to_owned()));
+    };
+    let (ranges, after) = rest.split_once(']')?;
+    for range in ranges.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (from, to): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        if to < from || (to - from) as usize >= NODES_MAX {
+            return None;
+        }
+        for number in from..=to {
+            expand_item(&format!("{before}{number:0width$}{after}", width = first.len()), hosts)?;
+            if hosts.len() > NODES_MAX {
+                return Some(());
+            }
+        }
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_lists_expand_as_managers_mean_them() {
+        let check = |list: &str, expect: Option<&str>| {
+            let found = expand_host_list(list).ok().map(|hosts| hosts.join(" "));
+            assert_eq!(found.as_deref(), expect, "{list}");
+        };
+        check("n[1-3,7],login", Some("n1 n2 n3 n7 login"));
+        check("node[008-011].site", Some("node008.site node009.site node010.site node011.site"));
+        check("r[1-2]c[1-2]", Some("r1c1 r1c2 r2c1 r2c2"));
+        check("a b,c", Some("a b c"));
+        check("10.0.0.1,user@host,fe80::1%eth0", Some("10.0.0.1 user@host fe80::1%eth0"));
+        check("", Some(""));
+        for wrong in ["n[1-", "n[3-1]", "n[x]", "-oProxyCommand=x", "a;b", "n[0-4294967295]", "$(id)"] {
+            check(wrong, None);
+        }
+    }
+
+    #[test]
+    fn a_machine_file_lists_each_host_once() {
+        let content = "# mine\nn1 slots=4\nn1\nn2:8\n\n  n[3-4] # two\n::1\n";
+        assert_eq!(hosts_of_file(content).unwrap(), ["n1", "n2", "n3", "n4", "::1"]);
+    }
+}

@@ -1,0 +1,266 @@
+//! The processes that start servers: one command of the manager for all nodes, or one per node, arranged in a tree.
+
+use std::env;
+use std::future;
+use std::io;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use dayfly_meta::limits::TREE_WIDTH;
+use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep_until};
+
+use crate::error::LaunchError;
+use crate::invitation::Invitation;
+use crate::launchers::{Input, Launcher, Start, fill};
+
+/// Lines of output that may wait to be shown.
+const LINES_WAITING_MAX: usize = 256;
+/// Longer lines are cut.
+const LINE_LEN_MAX: usize = 4096;
+/// How many of its last lines explain why a process failed.
+const LAST_LINES: usize = 5;
+/// How long to wait for the rest of the output after a process has exited. Its children may hold the pipe open.
+const OUTPUT_TIMEOUT: Duration = Duration::from_millis(200);
+/// The variable that loads the preload library into a program.
+const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
+
+/// Running processes that start servers, and their output. Dropping it kills them.
+pub(crate) struct LauncherProcesses {
+    running: JoinSet<Exit>,
+    lines: mpsc::Receiver<String>,
+    lines_sender: mpsc::Sender<String>,
+    /// Every process ever started, with the hosts whose servers it starts.
+    started: Vec<(Vec<String>, AbortHandle)>,
+}
+
+/// Something that a process did.
+pub(crate) enum Event {
+    /// It wrote a line.
+    Line(String),
+    /// It exited.
+    Exit(Exit),
+}
+
+/// The end of a process.
+pub(crate) struct Exit {
+    /// The hosts whose servers it was to start. With a tree, it may have started only some.
+    pub(crate) hosts: Vec<String>,
+    /// Its last lines of output, or its exit status if it wrote nothing.
+    pub(crate) reason: String,
+}
+
+/// Quotes a word for a POSIX shell.
+fn quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+impl LauncherProcesses {
+    pub(crate) fn new() -> Self {
+        let (lines_sender, lines) = mpsc::channel(LINES_WAITING_MAX);
+        Self { running: JoinSet::new(), lines, lines_sender, started: Vec::new() }
+    }
+
+    /// Runs the commands that start servers on `hosts`. `key_file` holds the invitation if standard input does not reach all of them.
+    pub(crate) fn start(
+        &mut self,
+        launcher: &Launcher,
+        hosts: &[String],
+        invitation: &Invitation,
+        key_file: Option<&Path>,
+    ) -> Result<(), LaunchError> {
+        let program = env::current_exe().map_err(LaunchError::io("cannot find the path of this program"))?;
+        let program = program.into_os_string().into_string();
+        let program = program.map_err(|path| LaunchError::ProgramPath(path.into()))?;
+        let mut serve = vec![program, "serve".to_owned()];
+        if let Some(path) = key_file {
+            serve.extend(["--key-file".to_owned(), path.to_string_lossy().into_owned()]);
+        }
+        match launcher.start {
+            Start::Once(words) => {
+                let words = [fill(words, hosts, &invitation.launcher_args), serve].concat();
+                self.spawn(launcher, words, hosts.to_vec(), invitation.clone())
+            }
+            Start::EachByShell(words) => {
+                let serve: Vec<String> = serve.iter().map(|word| quote(word)).collect();
+                self.start_each(launcher, words, &serve, hosts, TREE_WIDTH, invitation)
+            }
+            // On one machine a tree gains nothing.
+            Start::Local => self.start_each(launcher, &[], &serve, hosts, hosts.len(), invitation),
+            Start::Manual => Ok(()),
+        }
+    }
+
+    /// Runs at most `width` commands. The first server of each group starts the others of its group.
+    fn start_each(
+        &mut self,
+        launcher: &Launcher,
+        words: &[&str],
+        serve: &[String],
+        hosts: &[String],
+        width: usize,
+        invitation: &Invitation,
+    ) -> Result<(), LaunchError> {
+        for group in hosts.chunks(hosts.len().div_ceil(width.max(1)).max(1)) {
+            let words = [&fill(words, &group[..1], &invitation.launcher_args)[..], serve].concat();
+            let invitation = Invitation { host: Some(group[0].clone()), below: group[1..].to_vec(), ..invitation.clone() };
+            self.spawn(launcher, words, group.to_vec(), invitation)?;
+        }
+        Ok(())
+    }
+
+    fn spawn(
+        &mut self,
+        launcher: &Launcher,
+        words: Vec<String>,
+        hosts: Vec<String>,
+        invitation: Invitation,
+    ) -> Result<(), LaunchError> {
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
+        for name in launcher.removed_variables {
+            command.env_remove(name);
+        }
+        // This process may run within another session, whose namespace a server must not see.
+        command.env_remove(PRELOAD_VARIABLE);
+        // The servers belong to the session, so the shell that started this process must not signal them with its jobs.
+        command.process_group(0).kill_on_drop(true);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        if launcher.is_local() {
+            // A server does not need the working directory, and would keep its file system busy.
+            command.current_dir("/");
+        }
+        let child = command.spawn().map_err(|source| LaunchError::Command { command: words[0].clone(), source })?;
+        let line = if launcher.input == Input::Standard { Some(invitation.to_line()?) } else { None };
+        let program = words[0].rsplit('/').next().unwrap_or_default().to_owned();
+        let lines = self.lines_sender.clone();
+        let all_hosts = hosts.clone();
+        let process = self.running.spawn(async move {
+            let reason = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program).await;
+            Exit { hosts, reason }
+        });
+        self.started.push((all_hosts, process));
+        Ok(())
+    }
+
+    /// Returns the next event. Waits forever if there will be none.
+    pub(crate) async fn next(&mut self) -> Event {
+        loop {
+            tokio::select! {
+                Some(line) = self.lines.recv() => return Event::Line(line),
+                Some(exit) = self.running.join_next() => {
+                    if let Ok(exit) = exit {
+                        return Event::Exit(exit);
+                    }
+                }
+                else => return future::pending().await,
+            }
+        }
+    }
+
+    /// Kills the processes all of whose hosts were given up.
+    pub(crate) fn kill_if_all(&mut self, is_given_up: impl Fn(&String) -> bool) {
+        self.started.iter().filter(|(hosts, _)| hosts.iter().all(&is_given_up)).for_each(|(_, process)| process.abort());
+    }
+
+    /// Waits until all processes have exited.
+    pub(crate) async fn all_exited(&mut self) {
+        while self.running.join_next().await.is_some() {}
+    }
+
+    /// Returns the next line of output. Waits forever if there will be none.
+    pub(crate) async fn line(&mut self) -> String {
+        match self.lines.recv().await {
+            Some(line) => line,
+            None => future::pending().await,
+        }
+    }
+}
+
+/// Writes the invitation to a process, passes its output on, and returns why it exited.
+async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<String>, program: &str) -> String {
+    let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let outputs = [
+        output.map(|output| Box::new(BufReader::new(output)) as Box<dyn AsyncBufRead + Send + Unpin>),
+        errors.map(|errors| Box::new(BufReader::new(errors)) as _),
+    ];
+    let mut readers = JoinSet::new();
+    outputs.into_iter().flatten().for_each(|output| drop(readers.spawn(forward_lines(output, lines.clone()))));
+    if let (Some(mut input), Some(line)) = (input, line) {
+        // If the process exits at once, its output says why. Closing its input afterwards does not end it.
+        let _ = input.write_all(line).await;
+    }
+    let status = child.wait().await;
+    let mut last = Vec::new();
+    let until = Instant::now() + OUTPUT_TIMEOUT;
+    while let Some(Ok(lines)) = tokio::select! { read = readers.join_next() => read, () = sleep_until(until) => None } {
+        last.extend(lines);
+    }
+    if last.is_empty() { exit_reason(program, status) } else { last.join("; ") }
+}
+
+fn exit_reason(program: &str, status: io::Result<std::process::ExitStatus>) -> String {
+    let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
+    format!("{program}: {status}")
+}
+
+/// Passes lines on until the end of the output, and returns the last few.
+async fn forward_lines(mut output: Box<dyn AsyncBufRead + Send + Unpin>, lines: mpsc::Sender<String>) -> Vec<String> {
+    let mut last: Vec<String> = Vec::new();
+    while let Some(line) = next_line(&mut output).await {
+        if last.len() == LAST_LINES {
+            last.remove(0);
+        }
+        last.push(line.clone());
+        // If nobody listens any more, the output must still be drained, or the process would block.
+        let _ = lines.send(line).await;
+    }
+    last
+}
+
+/// Returns the next line that is not blank, without its end and cut to [`LINE_LEN_MAX`].
+async fn next_line(output: &mut (dyn AsyncBufRead + Send + Unpin)) -> Option<String> {
+    let mut line = Vec::new();
+    loop {
+        let bytes = output.fill_buf().await.ok()?;
+        if bytes.is_empty() && line.is_empty() {
+            return None;
+        }
+        let end = bytes.iter().position(|&byte| byte == b'\n');
+        let is_last = end.is_some() || bytes.is_empty();
+        let content = &bytes[..end.unwrap_or(bytes.len())];
+        line.extend_from_slice(&content[..content.len().min(LINE_LEN_MAX - line.len())]);
+        let used = content.len() + usize::from(end.is_some());
+        output.consume(used);
+        if is_last && !line.iter().all(u8::is_ascii_whitespace) {
+            return Some(String::from_utf8_lossy(&line).trim_end().to_owned());
+        }
+        if is_last {
+            line.clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lines_are_cut_and_words_are_quoted() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let text = format!("one\r\n\n{}\nlast", "x".repeat(5000));
+            let mut output = BufReader::with_capacity(7, text.as_bytes());
+            let mut lines = Vec::new();
+            while let Some(line) = next_line(&mut output).await {
+                lines.push(line);
+            }
+            assert_eq!(lines, ["one".to_owned(), "x".repeat(4096), "last".to_owned()]);
+        });
+        assert_eq!(quote("a b'c"), r"'a b'\''c'");
+    }
+}

@@ -1,0 +1,481 @@
+//! The server's side of a session's life, as `dayfly serve` runs it.
+//!
+//! An invited server starts the servers below it in the tree of launchers, connects to the supervisor, and reports whether it can
+//! serve. It then gets its node number, starts, and serves until the session ends or its supervisor is lost. Last, it removes the
+//! session's folders unless other servers of this machine still use them.
+
+mod environment;
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use dayfly_client::locate::{Location, Watch};
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_server::channel::{self, Channel, Receiver, Sender};
+use dayfly_server::{Choice, Config, Key, Options, Server};
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::unistd::{dup2_stderr, dup2_stdout};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep, timeout};
+use tracing::{Instrument, info_span};
+use zeroize::Zeroizing;
+
+use crate::cleanup;
+use crate::control::{self, ControlError, FromServer, FromSupervisor};
+use crate::error::LaunchError;
+use crate::folder_watch::{gone_message, until_gone};
+use crate::invitation::Invitation;
+use crate::launchers;
+use crate::node_names::{own_addresses, own_host_name};
+use crate::processes::LauncherProcesses;
+use environment::ServerEnvironment;
+
+/// Runtime threads, which move messages. Everything that blocks runs on threads for blocking work.
+const RUNTIME_THREADS_MAX: usize = 4;
+/// The longest invitation. Most of it is the list of hosts whose servers the invited server starts.
+const INVITATION_LEN_MAX: usize = 1 << 20;
+/// A server retries this often to connect to a busy supervisor, which resets connections that it cannot hold.
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(300);
+/// How long a server retries.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Instructions of the supervisor that may wait to be carried out.
+const INSTRUCTIONS_WAITING_MAX: usize = 4;
+
+/// A server that has its invitation, and has not contacted the supervisor yet.
+pub struct InvitedServer {
+    session: SessionId,
+    invitation: Invitation,
+}
+
+impl InvitedServer {
+    /// Reads the invitation from a key file, or from standard input if the path is `-`. `rendezvous`, as `HOST:PORT`, replaces the
+    /// supervisor's addresses.
+    ///
+    /// # Errors
+    /// Fails if there is no invitation, or one of another version.
+    pub fn read(path: &Path, rendezvous: Option<&str>) -> Result<Self, LaunchError> {
+        let mut invitation = read_invitation(path)?;
+        if let Some(address) = rendezvous {
+            let found = address.to_socket_addrs();
+            invitation.supervisor =
+                found.map_err(|source| LaunchError::Rendezvous { address: address.to_owned(), source })?.collect();
+        }
+        let session = invitation.session.parse().map_err(|_| LaunchError::NoInvitation)?;
+        Ok(Self { session, invitation })
+    }
+
+    /// The log filter that the launcher was given in `DAYFLY_LOG`.
+    pub fn log_filter(&self) -> Option<&str> {
+        self.invitation.log.as_deref()
+    }
+
+    /// Serves until the session ends.
+    ///
+    /// # Errors
+    /// Fails if the server cannot join. A failure after that is reported to the supervisor, which decides what becomes of the
+    /// session.
+    pub fn run(self) -> Result<(), LaunchError> {
+        raise_descriptor_limit();
+        let servers_here = usize::from(self.invitation.settings.servers_here);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from) / servers_here;
+        // This server's share of the cores and no more, because waking a sleeping thread costs more than handling a message does.
+        let threads = cores.clamp(1, RUNTIME_THREADS_MAX);
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+        let runtime = runtime.map_err(LaunchError::io("cannot start the server's runtime"))?;
+        let served = runtime.block_on(join(self.session, self.invitation));
+        // Calls that still block have no use any more.
+        runtime.shutdown_background();
+        served
+    }
+}
+
+fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
+    // The buffer is allocated once, because a buffer that is outgrown is not overwritten and would leave the key in memory.
+    let mut line = Zeroizing::new(Vec::with_capacity(INVITATION_LEN_MAX));
+    let cannot = |source: io::Error| LaunchError::ReadKeyFile { path: path.to_owned(), source };
+    let mut file = if path == Path::new("-") {
+        // Not through the buffer of standard input, which is not overwritten either.
+        File::from(io::stdin().as_fd().try_clone_to_owned().map_err(LaunchError::io("cannot read standard input"))?)
+    } else {
+        File::open(path).map_err(cannot)?
+    };
+    let mut byte = Zeroizing::new([0; 1]);
+    while line.len() < INVITATION_LEN_MAX && file.read(&mut *byte).map_err(cannot)? == 1 && byte[0] != b'\n' {
+        line.push(byte[0]);
+    }
+    Invitation::from_line(&line)
+}
+
+/// The names by which the host list may name this node: the launcher's first, then the manager's, then the machine's own.
+fn node_names(invitation: &Invitation) -> Vec<String> {
+    let by_manager = invitation.node_name_variable.as_ref().and_then(|name| std::env::var(name).ok());
+    let own = Some(own_host_name()).filter(|name| !name.is_empty());
+    let mut names: Vec<String> = [invitation.host.clone(), by_manager, own].into_iter().flatten().collect();
+    names.dedup();
+    names
+}
+
+/// Joins the session and serves.
+async fn join(session: SessionId, invitation: Invitation) -> Result<(), LaunchError> {
+    // A manager sends these signals to all job steps, but they are meant for the job. The end of a terminal does not end the session.
+    let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
+    let mut terminate = signal(SignalKind::terminate()).map_err(LaunchError::io("cannot handle SIGTERM"))?;
+    let key = Arc::new(Key::new(*invitation.key));
+    let mut below = start_below(&invitation)?;
+    let names = node_names(&invitation);
+    let Channel { mut sender, receiver, local, .. } = tokio::select! {
+        channel = connect(session, &key, &invitation, &names) => channel?,
+        _ = terminate.recv() => return Err(LaunchError::Terminated),
+    };
+    let environment = match ServerEnvironment::examine(session, &invitation) {
+        Ok(environment) => environment,
+        Err(error) => {
+            report_failure(&mut sender, names, &error).await;
+            wait_for_below(below.as_mut(), &invitation).await;
+            return Ok(());
+        }
+    };
+    if let Some(mut below) = below {
+        tokio::spawn(async move {
+            loop {
+                let line = below.line().await;
+                tracing::info!(line, "output of a launcher");
+            }
+        });
+    }
+    let (location, folders) = (environment.location.clone(), environment.session_folders());
+    let supervisor = SupervisorLink { sender, receiver, local };
+    let served = wait_and_serve(session, key, &invitation, environment, names, terminate, supervisor).await;
+    // Of several servers on this machine, the last one succeeds.
+    cleanup::remove_if_dead(&location)?;
+    cleanup::remove_data_folders(&folders);
+    served
+}
+
+/// Starts the servers below this one in the tree.
+fn start_below(invitation: &Invitation) -> Result<Option<LauncherProcesses>, LaunchError> {
+    if invitation.below.is_empty() {
+        return Ok(None);
+    }
+    let launcher = launchers::find(&invitation.launcher)?;
+    let mut processes = LauncherProcesses::new();
+    processes.start(launcher, &invitation.below, invitation, None)?;
+    Ok(Some(processes))
+}
+
+/// Waits for the servers below this one, which would be killed with this process. They join by themselves, even if this one cannot.
+async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invitation) {
+    if let Some(below) = below {
+        let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_exited()).await;
+    }
+}
+
+/// Connects to the supervisor, and retries if that is too busy to accept.
+async fn connect(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, LaunchError> {
+    let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(CONNECT_TIMEOUT);
+    loop {
+        let error = match channel::dial(session, key, invitation.settings.deadlines, &invitation.supervisor).await {
+            Ok(channel) => return Ok(channel),
+            Err(error) => error,
+        };
+        if error.kind() != io::ErrorKind::ConnectionReset || Instant::now() > deadline {
+            let host = names.first().map_or("this node", String::as_str).to_owned();
+            return Err(LaunchError::SupervisorUnreachable { host, source: error });
+        }
+        sleep(CONNECT_RETRY_INTERVAL).await;
+    }
+}
+
+/// The control channel to the supervisor.
+struct SupervisorLink {
+    sender: Sender,
+    receiver: Receiver,
+    /// This end's address.
+    local: IpAddr,
+}
+
+/// Waits for the node number, starts the server and serves.
+async fn wait_and_serve(
+    session: SessionId,
+    key: Arc<Key>,
+    invitation: &Invitation,
+    environment: ServerEnvironment,
+    names: Vec<String>,
+    mut terminate: Signal,
+    SupervisorLink { mut sender, mut receiver, local }: SupervisorLink,
+) -> Result<(), LaunchError> {
+    let addresses = own_addresses(None).unwrap_or_default();
+    let warnings = environment.warnings.clone();
+    send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
+    // The supervisor waits for other servers and has its own deadline. This one covers a supervisor that vanished.
+    let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
+    let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
+    let answer = tokio::select! {
+        answer = timeout(patience, receive(&mut receiver, invitation)) => answer.map_err(silent)??,
+        _ = terminate.recv() => return Err(LaunchError::Terminated),
+    };
+    let FromSupervisor::JoinAs { node, listen } = answer else {
+        // The node already has a server.
+        return Ok(());
+    };
+    let span = info_span!("node", %session, node);
+    let listen = listen.unwrap_or(local);
+    match start(session, key, invitation, environment, NodeId(node), listen).instrument(span.clone()).await {
+        Ok(serving) => serving.run(sender, receiver, terminate, invitation).instrument(span).await,
+        Err(error) => {
+            report_failure(&mut sender, names, &error).await;
+            Ok(())
+        }
+    }
+}
+
+/// Reports a failure to the supervisor. The process still exits with status 0, because some launchers end all servers if one fails.
+async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchError) {
+    tracing::error!(%error, "the server cannot start");
+    // A supervisor that is gone does not need to know.
+    let _ = send(sender, &FromServer::Failed { names, reason: error.to_string() }).await;
+}
+
+/// A server that listens, and what it holds.
+struct Serving {
+    server: Arc<Server>,
+    location: Location,
+    watch: Watch,
+    locks: Vec<Flock<File>>,
+}
+
+async fn start(
+    session: SessionId,
+    key: Arc<Key>,
+    invitation: &Invitation,
+    environment: ServerEnvironment,
+    node: NodeId,
+    listen: IpAddr,
+) -> Result<Serving, LaunchError> {
+    let settings = &invitation.settings;
+    let listen = match &settings.interface {
+        Some(name) => own_addresses(Some(name))?.first().copied().unwrap_or(listen),
+        None => listen,
+    };
+    let location = environment.location.clone();
+    let node_lock = environment.lock_node(node)?;
+    let mut locks = Vec::new();
+    let folder = location.folder.display().to_string();
+    let cannot_use = || LaunchError::io(format!("cannot use the session's folder '{folder}'"));
+    // systemd-tmpfiles skips a folder that is locked when it removes old files.
+    locks.extend(Flock::lock(File::open(&location.folder).map_err(cannot_use())?, FlockArg::LockSharedNonblock));
+    let log_path = location.folder.join(format!("node-{node}.log"));
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(log_path).map_err(cannot_use())?;
+    dup2_stdout(&log).and_then(|()| dup2_stderr(&log)).map_err(LaunchError::io("cannot redirect output to the log"))?;
+    let (data_dirs, held) = environment.take_data_dirs(node)?;
+    locks.extend(held);
+    let config = Config {
+        session,
+        key,
+        encrypt: settings.encrypt,
+        node,
+        listen: SocketAddr::new(listen, 0),
+        network: Options {
+            preference: settings.transport,
+            choice: Choice {
+                device: settings.rdma_device.clone(),
+                near: data_dirs.first().cloned(),
+                service_level: settings.service_level,
+                traffic_class: settings.traffic_class,
+            },
+        },
+        runtime_dir: location.folder.clone(),
+        data_dirs: data_dirs.clone(),
+        capacity: environment.capacity,
+        memory: settings.memory,
+        prefix: settings.prefix.clone(),
+        verify_reads: settings.verify_reads,
+        workers: environment.workers,
+        decoders: environment.decoders,
+        stage_memory: environment.stage_in_memory,
+        deadlines: settings.deadlines,
+    };
+    locks.push(environment.lock);
+    let server = Server::start(config).await.map_err(|error| LaunchError::Server(error.to_string()))?;
+    let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
+    data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
+    locks.push(node_lock);
+    tracing::info!(address = %server.address(), "the server is up");
+    Ok(Serving { server, location, watch, locks })
+}
+
+impl Serving {
+    /// Serves until the session ends on this node, and then frees everything.
+    async fn run(
+        self,
+        mut sender: Sender,
+        receiver: Receiver,
+        mut terminate: Signal,
+        invitation: &Invitation,
+    ) -> Result<(), LaunchError> {
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(LaunchError::io("cannot handle SIGINT"))?;
+        let Self { server, location, watch, locks } = self;
+        let server = &server;
+        send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
+        let (mut loss, patience) = (None, invitation.settings.deadlines.lease_interval);
+        let cause = tokio::select! {
+            () = server.ended() => "a client or a peer asked for it",
+            () = terminated(&mut terminate, invitation.is_job_step) => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+            path = until_gone(watch) => {
+                loss = Some(gone_message(&path));
+                "its folder is gone"
+            }
+            cause = async {
+                match follow_supervisor(server, &mut sender, receiver, invitation).await {
+                    Parting::Ended(cause) => cause,
+                    Parting::Lost(cause) => stay(&location, Duration::from_millis(invitation.keep_ms), cause).await,
+                }
+            } => cause,
+        };
+        if let Some(reason) = &loss {
+            tracing::error!(reason);
+            // The supervisor gets the reason before anything fails because of it. It ends the other nodes, and informs the user.
+            let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
+            let _ = timeout(patience, send(&mut sender, &failed)).await;
+        }
+        // Frees the space first, because a manager may kill this process soon.
+        server.give_up();
+        if loss.is_some() {
+            // The supervisor may be gone, and then nobody else ends the other nodes.
+            let _ = timeout(patience, server.end_others()).await;
+        }
+        // A supervisor that is gone does not need to know.
+        let _ = send(&mut sender, &FromServer::Ended).await;
+        server.close();
+        tracing::info!(cause, "the session has ended on this node");
+        drop(locks);
+        Ok(())
+    }
+}
+
+/// Serves for `keep` without a supervisor, so that the next job can use the session. Returns why the server ends.
+async fn stay(location: &Location, keep: Duration, cause: &'static str) -> &'static str {
+    if keep.is_zero() {
+        return cause;
+    }
+    tracing::info!(cause, seconds = keep.as_secs(), "the session continues without its supervisor");
+    // The job of the session is over. Without this, the next job's commands would not find the session.
+    if let Err(error) = location.forget_job() {
+        tracing::warn!(%error, "cannot detach the session from its job; the next job will not find it");
+    }
+    sleep(keep).await;
+    "the time of --keep is over"
+}
+
+/// Waits for SIGTERM, twice if the server runs as a job step.
+///
+/// A manager may signal all job steps some time before the end of the job, so that the user's command can save its work. That command
+/// still reads from the session, so the first signal does not end it. At the end of the job both the manager and its launcher send
+/// the signal, so it arrives twice.
+async fn terminated(terminate: &mut Signal, is_job_step: bool) {
+    terminate.recv().await;
+    if is_job_step {
+        tracing::info!("got SIGTERM once; the session continues until it comes again, or the supervisor ends the session");
+        terminate.recv().await;
+    }
+}
+
+/// How a supervisor leaves its server, and so why the server ends.
+enum Parting {
+    /// It ended the session, or the session never began.
+    Ended(&'static str),
+    /// It was lost after the session had begun.
+    Lost(&'static str),
+}
+
+/// Carries out the supervisor's instructions and sends heartbeats, until the supervisor ends the session or is lost.
+async fn follow_supervisor(
+    server: &Arc<Server>,
+    sender: &mut Sender,
+    mut receiver: Receiver,
+    invitation: &Invitation,
+) -> Parting {
+    let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
+    let (instruction_sender, mut instructions) = mpsc::channel(INSTRUCTIONS_WAITING_MAX);
+    // The receiver runs on its own task. Inside the select below, a message that is partly read would be lost whenever a tick comes
+    // first. The task ends with this function.
+    let mut receiving = JoinSet::new();
+    receiving.spawn(async move {
+        while let Ok(instruction) = control::receive::<FromSupervisor>(&mut receiver).await {
+            if instruction_sender.send(instruction).await.is_err() {
+                return;
+            }
+        }
+    });
+    let mut ticks = interval(lease_interval);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // The lease is counted in ticks, which do not come while this process is stopped, as a suspended job's processes are.
+    let lease_ticks = (lease.as_millis() / lease_interval.as_millis()) as u64;
+    let mut ticks_left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease_ticks);
+    let mut has_begun = false;
+    let parting = |has_begun: bool, cause: &'static str| if has_begun { Parting::Lost(cause) } else { Parting::Ended(cause) };
+    loop {
+        let answer = tokio::select! {
+            instruction = instructions.recv() => match instruction {
+                None => return parting(has_begun, "the supervisor is gone"),
+                Some(FromSupervisor::End) => return Parting::Ended("the supervisor ended it"),
+                Some(FromSupervisor::Renew) => {
+                    (ticks_left, has_begun) = (lease_ticks, true);
+                    continue;
+                }
+                Some(FromSupervisor::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
+                    Ok(fallen_back) => FromServer::Met { fallen_back },
+                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                },
+                Some(FromSupervisor::Agree(agreement)) => match server.agree(agreement).await {
+                    Ok(()) => FromServer::Ready,
+                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                },
+                Some(FromSupervisor::JoinAs { .. } | FromSupervisor::Surplus) => continue,
+            },
+            _ = ticks.tick() => {
+                if ticks_left == 0 {
+                    return parting(has_begun, "no heartbeat came from the supervisor");
+                }
+                ticks_left -= 1;
+                FromServer::Alive
+            }
+        };
+        if send(sender, &answer).await.is_err() {
+            return parting(has_begun, "the supervisor accepts no messages");
+        }
+    }
+}
+
+async fn send(sender: &mut Sender, message: &FromServer) -> Result<(), LaunchError> {
+    control::send(sender, message).await.map_err(|error| match error {
+        ControlError::Channel(error) => LaunchError::ControlChannel(error),
+        ControlError::Decode(error) => LaunchError::ControlChannel(error.into()),
+    })
+}
+
+async fn receive(receiver: &mut Receiver, invitation: &Invitation) -> Result<FromSupervisor, LaunchError> {
+    control::receive(receiver).await.map_err(|error| match error {
+        ControlError::Channel(error) => LaunchError::ControlChannel(error),
+        ControlError::Decode(_) => LaunchError::VersionMismatch { launcher: invitation.version.clone() },
+    })
+}
+
+/// Raises the soft limit of open files to the hard one. Each client and each peer costs descriptors, and the soft limit is often far
+/// below what is allowed.
+fn raise_descriptor_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
+}

@@ -1,0 +1,89 @@
+//! What a server finds on its machine: the session's folder, usable data dirs, and its shares of drives, cores and memory.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::thread;
+
+use dayfly_client::ClientError;
+use dayfly_client::locate::{self, Location};
+use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::limits::{DECODERS_MAX, stage_in_workers_max};
+use nix::fcntl::Flock;
+
+use crate::cleanup;
+use crate::data_dir;
+use crate::error::LaunchError;
+use crate::invitation::Invitation;
+use crate::stage_in_memory;
+
+/// The machine as an invited server finds it. Nothing is taken yet except the session's folder.
+pub(super) struct ServerEnvironment {
+    pub(super) location: Location,
+    /// Holds the folder until the node has its own lock.
+    pub(super) lock: Flock<File>,
+    data_dirs: Vec<PathBuf>,
+    /// Bytes that the server may take on its data dirs.
+    pub(super) capacity: u64,
+    /// Stage-in workers.
+    pub(super) workers: usize,
+    /// Decoder threads for one compressed source.
+    pub(super) decoders: usize,
+    /// Bytes of memory for all stage-ins.
+    pub(super) stage_in_memory: u64,
+    /// Warnings for the user.
+    pub(super) warnings: Vec<String>,
+}
+
+impl ServerEnvironment {
+    /// Examines this machine, and creates the session's folder or joins it.
+    pub(super) fn examine(session: SessionId, invitation: &Invitation) -> Result<Self, LaunchError> {
+        let settings = &invitation.settings;
+        let runtime_dir = locate::runtime_dir_in(&invitation.runtime_dir);
+        // On one machine the supervisor has swept already.
+        if !invitation.is_local {
+            cleanup::sweep(&runtime_dir, &settings.data_dirs)?;
+        }
+        let (data_dirs, mut warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
+        let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
+        warnings.extend(warning);
+        let stage_in_memory =
+            stage_in_memory::per_server(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
+        let (location, lock) = locate::enter(&runtime_dir, session, invitation.job.as_deref(), invitation.is_local)?;
+        let list = location.folder.join(data_dir::LIST);
+        let unusable = |error| ClientError::Folder { folder: location.folder.clone(), error };
+        match OpenOptions::new().create_new(true).write(true).mode(0o600).open(list) {
+            Ok(mut list) => list.write_all(&data_dir::encode_list(&data_dirs, session)).map_err(unusable)?,
+            // Another server on this machine wrote the list first.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(unusable(error).into()),
+        }
+        // Only the cores that this process's cpuset and control group allow.
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_in_workers_max(stage_in_memory));
+        let workers = settings.stage_in_workers.map_or(share, usize::from);
+        // A single source is decoded by all cores. With many sources the workers keep the cores busy, and share the decoder threads.
+        let decoders = cores.clamp(1, DECODERS_MAX);
+        Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_in_memory, warnings })
+    }
+
+    /// The session's folders in the data dirs. Each contains the folders of its nodes.
+    pub(super) fn session_folders(&self) -> Vec<PathBuf> {
+        data_dir::session_folders(&self.data_dirs, self.location.session)
+    }
+
+    /// Creates a node's folders in the data dirs, and holds them as long as the locks live.
+    pub(super) fn take_data_dirs(&self, node: NodeId) -> Result<(Vec<PathBuf>, Vec<Flock<File>>), LaunchError> {
+        let folders = data_dir::node_folders(&self.data_dirs, self.location.session, node.0);
+        let locks = data_dir::create_and_lock(&folders)?;
+        Ok((folders, locks))
+    }
+
+    /// Takes a node's lock, which its server holds as long as it lives.
+    pub(super) fn lock_node(&self, node: NodeId) -> Result<Flock<File>, LaunchError> {
+        let location = &self.location;
+        let lock = location.lock_node(node).map_err(|error| ClientError::Folder { folder: location.folder.clone(), error })?;
+        lock.ok_or_else(|| LaunchError::NodeTaken { node: node.0, session: location.session.to_string() })
+    }
+}

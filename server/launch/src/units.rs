@@ -1,0 +1,36 @@
+//! Quantities in messages: sizes in binary units, and counted nouns with the right plural.
+
+const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+/// Formats a number of bytes with one decimal and a binary unit.
+///
+/// ```
+/// assert_eq!(dayfly_launch::units::show_bytes(1536), "1.5KiB");
+/// assert_eq!(dayfly_launch::units::show_bytes(1023), "1023B");
+/// ```
+pub fn show_bytes(bytes: u64) -> String {
+    let mut unit = 0;
+    let mut value = bytes as f64;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
+}
+
+/// Formats a count with its noun, which is given in the singular.
+///
+/// ```
+/// assert_eq!(dayfly_launch::units::counted(1, "node"), "1 node");
+/// assert_eq!(dayfly_launch::units::counted(2, "directory"), "2 directories");
+/// assert_eq!(dayfly_launch::units::counted(0, "bad copy"), "0 bad copies");
+/// ```
+pub fn counted(count: u64, noun: &str) -> String {
+    if count == 1 {
+        return format!("1 {noun}");
+    }
+    match noun.strip_suffix('y').filter(|stem| !stem.ends_with(['a', 'e', 'i', 'o', 'u'])) {
+        Some(stem) => format!("{count} {stem}ies"),
+        None => format!("{count} {noun}s"),
+    }
+}

@@ -1,0 +1,125 @@
+//! A chunk that is resident in the arena, and the right to read it.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use dayfly_meta::id::BlockId;
+use dayfly_meta::limits::ARENA_UNIT;
+use dayfly_meta::locations::Locations;
+use dayfly_meta::segment::Location;
+use dayfly_meta::shared::SharedMarks;
+use dayfly_transport::Slot;
+
+use super::ledger::Leased;
+use super::table::Resident;
+use super::{Arena, ChunkKey};
+
+/// A resident chunk. Dropping it withdraws its location first, and frees its slot after that.
+pub(super) struct ResidentChunk {
+    slot: Slot,
+    /// The location that was published for it, if any.
+    published: Option<(Arc<Locations>, BlockId, Location)>,
+    marks: Arc<SharedMarks>,
+}
+
+impl ResidentChunk {
+    pub(super) fn new(slot: Slot, published: Option<(Arc<Locations>, BlockId, Location)>, marks: Arc<SharedMarks>) -> Self {
+        Self { slot, published, marks }
+    }
+
+    /// Withdraws its location, so that no process finds it any more.
+    pub(super) fn withdraw(&self) {
+        if let Some((locations, block, location)) = &self.published {
+            locations.withdraw(*block, *location);
+        }
+    }
+
+    /// The index of its mark.
+    fn unit(&self) -> usize {
+        (self.slot.offset() / ARENA_UNIT) as usize
+    }
+}
+
+impl Resident for ResidentChunk {
+    fn weight(&self) -> u64 {
+        (self.slot.len() as u64).next_multiple_of(ARENA_UNIT)
+    }
+
+    fn take_mark(&self) -> bool {
+        // The first read is the one that the chunk was fetched for, so it does not count.
+        let was_read_again = self.marks.get(self.unit()) > 1;
+        if was_read_again {
+            self.marks.set(self.unit(), 1);
+        }
+        was_read_again
+    }
+}
+
+impl Drop for ResidentChunk {
+    fn drop(&mut self) {
+        self.withdraw();
+    }
+}
+
+/// The right to read a resident chunk, which stays where it is until the lease is dropped.
+pub(crate) struct Lease {
+    arena: Arena,
+    /// `None` only while the lease is being dropped.
+    chunk: Option<Arc<ResidentChunk>>,
+}
+
+impl Lease {
+    pub(super) fn new(arena: &Arena, chunk: Arc<ResidentChunk>) -> Self {
+        arena.inner.leases.fetch_add(1, Ordering::Relaxed);
+        Self { arena: arena.clone(), chunk: Some(chunk) }
+    }
+
+    pub(super) fn chunk(&self) -> &Arc<ResidentChunk> {
+        self.chunk.as_ref().unwrap_or_else(|| unreachable!("only `drop` takes the chunk out of a lease"))
+    }
+
+    /// See [`Arena::discard`].
+    pub(crate) fn discard(&self, key: &ChunkKey) {
+        self.arena.discard(key, self);
+    }
+
+    /// The chunk's offset in the arena.
+    pub(crate) fn offset(&self) -> u64 {
+        self.chunk().slot.offset()
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.chunk().slot.len() as u64
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.chunk().slot
+    }
+
+    /// Whether a process has read the chunk since it was loaded, or since [`Self::clear_mark`].
+    pub(crate) fn was_read(&self) -> bool {
+        self.chunk().marks.get(self.chunk().unit()) > 0
+    }
+
+    /// Resets the record that a process has read the chunk.
+    pub(crate) fn clear_mark(&self) {
+        self.chunk().marks.set(self.chunk().unit(), 0);
+    }
+}
+
+impl Leased for Lease {
+    fn weight(&self) -> u64 {
+        self.len()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // Unpinned before a waiting request is woken, so that it can evict the chunk at once.
+        drop(self.chunk.take());
+        self.arena.inner.leases.fetch_sub(1, Ordering::Relaxed);
+        if self.arena.is_short() {
+            self.arena.inner.idled.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! The chunks of one owner that one request has to load into the arena.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
+use dayfly_meta::segment::Location;
+use dayfly_transport::Slot;
+use futures_util::FutureExt;
+use tokio::sync::oneshot;
+
+use super::lease::{Lease, ResidentChunk};
+use super::{Arena, LoadFailure, PendingLoad, Wanted};
+use crate::store::Dataset;
+
+/// The right, and the duty, to load chunks of one owner. When it is dropped before it was filled, the next request for one of
+/// its chunks loads that chunk.
+pub(crate) struct LoadGroup {
+    arena: Arena,
+    pub(crate) owner: NodeId,
+    dataset: Arc<Dataset>,
+    loads: Vec<Load>,
+    bytes: u64,
+    /// Sends the failure to the requests that joined; dropping it ends their wait without a failure.
+    end: Option<oneshot::Sender<LoadFailure>>,
+    pending: PendingLoad,
+}
+
+struct Load {
+    /// The chunk's index in the request.
+    index: u32,
+    chunk: Chunk,
+    is_block: bool,
+    slot: Option<Slot>,
+}
+
+impl LoadGroup {
+    pub(super) fn new(arena: &Arena, dataset: &Arc<Dataset>, owner: NodeId) -> Self {
+        let (end, pending) = oneshot::channel();
+        let (end, pending) = (Some(end), pending.shared());
+        Self { arena: arena.clone(), owner, dataset: dataset.clone(), loads: Vec::new(), bytes: 0, end, pending }
+    }
+
+    /// Whether one message can carry `len` more bytes.
+    pub(super) fn fits(&self, len: u64) -> bool {
+        self.bytes + len <= FETCH_PART_LEN
+    }
+
+    pub(super) fn pending(&self) -> PendingLoad {
+        self.pending.clone()
+    }
+
+    pub(super) fn push(&mut self, wanted: &Wanted, slot: Slot) {
+        self.bytes += wanted.info.len;
+        let (index, chunk, is_block) = (wanted.index, wanted.chunk, wanted.info.is_block);
+        self.loads.push(Load { index, chunk, is_block, slot: Some(slot) });
+    }
+
+    pub(crate) fn dataset(&self) -> &Arc<Dataset> {
+        &self.dataset
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.loads.len()
+    }
+
+    pub(crate) fn chunks(&self) -> Vec<Chunk> {
+        self.loads.iter().map(|load| load.chunk).collect()
+    }
+
+    /// The chunks' indexes in the request.
+    pub(crate) fn indexes(&self) -> impl Iterator<Item = u32> {
+        self.loads.iter().map(|load| load.index)
+    }
+
+    /// The slots that receive the chunks, in order.
+    pub(crate) fn take_slots(&mut self) -> Vec<Slot> {
+        self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
+    }
+
+    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded. Returns a lease for each
+    /// chunk that was, by index in the request.
+    pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
+        let arena = self.arena.clone();
+        let mut filled = Vec::with_capacity(slots.len());
+        // Dropped after the lock: evicted chunks withdraw their locations and free their slots.
+        let mut evicted = Vec::new();
+        let mut table = arena.table();
+        for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
+            let key = (self.dataset.id(), load.chunk);
+            let Some(slot) = slot else {
+                table.abandon_load(&key);
+                filled.push((load.index, None));
+                continue;
+            };
+            let chunk = Arc::new(arena.make_resident(&self.dataset, &load, slot));
+            evicted.extend(table.finish_load(key, chunk.clone()));
+            filled.push((load.index, Some(Lease::new(&arena, chunk))));
+        }
+        drop(table);
+        filled
+    }
+
+    /// Ends the load with a failure, which every request that joined it gets too. Returns the chunks, by index in the request.
+    pub(crate) fn fail(mut self, failure: LoadFailure) -> Vec<(u32, Chunk)> {
+        let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
+        self.abandon();
+        if let Some(end) = self.end.take() {
+            // No request may have joined.
+            let _ = end.send(failure);
+        }
+        failed
+    }
+
+    fn abandon(&mut self) {
+        let mut table = self.arena.table();
+        for load in self.loads.drain(..) {
+            table.abandon_load(&(self.dataset.id(), load.chunk));
+        }
+    }
+}
+
+impl Drop for LoadGroup {
+    fn drop(&mut self) {
+        if !self.loads.is_empty() {
+            self.abandon();
+        }
+    }
+}
+
+impl Arena {
+    /// Publishes a chunk that is a whole block, unless processes already find that block elsewhere on this node.
+    fn make_resident(&self, dataset: &Dataset, load: &Load, slot: Slot) -> ResidentChunk {
+        let block = load.chunk.block;
+        let unit = (slot.offset() / ARENA_UNIT) as u32;
+        self.inner.marks.set(unit as usize, 0);
+        let generation = self.inner.generation.fetch_add(1, Ordering::Relaxed);
+        let location = Location::Arena { unit, generation };
+        let is_published = load.is_block && dataset.publish_in_arena(block, location);
+        let published = is_published.then(|| (dataset.locations().clone(), block, location));
+        ResidentChunk::new(slot, published, self.inner.marks.clone())
+    }
+}

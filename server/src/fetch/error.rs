@@ -1,0 +1,98 @@
+//! Why a chunk cannot be read. Each error keeps its cause, and reads as one sentence for the user.
+
+use std::fmt;
+use std::sync::Arc;
+
+use dayfly_meta::checksum::Mismatch;
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::{BlockId, NodeId};
+use dayfly_meta::path::display;
+
+use crate::arena::LoadFailure;
+use crate::blocking::JobLost;
+use crate::peers::PeerError;
+use crate::store::Dataset;
+
+/// Why a request did not get a chunk.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum FetchError {
+    #[error("the arena is full of leased blocks; start the session with a larger --memory")]
+    ArenaFull,
+    #[error("the dataset has no block {}", .0.0)]
+    NoSuchBlock(BlockId),
+    #[error("node {owner} does not hold {chunk}")]
+    NotHeld { owner: NodeId, chunk: ChunkName },
+    #[error("cannot read {chunk}: {source}")]
+    Read { chunk: ChunkName, source: ReadError },
+    #[error(
+        "node {owner}, which owns it, has a bad copy of {chunk}: {source}; check that node's drive and stage the dataset in again"
+    )]
+    BadCopy { owner: NodeId, chunk: ChunkName, source: CopyError },
+}
+
+/// Why a fetch of a chunk from its owner failed.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum ReadError {
+    /// The owner could not be asked, or rejected the request, or could not read the chunk from its drive.
+    #[error(transparent)]
+    Peer(Arc<PeerError>),
+    #[error("node {0} sent a reply that does not match the request")]
+    WrongReply(NodeId),
+    #[error(
+        "node {owner} sent it damaged {attempts} times in a row: {mismatch}; its drive, its memory or the network is at fault"
+    )]
+    Damaged {
+        owner: NodeId,
+        attempts: usize,
+        #[source]
+        mismatch: Mismatch,
+    },
+    #[error("cannot verify its bytes: {0}")]
+    Verify(#[source] JobLost),
+    #[error("its owner sent no bytes")]
+    Nothing,
+    /// Another request was fetching the chunk and failed.
+    #[error(transparent)]
+    Joined(LoadFailure),
+}
+
+/// What is wrong with a copy on this node's drive.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(crate) enum CopyError {
+    #[error(transparent)]
+    Damaged(Mismatch),
+    #[error(transparent)]
+    Unreadable(Arc<std::io::Error>),
+}
+
+impl From<PeerError> for ReadError {
+    fn from(error: PeerError) -> Self {
+        Self::Peer(Arc::new(error))
+    }
+}
+
+/// Names a chunk for the user by its block, and by the sample and dataset that the block belongs to.
+#[derive(Clone, Debug)]
+pub(crate) struct ChunkName {
+    block: BlockId,
+    sample: u32,
+    target: Vec<u8>,
+}
+
+impl ChunkName {
+    pub(super) fn new(dataset: &Dataset, chunk: Chunk) -> Self {
+        let sample = dataset.catalog().block(chunk.block).map_or(0, |(sample, _)| sample.0);
+        Self { block: chunk.block, sample, target: dataset.target().to_vec() }
+    }
+}
+
+impl fmt::Display for ChunkName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "block {} (sample {} of '{}')", self.block.0, self.sample, display(&self.target))
+    }
+}
+
+/// An error of reading one chunk from its owner.
+pub(super) fn read_error(dataset: &Dataset, chunk: Chunk, source: ReadError) -> FetchError {
+    FetchError::Read { chunk: ChunkName::new(dataset, chunk), source }
+}

@@ -1,0 +1,48 @@
+//! Where each shipped block lies, by its arrival number: one word per block in a file, so that memory does not grow with the
+//! number of blocks.
+//!
+//! The file is not synced. Each word is written only once, so a page that the drive loses reads as it was before, or as zeros.
+//! Zero is no position: the block then counts as missing, and the stage-in fails.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+
+use dayfly_meta::segment::{DrivePosition, Location};
+use dayfly_meta::shared::SharedWords;
+
+/// Positions by arrival number.
+pub(super) struct ArrivalTable {
+    file: File,
+    /// Set when all blocks have arrived.
+    map: OnceLock<SharedWords>,
+}
+
+impl ArrivalTable {
+    /// An empty table in an unnamed file.
+    pub(super) fn new(file: File) -> Self {
+        Self { file, map: OnceLock::new() }
+    }
+
+    /// Writes the positions of blocks with consecutive arrival numbers, which start at `first`.
+    pub(super) fn write(&self, first: u32, positions: &[DrivePosition]) -> io::Result<()> {
+        let words: Vec<u8> = positions.iter().flat_map(|position| Location::Owned(*position).pack().to_le_bytes()).collect();
+        self.file.write_all_at(&words, u64::from(first) * 8)
+    }
+
+    /// Opens the table for [`Self::find`], when all `count` blocks were written.
+    pub(super) fn finish(&self, count: u32) -> io::Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        self.file.set_len(u64::from(count) * 8)?;
+        // A second call would map the same file, so the first map stays.
+        let _ = self.map.set(SharedWords::map(&self.file, count as usize, false)?);
+        Ok(())
+    }
+
+    pub(super) fn find(&self, arrival: u32) -> Option<DrivePosition> {
+        self.map.get().and_then(|words| Location::unpack(words.load(arrival as usize))?.position())
+    }
+}

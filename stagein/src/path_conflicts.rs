@@ -1,0 +1,82 @@
+//! Path conflicts: samples of rival sources that have the same path, noticed while the sources are
+//! still being read.
+//!
+//! 1. All first blocks of one path go to one owner, so owners compare hashes of paths as blocks
+//!    arrive ([`rival`]). Two equal hashes make the path a suspect.
+//! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each one looks
+//!    through the members it has found and those it finds later ([`SuspectPaths`]).
+//! 3. Two samples that really share a path, and whose contents differ, are a conflict. Hashes that
+//!    are equal by chance therefore never fail a stage-in.
+//!
+//! This is an early warning that may miss conflicts. The merge of all runs finds every one.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::catalog::{Member, MemberKind};
+use dayfly_meta::limits::SIGHTINGS_MAX;
+use dayfly_meta::wire::peer::{Question, Rival, Rivalry, Sighting};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+/// The suspect paths of a stage-in, and the samples with these paths that workers of this node
+/// found.
+#[derive(Default)]
+pub struct SuspectPaths {
+    /// Incremented when `suspects` changes; 0 while there has never been a suspect.
+    generation: AtomicU64,
+    suspects: Mutex<Vec<Question>>,
+    sightings: Mutex<Vec<Sighting>>,
+}
+
+impl SuspectPaths {
+    /// Replaces the list of suspects. Workers look for them in what they find from now on and in
+    /// what they have found before.
+    pub fn set(&self, new: Vec<Question>) {
+        let mut suspects = lock(&self.suspects);
+        if *suspects != new {
+            *suspects = new;
+            self.generation.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Returns the samples with suspect paths that were found since the last call.
+    pub fn take_sightings(&self) -> Vec<Sighting> {
+        std::mem::take(&mut *lock(&self.sightings))
+    }
+
+    /// Tells a worker whether the suspects have changed since it last looked.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Records a sighting for every suspect whose path hash this member has.
+    pub(crate) fn check(&self, member: &Member) {
+        let MemberKind::File { size, checksums, .. } = &member.kind else { return };
+        let suspects = lock(&self.suspects);
+        for suspect in suspects.iter().filter(|suspect| path_hash(&member.path, suspect.pattern) == suspect.hash) {
+            let words = checksums.iter().flat_map(|checksum| checksum.to_le_bytes());
+            let content = xxh3_64(&size.to_le_bytes().into_iter().chain(words).collect::<Vec<u8>>());
+            let (hash, path, source, ticket) = (suspect.hash, member.path.clone(), member.key.source, member.ticket);
+            let sighting = Sighting { hash, path, source, ticket, content };
+            let mut sightings = lock(&self.sightings);
+            if sightings.len() < SIGHTINGS_MAX && !sightings.contains(&sighting) {
+                sightings.push(sighting);
+            }
+        }
+    }
+}
+
+/// What an owner compares of a sample. It is empty for a source without rivals.
+pub(crate) fn rival(path: &[u8], Rivalry { pattern, given }: Rivalry) -> Rival {
+    if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, given } }
+}
+
+/// Hashes a path. Seeding by the pattern keeps samples that different patterns name apart: only
+/// sources of one pattern are rivals.
+fn path_hash(path: &[u8], pattern: u32) -> u64 {
+    xxh3_64_with_seed(path, u64::from(pattern))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,28 @@
+//! The read rate limit of a node (`--max-rate`), shared by all of its readers.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How far ahead of the rate readers may run. Reads come in large pieces at uneven times, and the
+/// allowance lets a reader that was delayed catch up.
+const BURST: Duration = Duration::from_millis(50);
+
+pub(super) struct RateLimit {
+    bytes_per_second: u64,
+    /// The time by which everything admitted so far will have been read at the allowed rate.
+    paid_until: Mutex<Instant>,
+}
+
+impl RateLimit {
+    pub(super) fn new(bytes_per_second: u64) -> Self {
+        Self { bytes_per_second: bytes_per_second.max(1), paid_until: Mutex::new(Instant::now()) }
+    }
+
+    /// Admits `bytes` that were just read. The reader must not read again before the returned time.
+    pub(super) fn admit(&self, bytes: u64) -> Instant {
+        let mut paid_until = self.paid_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = (*paid_until).max(Instant::now().checked_sub(BURST).unwrap_or(*paid_until));
+        *paid_until = start + Duration::from_secs_f64(bytes as f64 / self.bytes_per_second as f64);
+        *paid_until
+    }
+}

@@ -1,0 +1,38 @@
+//! The permit for decoders with a large window. A node runs one such decoder at a time, because a
+//! window can take most of the memory that stage-ins may use.
+
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use super::CANCEL_CHECK_INTERVAL;
+
+#[derive(Default)]
+pub(super) struct WindowLock {
+    is_taken: Mutex<bool>,
+    freed: Condvar,
+}
+
+/// Held while a decoder uses a large window.
+pub(crate) struct WindowPermit<'a>(&'a WindowLock);
+
+impl Drop for WindowPermit<'_> {
+    fn drop(&mut self) {
+        *self.0.is_taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.freed.notify_one();
+    }
+}
+
+impl WindowLock {
+    /// Waits for the permit. Returns `None` once `is_cancelled` holds.
+    pub(super) fn acquire(&self, is_cancelled: impl Fn() -> bool) -> Option<WindowPermit<'_>> {
+        let mut is_taken = self.is_taken.lock().unwrap_or_else(PoisonError::into_inner);
+        while *is_taken {
+            if is_cancelled() {
+                return None;
+            }
+            let waited = self.freed.wait_timeout(is_taken, CANCEL_CHECK_INTERVAL);
+            is_taken = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *is_taken = true;
+        Some(WindowPermit(self))
+    }
+}
