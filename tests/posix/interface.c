@@ -1,4 +1,4 @@
-/* Uses every function of dayfly.h. Usage: interface FOLDER (as `tests/posix.rs` makes it) */
+/* Uses the functions of dayfly.h and prints their results. Usage: interface FOLDER (the tree that tests/posix.rs makes) */
 
 #include <dayfly.h>
 #include <errno.h>
@@ -12,6 +12,7 @@ static int count(const char *name, unsigned char type, void *context) {
     return strcmp(name, "link") == 0 ? 7 : 0;
 }
 
+/* What a shuffle returned: how many samples, their size together, and the length of the first path. */
 struct order {
     int count;
     unsigned long long size, first;
