@@ -89,7 +89,8 @@ macro_rules! forward {
 }
 
 /// Declares functions that modules below `calls` use. For each it emits the call of the next library, and an arm of the macro
-/// `declared!`, from which `hook!` takes the types of a hook that lists its arguments by name only.
+/// `declared!`, from which `hook!` takes the types of a hook that lists its arguments by name only. The first token is `$`, which a
+/// macro cannot write into the macro that it defines.
 macro_rules! declare {
     ($dollar:tt $(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) -> $result:ty;)*) => {
         $(forward! { $name calls $name($($argument: $kind),*) -> $result })*

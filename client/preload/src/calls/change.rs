@@ -104,8 +104,10 @@ macro_rules! refuse {
 
 refuse! {
     fn rename(from: Text, to: Text) => between(HERE from, HERE to);
-    fn renameat(from_directory: c_int, from: Text, to_directory: c_int, to: Text) => between(from_directory from, to_directory to);
-    fn renameat2(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_uint) => between(from_directory from, to_directory to);
+    fn renameat(from_directory: c_int, from: Text, to_directory: c_int, to: Text)
+        => between(from_directory from, to_directory to);
+    fn renameat2(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_uint)
+        => between(from_directory from, to_directory to);
     fn link(from: Text, to: Text) => between(HERE from, HERE to);
 
     fn symlink(target: Text, path: Text) => new(HERE path);
@@ -137,7 +139,8 @@ refuse! {
 
     fn chown(path: Text, user: uid_t, group: gid_t) => followed(HERE path);
     fn lchown(path: Text, user: uid_t, group: gid_t) => existing(HERE path);
-    fn fchownat(directory: c_int, path: Text, user: uid_t, group: gid_t, flags: c_int) => followed_or_itself(directory path flags);
+    fn fchownat(directory: c_int, path: Text, user: uid_t, group: gid_t, flags: c_int)
+        => followed_or_itself(directory path flags);
     fn fchown(number: c_int, user: uid_t, group: gid_t) => descriptor(number EROFS);
 
     fn utime(path: Text, times: FromC<*const utimbuf>) => followed(HERE path);

@@ -59,7 +59,10 @@ hook! {
             return nftw::next(path, visit, descriptors, flags);
         }
         let Some(visit) = visit else { return memory::fail(libc::EINVAL) };
-        walk(path, flags, &|path: &CStr, stat: &KernelStat, kind, position: &mut Position| visit(path.as_ptr(), stat, kind, position))
+        let visit = |path: &CStr, stat: &KernelStat, kind: c_int, position: &mut Position| {
+            visit(path.as_ptr(), stat, kind, position)
+        };
+        walk(path, flags, &visit)
     }
 }
 

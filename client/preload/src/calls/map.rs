@@ -30,7 +30,14 @@ impl Failed for Mapped {
 }
 
 hook! {
-    fn mmap | mmap64 (address: FromC<*mut c_void>, len: size_t, protection: c_int, flags: c_int, descriptor: c_int, offset: off_t) -> *mut c_void {
+    fn mmap | mmap64 (
+        address: FromC<*mut c_void>,
+        len: size_t,
+        protection: c_int,
+        flags: c_int,
+        descriptor: c_int,
+        offset: off_t,
+    ) -> *mut c_void {
         let open = if flags & MAP_ANONYMOUS != 0 { None } else { table::find(descriptor) };
         match open {
             None => mmap::next(address, len, protection, flags, descriptor, offset),
@@ -43,7 +50,13 @@ hook! {
         }
     }
 
-    fn mremap(address: FromC<*mut c_void>, old_len: size_t, new_len: size_t, flags: c_int, target: FromC<*mut c_void>) -> *mut c_void {
+    fn mremap(
+        address: FromC<*mut c_void>,
+        old_len: size_t,
+        new_len: size_t,
+        flags: c_int,
+        target: FromC<*mut c_void>,
+    ) -> *mut c_void {
         if new_len > old_len && in_place::contains(address.raw() as usize) {
             memory::set_errno(libc::ENOMEM);
             return MAP_FAILED;

@@ -50,7 +50,13 @@ hook! {
         readlink(path, out, len.min(room))
     }
 
-    fn __readlinkat_chk(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut c_char>, len: size_t, room: size_t) -> isize {
+    fn __readlinkat_chk(
+        directory: c_int,
+        path: FromC<*const c_char>,
+        out: FromC<*mut c_char>,
+        len: size_t,
+        room: size_t,
+    ) -> isize {
         readlinkat(directory, path, out, len.min(room))
     }
 

@@ -27,11 +27,24 @@ hook! {
         poll(descriptors, count, timeout_ms)
     }
 
-    fn ppoll(descriptors: FromC<*mut pollfd>, count: nfds_t, timeout: FromC<*const timespec>, mask: FromC<*const sigset_t>) -> c_int {
-        poll_with(descriptors, count, |is_ready| ppoll::next(descriptors, count, if is_ready { (&NOW).into() } else { timeout }, mask))
+    fn ppoll(
+        descriptors: FromC<*mut pollfd>,
+        count: nfds_t,
+        timeout: FromC<*const timespec>,
+        mask: FromC<*const sigset_t>,
+    ) -> c_int {
+        poll_with(descriptors, count, |is_ready| {
+            ppoll::next(descriptors, count, if is_ready { (&NOW).into() } else { timeout }, mask)
+        })
     }
 
-    fn __ppoll_chk(descriptors: FromC<*mut pollfd>, count: nfds_t, timeout: FromC<*const timespec>, mask: FromC<*const sigset_t>, _room: size_t) -> c_int {
+    fn __ppoll_chk(
+        descriptors: FromC<*mut pollfd>,
+        count: nfds_t,
+        timeout: FromC<*const timespec>,
+        mask: FromC<*const sigset_t>,
+        _room: size_t,
+    ) -> c_int {
         ppoll(descriptors, count, timeout, mask)
     }
 
@@ -42,7 +55,14 @@ hook! {
         })
     }
 
-    fn pselect(count: c_int, read: Set, write: Set, except: Set, timeout: FromC<*const timespec>, mask: FromC<*const sigset_t>) -> c_int {
+    fn pselect(
+        count: c_int,
+        read: Set,
+        write: Set,
+        except: Set,
+        timeout: FromC<*const timespec>,
+        mask: FromC<*const sigset_t>,
+    ) -> c_int {
         select_with(count, [read, write, except], |is_ready| {
             pselect::next(count, read, write, except, if is_ready { (&NOW).into() } else { timeout }, mask)
         })

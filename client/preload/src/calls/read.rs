@@ -43,7 +43,13 @@ hook! {
         }
     }
 
-    fn __pread_chk | __pread64_chk (descriptor: c_int, out: FromC<*mut c_void>, len: size_t, offset: off_t, room: size_t) -> isize {
+    fn __pread_chk | __pread64_chk (
+        descriptor: c_int,
+        out: FromC<*mut c_void>,
+        len: size_t,
+        offset: off_t,
+        room: size_t,
+    ) -> isize {
         pread(descriptor, out, len.min(room), offset)
     }
 

@@ -27,7 +27,13 @@ hook! {
         }
     }
 
-    fn scandirat | scandirat64 (directory: c_int, path: FromC<*const c_char>, list: FromC<*mut *mut Entry>, filter: Filter, compare: Compare) -> c_int {
+    fn scandirat | scandirat64 (
+        directory: c_int,
+        path: FromC<*const c_char>,
+        list: FromC<*mut *mut Entry>,
+        filter: Filter,
+        compare: Compare,
+    ) -> c_int {
         match is_ours(directory, path) {
             true => scan(directory, path, list, filter, compare),
             false => scandirat::next(directory, path, list, filter, compare),

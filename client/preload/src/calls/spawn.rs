@@ -58,7 +58,14 @@ fn left(actions: OpaqueMut, result: c_int) -> c_int {
 }
 
 hook! {
-    fn posix_spawn(pid: FromC<*mut pid_t>, path: FromC<*const c_char>, actions: Opaque, attributes: Opaque, arguments: Strings, environment: Strings) -> c_int {
+    fn posix_spawn(
+        pid: FromC<*mut pid_t>,
+        path: FromC<*const c_char>,
+        actions: Opaque,
+        attributes: Opaque,
+        arguments: Strings,
+        environment: Strings,
+    ) -> c_int {
         if let Side::Ours(ours) = side_of(libc::AT_FDCWD, path) {
             return spawn_ours(pid, &ours, actions, attributes, arguments, environment);
         }
@@ -66,7 +73,14 @@ hook! {
         prepared(actions, environment, spawn)
     }
 
-    fn posix_spawnp(pid: FromC<*mut pid_t>, file: FromC<*const c_char>, actions: Opaque, attributes: Opaque, arguments: Strings, environment: Strings) -> c_int {
+    fn posix_spawnp(
+        pid: FromC<*mut pid_t>,
+        file: FromC<*const c_char>,
+        actions: Opaque,
+        attributes: Opaque,
+        arguments: Strings,
+        environment: Strings,
+    ) -> c_int {
         if let Some(path) = found_in_path(file) {
             return posix_spawn(pid, path.as_c_str().into(), actions, attributes, arguments, environment);
         }
@@ -82,7 +96,13 @@ hook! {
         result
     }
 
-    fn posix_spawn_file_actions_addopen(actions: OpaqueMut, to: c_int, path: FromC<*const c_char>, flags: c_int, mode: mode_t) -> c_int {
+    fn posix_spawn_file_actions_addopen(
+        actions: OpaqueMut,
+        to: c_int,
+        path: FromC<*const c_char>,
+        flags: c_int,
+        mode: mode_t,
+    ) -> c_int {
         let Side::Ours(ours) = side_of(libc::AT_FDCWD, path) else {
             return posix_spawn_file_actions_addopen::next(actions, to, path, flags, mode);
         };
@@ -104,7 +124,10 @@ hook! {
         }
     }
 
-    fn posix_spawn_file_actions_addchdir_np | posix_spawn_file_actions_addchdir (actions: OpaqueMut, path: FromC<*const c_char>) -> c_int {
+    fn posix_spawn_file_actions_addchdir_np | posix_spawn_file_actions_addchdir (
+        actions: OpaqueMut,
+        path: FromC<*const c_char>,
+    ) -> c_int {
         let Side::Ours(ours) = side_of(libc::AT_FDCWD, path) else {
             return left(actions, posix_spawn_file_actions_addchdir_np::next(actions, path));
         };
@@ -118,7 +141,10 @@ hook! {
         }
     }
 
-    fn posix_spawn_file_actions_addfchdir_np | posix_spawn_file_actions_addfchdir (actions: OpaqueMut, descriptor: c_int) -> c_int {
+    fn posix_spawn_file_actions_addfchdir_np | posix_spawn_file_actions_addfchdir (
+        actions: OpaqueMut,
+        descriptor: c_int,
+    ) -> c_int {
         let Some(open) = table::find(descriptor) else {
             return left(actions, posix_spawn_file_actions_addfchdir_np::next(actions, descriptor));
         };

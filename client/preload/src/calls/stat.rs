@@ -51,7 +51,13 @@ hook! {
         fstat(descriptor, out)
     }
 
-    fn __fxstatat | __fxstatat64 (_version: c_int, directory: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>, flags: c_int) -> c_int {
+    fn __fxstatat | __fxstatat64 (
+        _version: c_int,
+        directory: c_int,
+        path: FromC<*const c_char>,
+        out: FromC<*mut KernelStat>,
+        flags: c_int,
+    ) -> c_int {
         fstatat(directory, path, out, flags)
     }
 

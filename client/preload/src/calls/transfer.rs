@@ -25,7 +25,14 @@ hook! {
         }
     }
 
-    fn copy_file_range(from: c_int, from_offset: FromC<*mut off_t>, to: c_int, to_offset: FromC<*mut off_t>, len: size_t, flags: c_uint) -> isize {
+    fn copy_file_range(
+        from: c_int,
+        from_offset: FromC<*mut off_t>,
+        to: c_int,
+        to_offset: FromC<*mut off_t>,
+        len: size_t,
+        flags: c_uint,
+    ) -> isize {
         match table::find(from) {
             // Our files are open for reading only.
             None if table::is_ours(to) => fail(libc::EBADF),
@@ -35,7 +42,14 @@ hook! {
         }
     }
 
-    fn splice(from: c_int, from_offset: FromC<*mut off_t>, to: c_int, to_offset: FromC<*mut off_t>, len: size_t, flags: c_uint) -> isize {
+    fn splice(
+        from: c_int,
+        from_offset: FromC<*mut off_t>,
+        to: c_int,
+        to_offset: FromC<*mut off_t>,
+        len: size_t,
+        flags: c_uint,
+    ) -> isize {
         match table::find(from) {
             None => splice::next(from, from_offset, to, to_offset, len, flags),
             // No more than a pipe holds: the program that calls may be the one that empties it.
