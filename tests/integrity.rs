@@ -88,7 +88,7 @@ fn wait_until_cached(view: &View, number: usize) {
     wait_until("it is cached", || blocks.clone().all(|block| dataset.is_here(BlockId(block))));
 }
 
-/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 /// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
@@ -106,7 +106,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     assert_eq!(found(&session, Hop::Fetched), 0);
 }
 
-/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 #[test]
 fn a_connection_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
@@ -117,7 +117,7 @@ fn a_connection_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     assert!(session.view(1).session().datasets().unwrap().is_empty());
 }
 
-/// SEMANTICS: "A worker whose own memory has changed ends the stage-in. Both errors name the node."
+/// SEMANTICS: "A worker whose own memory has changed ends the stage-in too. Both errors name the node."
 #[test]
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
