@@ -42,7 +42,7 @@ enum Need {
 
 /// Calls a function with the recorded needs. No thread may fork meanwhile: the child would have a lock that nobody unlocks.
 fn with_lists<R>(work: impl FnOnce(&mut Vec<(usize, Need)>) -> R) -> R {
-    let _no_fork = fork::hold();
+    let _no_fork = fork::lock();
     work(&mut LISTS.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
