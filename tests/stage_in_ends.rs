@@ -294,7 +294,7 @@ fn samples_that_are_archives_give_a_hint() {
     let hint = |options: &[&str], target: &str| {
         let output = cluster.output(&[&["stage-in"], options, &["train.tar", target]].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
-        text(&output.stderr).contains("hint: 10 of 10 samples are archives by their names; --nested")
+        text(&output.stderr).contains("hint: 10 of 10 samples have names of archives; --nested")
     };
     assert!(hint(&[], "/dayfly/plain"));
     assert!(!hint(&["--nested"], "/dayfly/nested"));
