@@ -201,7 +201,7 @@ impl Session<'_> {
                 verify_reads: false,
                 workers: 1 + random.below(3) as usize,
                 decoders: 1,
-                stage_memory: STAGE_IN_MEMORY_MIN,
+                stage_in_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };
             let transport = SimTransport { net: self.net.clone(), me: node };
