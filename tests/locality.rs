@@ -273,7 +273,7 @@ fn what_is_ordered_is_there_before_it_is_read() {
     assert_accounts_are_settled(&cluster);
     // Told not to, it does not.
     let told = cluster.ok(&["tune", "--prefetch", "off", "--prefetch-memory", "10MiB"]);
-    assert_eq!(told.trim(), "prefetch off, in 10.0MiB; cache: off");
+    assert_eq!(told.trim(), "prefetch: off, in 10.0MiB; cache: off");
     let other = cluster.view(1);
     let _order = other.session().submit(&dataset, samples).unwrap();
     std::thread::sleep(Duration::from_millis(200));
@@ -331,7 +331,7 @@ fn counters_are_told_in_every_form() {
     assert!(cluster.ok(&["metrics", "--all-nodes"]).contains("dayfly_clients{node=\"1\"}"));
     let top = cluster.ok(&["top", "--interval", "0.1", "--count", "2"]);
     assert_eq!(top.matches("bottleneck: ").count(), 2, "{top}");
-    assert!(cluster.ok(&["status"]).contains("prefetch auto, in half of the arena; cache: all free room"));
+    assert!(cluster.ok(&["status"]).contains("prefetch: auto, in half of the arena; cache: all free room"));
     cluster.fails(2, &["tune", "--prefetch", "fast"]);
     let status = node(&cluster, 0);
     assert_eq!(count(&status["busiest_clients"][0]["pid"]), u64::from(std::process::id()));

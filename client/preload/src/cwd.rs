@@ -6,7 +6,7 @@ use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use arc_swap::ArcSwapOption;
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 
 use crate::memory;
 use crate::{next, vfork};
@@ -86,7 +86,7 @@ pub(crate) fn read_link(path: &str) -> Option<Vec<u8>> {
 fn leave_kernel_nowhere() {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let before = memory::errno();
-    let session = Location::of_environment().ok().map(|location| location.folder);
+    let session = SessionFolder::of_environment().ok().map(|location| location.folder);
     let folders = session.into_iter().chain([std::env::temp_dir(), "/dev/shm".into(), "/tmp".into()]);
     for folder in folders {
         let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));

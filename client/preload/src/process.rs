@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
-use dayfly_client::locate::{CWD_VARIABLE, Location, PREFIX_VARIABLE, SESSION_VARIABLE};
+use dayfly_client::locate::{CWD_VARIABLE, PREFIX_VARIABLE, SESSION_VARIABLE, SessionFolder};
 use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_client::{ClientError, Session, View, ViewError, fault, fork};
 use dayfly_meta::id::NodeId;
@@ -136,7 +136,7 @@ pub(crate) fn known_view() -> Option<&'static View> {
 
 #[cold]
 fn attach() -> Result<Attached, Fault> {
-    let location = Location::of_environment()?;
+    let location = SessionFolder::of_environment()?;
     let node = location.node_of_environment()?;
     let socket = location.socket(node);
     if !socket.exists() {
@@ -164,7 +164,7 @@ fn attach() -> Result<Attached, Fault> {
     known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))
 }
 
-fn no_server(location: &Location, node: NodeId) -> Fault {
+fn no_server(location: &SessionFolder, node: NodeId) -> Fault {
     let (session, socket) = (location.session, location.socket(node));
     complain(&format!("node {node} of session {session} has no server on this machine any more ('{}')", socket.display()));
     Fault::Errno(libc::EIO)
