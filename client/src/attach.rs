@@ -102,7 +102,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::of(StatusPage::map(&status_page, false)?, socket.timeouts())),
+            heartbeat: Arc::new(Heartbeat::new(StatusPage::map(&status_page, false)?, socket.timeouts())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
