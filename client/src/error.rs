@@ -77,7 +77,7 @@ pub enum ClientError {
     /// A file that was requested by its path cannot be opened.
     #[error("'{path}': {reason}")]
     Path {
-        /// The path.
+        /// The path as it was requested.
         path: String,
         /// Why it cannot be opened.
         reason: String,
