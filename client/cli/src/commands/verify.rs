@@ -17,7 +17,7 @@ use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VerifyArguments;
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::namespace;
 use crate::size::show;
 
@@ -59,10 +59,10 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     };
     if replaced > 0 {
         let copies = counted(replaced, "bad cached block");
-        say!("found {copies} of other nodes, and fetched them again from their owners");
+        print_line!("found {copies} of other nodes, and fetched them again from their owners");
     }
     let seconds = start.elapsed().as_secs_f64().max(0.001);
-    say!(
+    print_line!(
         "verified {} from {}: {} read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
         counted(samples, "sample"),
         counted(nodes.len() as u64, "node"),
