@@ -163,7 +163,7 @@ fn sources_that_cannot_be_read_are_named() {
     }
     for list in ["@fifo", "@/dev/zero"] {
         let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
-        assert!(message.contains("no regular file"), "{message}");
+        assert!(message.contains("not a regular file"), "{message}");
     }
     // The name of a descriptor means the caller's, never the server's.
     for descriptor in 3..40 {

@@ -20,7 +20,7 @@ use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::peer::{NodeStageInRequest, OfferRequest, ReadRequest, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
-use dayfly_transport::fault::{Fault, Seen};
+use dayfly_transport::fault::{Fault, OutgoingRequest};
 use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
@@ -30,11 +30,11 @@ use harness::wait_until;
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
-fn asks(seen: &Seen<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
+fn asks(seen: &OutgoingRequest<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
     decode_sealed::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
 }
 
-fn ships(seen: &Seen<'_>) -> bool {
+fn ships(seen: &OutgoingRequest<'_>) -> bool {
     // A pull's message may happen to decode as an offer, so the offered bytes must match too.
     match decode_sealed::<OfferRequest>(seen.message) {
         Ok(OfferRequest::Batch { blocks, .. }) => {
@@ -45,7 +45,7 @@ fn ships(seen: &Seen<'_>) -> bool {
     }
 }
 
-fn reads(seen: &Seen<'_>) -> bool {
+fn reads(seen: &OutgoingRequest<'_>) -> bool {
     asks(seen, |request| matches!(request, Request::Read(ReadRequest::Chunks { .. })))
 }
 

@@ -106,7 +106,7 @@ use dayfly_meta::id::{NodeId, SessionId};
 
 pub use dayfly_stagein::StageInError;
 pub use dayfly_stagein::plan::check_sources;
-pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
+pub use dayfly_transport::{Ability, Agreement, Choice, Key, Obstacle, Options, Preference, agree, channel};
 pub use membership::JoinError;
 pub use node::{Node, StartError};
 

@@ -16,7 +16,7 @@ use dayfly_meta::wire::control::{Command, Event, Selection, StageInRequest, Summ
 use dayfly_meta::wire::status::NodeStatus;
 use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
 use dayfly_transport::Transport;
-use dayfly_transport::fault::{Fault, Faulty, Plan, Seen};
+use dayfly_transport::fault::{Fault, FaultSchedule, Faulty, OutgoingRequest};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
@@ -26,7 +26,7 @@ use super::samples::content;
 const NEEDLE_LEN: usize = 64;
 
 /// What happens to requests, until the test says otherwise.
-pub(crate) type Meddle = Box<dyn Fn(&Seen<'_>) -> Option<Fault> + Send + Sync>;
+pub(crate) type Meddle = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
 /// A session in this process.
 pub(crate) struct Inside {
@@ -81,7 +81,7 @@ impl Inside {
                 deadlines: Deadlines::DEFAULT,
             };
             let known = meddle.clone();
-            let plan: Plan = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
+            let plan: FaultSchedule = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
             let decorate = |inner: Arc<dyn Transport>| -> Arc<dyn Transport> { Arc::new(Faulty::new(inner, plan)) };
             runtime.block_on(Node::start_over(config, decorate)).unwrap()
         };
@@ -94,7 +94,7 @@ impl Inside {
     }
 
     /// From now on.
-    pub(crate) fn meddle(&self, meddle: impl Fn(&Seen<'_>) -> Option<Fault> + Send + Sync + 'static) {
+    pub(crate) fn meddle(&self, meddle: impl Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync + 'static) {
         *self.meddle.lock().unwrap() = Some(Box::new(meddle));
     }
 

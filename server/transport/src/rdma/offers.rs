@@ -1,5 +1,5 @@
-//! What became of offers whose answer may not have arrived. An asker whose queue pair failed asks again another way; an offer that was
-//! taken is not taken twice.
+//! Remembers the answers to offers that may not have reached their askers. An asker whose queue pair failed sends the offer again by
+//! another way, and an offer that was taken must not be taken twice.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -7,35 +7,35 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use dayfly_meta::id::NodeId;
 use tokio::sync::watch;
 
-use crate::Refusal;
+use crate::error::Refusal;
 
-/// Offers remembered; of a failed queue pair at most its window is asked for again, and at once.
+/// Number of offers remembered. After a failure at most the queue pair's window is sent again, and at once, so this is enough.
 const REMEMBERED_MAX: usize = 1024;
 
-/// Who offered, through which queue pair (its name), as which request.
-type Key = (NodeId, u64, u32);
-/// How it ended, once it has.
-type End = Option<Result<Vec<u8>, Refusal>>;
+/// Identifies an offer: the node that sent it, the nonce of the queue pair, and the number of the request.
+type OfferKey = (NodeId, u64, u32);
+/// The answer to an offer, once there is one.
+type OfferEnd = Option<Result<Vec<u8>, Refusal>>;
 
-/// Offers that are being taken, and those that were taken of late without the asker knowing.
+/// The offers that are being answered, and recent ones whose askers may not know the answer.
 #[derive(Default)]
-pub(super) struct Outcomes {
-    state: Mutex<State>,
+pub(super) struct OfferOutcomes {
+    state: Mutex<RememberedOffers>,
 }
 
 #[derive(Default)]
-struct State {
-    offers: HashMap<Key, watch::Receiver<End>>,
-    order: VecDeque<Key>,
+struct RememberedOffers {
+    offers: HashMap<OfferKey, watch::Receiver<OfferEnd>>,
+    order: VecDeque<OfferKey>,
 }
 
-impl Outcomes {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl OfferOutcomes {
+    fn lock(&self) -> MutexGuard<'_, RememberedOffers> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An offer is about to be taken.
-    pub(super) fn begin(&self, peer: NodeId, nonce: u64, number: u32) -> Outcome<'_> {
+    /// Records that an offer is about to be answered.
+    pub(super) fn begin(&self, peer: NodeId, nonce: u64, number: u32) -> OfferInProgress<'_> {
         let key = (peer, nonce, number);
         let (sender, receiver) = watch::channel(None);
         let mut state = self.lock();
@@ -46,32 +46,33 @@ impl Outcomes {
                 state.offers.remove(&oldest);
             }
         }
-        Outcome { outcomes: self, key, sender }
+        OfferInProgress { outcomes: self, key, sender }
     }
 
-    /// How an offer ended, if it was begun: what is asked for again and was never begun, or failed, is to be taken now.
+    /// Waits for the answer to an offer, if it was begun. Returns `None` if the offer was never begun or was not taken; then it must
+    /// be answered now.
     pub(super) async fn of(&self, peer: NodeId, nonce: u64, number: u32) -> Option<Vec<u8>> {
         let mut offer = self.lock().offers.get(&(peer, nonce, number))?.clone();
-        // Dropped without an end, it was not taken.
+        // A sender that was dropped without an answer belongs to an offer that was not taken.
         let ended = offer.wait_for(Option::is_some).await.ok()?;
         ended.clone()?.ok()
     }
 }
 
-/// An offer that is being taken.
-pub(super) struct Outcome<'a> {
-    outcomes: &'a Outcomes,
-    key: Key,
-    sender: watch::Sender<End>,
+/// An offer that is being answered.
+pub(super) struct OfferInProgress<'a> {
+    outcomes: &'a OfferOutcomes,
+    key: OfferKey,
+    sender: watch::Sender<OfferEnd>,
 }
 
-impl Outcome<'_> {
-    /// It has been answered.
+impl OfferInProgress<'_> {
+    /// Records the answer.
     pub(super) fn end(&self, answer: Result<Vec<u8>, Refusal>) {
         self.sender.send_replace(Some(answer));
     }
 
-    /// The asker knows.
+    /// Forgets the offer, because its asker has the answer.
     pub(super) fn forget(self) {
         let mut state = self.outcomes.lock();
         state.offers.remove(&self.key);
@@ -88,16 +89,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_was_taken_is_told_what_failed_or_never_began_is_not() {
-        let outcomes = Outcomes::default();
+    async fn only_offers_that_were_taken_have_a_remembered_answer() {
+        let outcomes = OfferOutcomes::default();
         let (peer, queue) = (NodeId(1), 17);
         let taken = outcomes.begin(peer, queue, 1);
         let waiting = outcomes.of(peer, queue, 1);
         tokio::pin!(waiting);
-        assert!(timeout(Duration::from_millis(10), &mut waiting).await.is_err(), "it is not decided yet");
+        assert!(timeout(Duration::from_millis(10), &mut waiting).await.is_err(), "there is no answer yet");
         taken.end(Ok(b"taken".to_vec()));
         assert_eq!(waiting.await, Some(b"taken".to_vec()));
-        assert_eq!(outcomes.of(peer, queue, 1).await, Some(b"taken".to_vec()), "and again");
+        assert_eq!(outcomes.of(peer, queue, 1).await, Some(b"taken".to_vec()), "the answer can be read again");
         outcomes.begin(peer, queue, 2).end(Err("no".into()));
         drop(outcomes.begin(peer, queue, 3));
         for number in [2, 3, 4] {
