@@ -67,7 +67,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         }
     }
     print_line!(
-        "'kept': cached blocks of other nodes; stage-ins evict them, so 'free' includes their space. 'taken': space of all nameless files \
+        "'cached': copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space. 'taken': space of all nameless files \
          on the data dirs, including cached blocks, which du does not see. 'workers': units of its sources that a node reads at the same \
          time during a stage-in. Empty samples are on no node."
     );
@@ -84,10 +84,10 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     );
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(status) = status else { continue };
-        let [own, kept, arena, asked] = status.reads.map(counted);
+        let [own, cached, arena, asked] = status.reads.map(counted);
         let prefetch = status.prefetch;
         print_line!(
-            "{node:<5} {own:>20} {kept:>20} {arena:>20} {asked:>20} {:>20} {:>12} {:>24}",
+            "{node:<5} {own:>20} {cached:>20} {arena:>20} {asked:>20} {:>20} {:>12} {:>24}",
             counted(status.remote),
             format!("{:.0}/{:.0}%", local_percent(status), status.predicted_local_permille as f64 / 10.0),
             format!("{}/{}/{}", prefetch.hits, prefetch.late, prefetch.wasted),

@@ -43,9 +43,9 @@ pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
 }
 
 fn show_nodes(before: &Status, now: &Status, seconds: f64) {
-    let [own, kept, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
+    let [own, cached, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
     print_line!(
-        "{:<12} {:>10} {:>10} {own:>5} {kept:>5} {arena:>5} {asked:>5} {:>10} {:>16} {:>22} {:>9} {:>7}",
+        "{:<12} {:>10} {:>10} {own:>5} {cached:>5} {arena:>5} {asked:>5} {:>10} {:>16} {:>22} {:>9} {:>7}",
         "node",
         "reads/s",
         "bytes/s",
