@@ -309,7 +309,6 @@ async fn start(
     let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
     data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
-    tracing::info!(address = %server.address(), "the server is up");
     Ok(Serving { server, location, watch, locks })
 }
 

@@ -34,6 +34,14 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
     if all == 0 { 0.0 } else { node.held_bytes as f64 * 100.0 / all as f64 }
 }
 
+/// Explains the first table's columns.
+const LEGEND: [&str; 4] = [
+    "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
+    "taken: space of all nameless files on the data dirs, including cached blocks; du does not see it",
+    "workers: units of its sources that a node reads at the same time during a stage-in",
+    "Empty samples are on no node.",
+];
+
 fn show_tables(session: &Session, status: &SessionStatus) {
     print_line!("session {} at {}, {}", session.id(), display(session.prefix()), units::counted(session.nodes().into(), "node"));
     print_line!(
@@ -51,6 +59,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     );
     let all = all_held(status);
     for NodeEntry { node, address, status } in &status.nodes {
+        let node = node.to_string();
         match status {
             Err(reason) => print_line!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
             Ok(node_status) => print_line!(
@@ -66,11 +75,9 @@ fn show_tables(session: &Session, status: &SessionStatus) {
             ),
         }
     }
-    print_line!(
-        "'cached': copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space. 'taken': space of all nameless files \
-         on the data dirs, including cached blocks, which du does not see. 'workers': units of its sources that a node reads at the same \
-         time during a stage-in. Empty samples are on no node."
-    );
+    for line in LEGEND {
+        print_line!("{line}");
+    }
     print_line!(
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
         "node",
@@ -83,7 +90,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         "prefetch hit/late/waste"
     );
     for NodeEntry { node, status, .. } in &status.nodes {
-        let Ok(status) = status else { continue };
+        let (Ok(status), node) = (status, node.to_string()) else { continue };
         let [own, cached, arena, asked] = status.reads.map(counted);
         let prefetch = status.prefetch;
         print_line!(
