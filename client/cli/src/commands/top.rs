@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
 fn show_nodes(before: &Status, now: &Status, seconds: f64) {
     let [own, cached, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
     print_line!(
-        "{:<12} {:>10} {:>10} {own:>5} {cached:>5} {arena:>5} {asked:>5} {:>10} {:>16} {:>22} {:>9} {:>7}",
+        "{:<12} {:>10} {:>10} {own:>6} {cached:>6} {arena:>6} {asked:>6} {:>10} {:>16} {:>22} {:>9} {:>7}",
         "node",
         "reads/s",
         "bytes/s",
@@ -100,7 +100,7 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
 fn rates(name: &str, read: &[Reads; SOURCES], seconds: f64) -> String {
     let all = total(read);
     let shares: Vec<String> =
-        read.iter().map(|reads| format!("{:>4}%", (reads.bytes * 100).checked_div(all.bytes).unwrap_or(0))).collect();
+        read.iter().map(|reads| format!("{:>5}%", (reads.bytes * 100).checked_div(all.bytes).unwrap_or(0))).collect();
     let bytes = show((all.bytes as f64 / seconds) as u64);
     format!("{name:<12} {:>10.0} {bytes:>10} {}", all.count as f64 / seconds, shares.join(" "))
 }

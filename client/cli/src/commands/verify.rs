@@ -83,15 +83,19 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
+/// What all readers have checked so far.
 #[derive(Default)]
 struct Tally {
     samples: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
+    /// Blocks that came over the network.
     remote: AtomicU64,
+    /// Bad cached blocks that were fetched again.
     replaced: AtomicU64,
 }
 
+/// Reads blocks through all nodes of this machine, on one thread per node.
 struct Checker<'a> {
     location: &'a Location,
     nodes: &'a [NodeId],

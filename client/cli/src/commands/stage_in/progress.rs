@@ -129,7 +129,7 @@ impl Reporter {
             false => "an unknown number of files in archives".to_owned(),
         };
         mention(format_args!(
-            "staging {} of {} in to {}: {files}; {} free on all nodes",
+            "staging in {} ({}) to {}: {files}; {} free on all nodes",
             units::counted(plan.sources, "source"),
             size::show(plan.source_bytes),
             self.target,
