@@ -103,30 +103,30 @@ fn a_node_that_does_not_join_is_named_in_time() {
     ]));
     assert!(text(&output.stderr).contains("1 joined, and --min-nodes asks for 2"), "{}", text(&output.stderr));
     for (list, without) in [("h1,broken,h2", "broken"), ("h1,silent,h2", "silent")] {
-        let (cluster, said) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
-        assert!(said.contains(&format!("continuing without {without}")), "{said}");
+        let (cluster, message) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
+        assert!(message.contains(&format!("continuing without {without}")), "{message}");
         assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
         cluster.down();
     }
     // If a host that was to start others cannot be reached, the others join anyway.
     let list: Vec<String> = (0..34).map(|host| if host == 3 { "broken".to_owned() } else { format!("h{host}") }).collect();
-    let (cluster, said) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
-    assert!(said.contains("continuing without broken"), "{said}");
+    let (cluster, message) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
+    assert!(message.contains("continuing without broken"), "{message}");
     assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 33);
     cluster.down();
-    let said = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
-    assert!(said.contains("--min-nodes asks for 2"), "{said}");
+    let message = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
+    assert!(message.contains("--min-nodes asks for 2"), "{message}");
 }
 
 #[test]
 fn a_server_that_fails_to_start_reports_why() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--hosts", "h1,h2", "--data-dir", "/no/such/dir"]));
-    let said = text(&output.stderr);
-    assert!(said.contains("no session: h") && said.contains("cannot use the data dir '/no/such/dir'"), "{said}");
+    let message = text(&output.stderr);
+    assert!(message.contains("no session: h") && message.contains("cannot use the data dir '/no/such/dir'"), "{message}");
     hosts.0.assert_clean();
-    let said = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
-    assert!(said.contains("'no-such' does not exist"), "{said}");
+    let message = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
+    assert!(message.contains("'no-such' does not exist"), "{message}");
     hosts.0.assert_clean();
 }
 
@@ -205,8 +205,8 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     };
     assert_eq!(session("7").unwrap(), seven);
     assert_eq!(session("8").unwrap(), eight);
-    let (_, said, is_done) = of_job("9", &["status"]);
-    assert!(!is_done && said.contains("no session of yours"), "a session of another job is not used: {said}");
+    let (_, message, is_done) = of_job("9", &["status"]);
+    assert!(!is_done && message.contains("no session of yours"), "a session of another job is not used: {message}");
     assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
     assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
     ground.assert_clean();
@@ -232,14 +232,14 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
         }
         ground.assert_clean();
     }
-    let said = harness::output_of(
+    let message = harness::output_of(
         ground
             .dayfly()
             .args(["up", "--launcher", "slurm", "--keep", "1h"])
             .env("SLURM_JOB_ID", "7")
             .env("SLURM_JOB_NODELIST", "n1"),
     );
-    assert!(text(&said.stderr).contains("end with the job"), "{}", text(&said.stderr));
+    assert!(text(&message.stderr).contains("end with the job"), "{}", text(&message.stderr));
 }
 
 /// Uses stand-ins for launchers that are not available here. They start programs as the real ones do; `pbsdsh` once for each slot.
@@ -555,7 +555,7 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
 fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();
     let hosts = Hosts::new();
-    let said = |list: &str, runtime: &std::path::Path| {
+    let message = |list: &str, runtime: &std::path::Path| {
         let arguments = ["run", "--hosts", list, "--stage-in", "not-there:/dayfly/a"];
         let output = harness::output_of(hosts.command(&arguments).args(["--", "true"]).env("DAYFLY_RUNTIME_DIR", runtime));
         assert_eq!(output.status.code(), Some(125));
@@ -563,11 +563,11 @@ fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     };
     let nowhere = hosts.0.at("no-such-folder");
     assert!(
-        said(&own, &nowhere).contains("no file or directory matches"),
+        message(&own, &nowhere).contains("no file or directory matches"),
         "the missing source is reported before the session starts"
     );
-    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "the source is not checked before the session starts");
-    let late = said("elsewhere", hosts.0.runtime.path());
+    assert!(message("elsewhere", &nowhere).contains("no-such-folder"), "the source is not checked before the session starts");
+    let late = message("elsewhere", hosts.0.runtime.path());
     assert!(late.contains("no file or directory matches"), "{late}");
     hosts.0.assert_clean();
 }

@@ -1,7 +1,7 @@
 //! Messages and failures: lines on standard error, output on standard output, and exit statuses.
 //!
 //! Commands never use `eprintln!` and `println!`, which panic if they cannot write. [`mention`] and [`complain`] write messages,
-//! [`output`] and `say!` write output. Text that others chose (paths, names of hosts) is escaped for a terminal.
+//! [`output`] and `print_line!` write output. Text that others chose (paths, names of hosts) is escaped for a terminal.
 
 use std::fmt::Display;
 use std::io::{self, Stderr, StdoutLock, Write};
@@ -198,24 +198,24 @@ fn name_stdout(error: io::Error) -> io::Error {
     }
 }
 
-/// The error of the first `say!` that failed.
+/// The error of the first `print_line!` that failed.
 static OUTPUT_ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
-/// Records that a `say!` failed, for the end of the command. A reader that has seen enough and closed the output is no failure.
+/// Records that a `print_line!` failed, for the end of the command. A reader that has seen enough and closed the output is no failure.
 pub(crate) fn record_output_error(error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
         OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 }
 
-/// Fails if a `say!` failed, because a command that succeeds must have printed its output.
+/// Fails if a `print_line!` failed, because a command that succeeds must have printed its output.
 pub(crate) fn check_output() -> Result<(), Failure> {
     let error = OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).take();
     error.map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// Prints a line on standard output. A failed write is reported at the end of the command.
-macro_rules! say {
+macro_rules! print_line {
     ($($argument:tt)*) => {{
         use std::io::Write;
         if let Err(error) = writeln!(crate::failure::output(), $($argument)*) {
@@ -223,4 +223,4 @@ macro_rules! say {
         }
     }};
 }
-pub(crate) use say;
+pub(crate) use print_line;

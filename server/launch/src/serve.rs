@@ -305,11 +305,10 @@ async fn start(
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);
-    let server = Node::start(config).await.map_err(|error| LaunchError::Server(error.to_string()))?;
+    let server = Node::start(config).await.map_err(LaunchError::Server)?;
     let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
     data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
-    tracing::info!(address = %server.address(), "the server is up");
     Ok(Serving { server, location, watch, locks })
 }
 

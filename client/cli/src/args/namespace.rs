@@ -107,7 +107,7 @@ pub(crate) struct StatusArguments {
 /// Watch what nodes and their processes read, from where, and what slows them down.
 ///
 /// Each screen shows the rates since the previous one. Sources of reads: 'own', this node's segment;
-/// 'kept', its copy of a block that another node owns; 'arena', fetched ahead or by another process;
+/// 'cached', its copy of a block that another node owns; 'arena', fetched ahead or by another process;
 /// 'asked', fetched while the reader waited. Prefetch: 'hits' had arrived before they were read, 'late' had
 /// not, and 'wasted' were never read. The last line names the bottleneck.
 #[derive(Args)]

@@ -14,7 +14,7 @@ use dayfly_meta::wire::control::{Command, Event};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::size;
 
 /// A process that still lives this long after SIGKILL hangs in the kernel.
@@ -30,12 +30,12 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Ok(location) => location,
         Err(ClientError::NoSession) => {
             clean()?;
-            say!("no session is running: nothing to do");
+            print_line!("no session is running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(ClientError::Unknown { name, .. }) => {
             clean()?;
-            say!("session {name} is not running: nothing to do");
+            print_line!("session {name} is not running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => return Err(error.into()),
@@ -44,7 +44,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     end_supervisor(&location, ended.is_partial);
     cleanup::remove_soon(&location)?;
     let nodes = counted(ended.nodes as u64, "node");
-    say!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
+    print_line!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -13,7 +13,7 @@ use dayfly_client::locate::{NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE
 use dayfly_meta::id::NodeId;
 
 use crate::args::{EnvArguments, ExecArguments};
-use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED, complain, say};
+use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED, complain, print_line};
 use crate::{namespace, preload};
 
 pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
@@ -28,7 +28,7 @@ pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
 pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
     for (name, value) in variables(&namespace::location()?, arguments.node)? {
         // Within single quotes a shell takes everything literally except a single quote.
-        say!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
+        print_line!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
     }
     Ok(ExitCode::SUCCESS)
 }

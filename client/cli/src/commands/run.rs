@@ -57,8 +57,9 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
                 let (location, options) = (session.location().clone(), arguments.options.clone());
                 let display = stage_in::ProgressDisplay::default();
                 let shared = display.clone();
-                let staging =
-                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false, &shared));
+                let staging = tokio::task::spawn_blocking(move || {
+                    stage_in::perform(&location, &[source], &target, &options, false, &shared)
+                });
                 tokio::select! {
                     staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
                         // If it failed because the session is lost, report the loss instead.

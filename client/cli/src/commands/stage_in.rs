@@ -41,8 +41,9 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
         let mut interruptions = Interruptions::new()?;
         let progress = ProgressDisplay::default();
         let shared = progress.clone();
-        let staging =
-            tokio::task::spawn_blocking(move || stage(&location, &sources, &target, &arguments.options, arguments.json, &shared));
+        let staging = tokio::task::spawn_blocking(move || {
+            perform(&location, &sources, &target, &arguments.options, arguments.json, &shared)
+        });
         tokio::select! {
             staged = staging => match staged.map_err(Failure::new)?? {
                 0 => Ok(ExitCode::SUCCESS),
@@ -96,8 +97,13 @@ impl ProgressDisplay {
 }
 
 /// Runs a stage-in and shows its progress. Returns how many archive members or sources were left out.
+<<<<<<< HEAD
 pub(super) fn stage(
     location: &SessionFolder,
+=======
+pub(super) fn perform(
+    location: &Location,
+>>>>>>> w/launch
     sources: &[OsString],
     target: &OsStr,
     options: &StageInOptions,

@@ -17,7 +17,7 @@ use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VerifyArguments;
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::namespace;
 use crate::size::show;
 
@@ -59,10 +59,10 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     };
     if replaced > 0 {
         let copies = counted(replaced, "bad cached block");
-        say!("found {copies} of other nodes, and fetched them again from their owners");
+        print_line!("found {copies} of other nodes, and fetched them again from their owners");
     }
     let seconds = start.elapsed().as_secs_f64().max(0.001);
-    say!(
+    print_line!(
         "verified {} from {}: {} read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
         counted(samples, "sample"),
         counted(nodes.len() as u64, "node"),
@@ -83,15 +83,19 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
+/// What all readers have checked so far.
 #[derive(Default)]
 struct Tally {
     samples: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
+    /// Blocks that came over the network.
     remote: AtomicU64,
+    /// Bad cached blocks that were fetched again.
     replaced: AtomicU64,
 }
 
+/// Reads blocks through all nodes of this machine, on one thread per node.
 struct Checker<'a> {
     location: &'a SessionFolder,
     nodes: &'a [NodeId],

@@ -10,7 +10,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::args::StageInOptions;
-use crate::failure::{complain, mention, say};
+use crate::failure::{complain, mention, print_line};
 use crate::size;
 
 /// Without a terminal, a line of progress appears this often.
@@ -129,7 +129,7 @@ impl Reporter {
             false => "an unknown number of files in archives".to_owned(),
         };
         mention(format_args!(
-            "staging {} of {} in to {}: {files}; {} free on all nodes",
+            "staging in {} ({}) to {}: {files}; {} free on all nodes",
             units::counted(plan.sources, "source"),
             size::show(plan.source_bytes),
             self.target,
@@ -250,7 +250,7 @@ impl Reporter {
             Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
             Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
         };
-        say!("{value}");
+        print_line!("{value}");
     }
 }
 
