@@ -17,7 +17,7 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{CHUNK_LEN, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
-use dayfly_meta::wire::peer::Request;
+use dayfly_meta::wire::peer::{NodeStageInRequest, OfferRequest, ReadRequest, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
 use dayfly_transport::fault::{Fault, OutgoingRequest};
@@ -35,11 +35,18 @@ fn asks(seen: &OutgoingRequest<'_>, is_meant: impl Fn(&Request) -> bool) -> bool
 }
 
 fn ships(seen: &OutgoingRequest<'_>) -> bool {
-    asks(seen, |request| matches!(request, Request::Ship { .. } | Request::ShipPiece { .. }))
+    // A pull's message may happen to decode as an offer, so the offered bytes must match too.
+    match decode_sealed::<OfferRequest>(seen.message) {
+        Ok(OfferRequest::Batch { blocks, .. }) => {
+            !blocks.is_empty() && blocks.iter().map(|block| u64::from(block.len)).sum::<u64>() == seen.bulk_len
+        }
+        Ok(OfferRequest::Piece { stage_in, .. }) => (1..100).contains(&stage_in) && seen.bulk_len > 0,
+        Err(_) => false,
+    }
 }
 
 fn reads(seen: &OutgoingRequest<'_>) -> bool {
-    asks(seen, |request| matches!(request, Request::Read { .. }))
+    asks(seen, |request| matches!(request, Request::Read(ReadRequest::Chunks { .. })))
 }
 
 fn found(session: &Inside, hop: Hop) -> u64 {
@@ -88,7 +95,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
     // Damage every batch and piece when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| {
+    session.inject(move |seen| {
         let is_meant = ships(seen) && flipped.lock().unwrap().insert(seen.message.to_vec());
         is_meant.then_some(Fault::FlipOnWire)
     });
@@ -103,7 +110,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
 #[test]
 fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
-    session.meddle(|seen| ships(seen).then_some(Fault::FlipOnWire));
+    session.inject(|seen| ships(seen).then_some(Fault::FlipOnWire));
     let reason = session.stage(&session.write(&LENS)).unwrap_err();
     assert!(reason.contains("damaged 3 times") && reason.contains("node"), "{reason}");
     session.leave_alone();
@@ -115,7 +122,7 @@ fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
     let shipped = AtomicU64::new(0);
-    session.meddle(move |seen| {
+    session.inject(move |seen| {
         let is_first = ships(seen) && shipped.fetch_add(1, Ordering::Relaxed) == 0;
         is_first.then_some(Fault::FlipInBuffer)
     });
@@ -130,8 +137,10 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
     // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
-        Ok(Request::Read { chunks, .. }) if flipped.lock().unwrap().insert(chunks[0]) => Some(Fault::FlipOnWire),
+    session.inject(move |seen| match decode_sealed::<Request>(seen.message) {
+        Ok(Request::Read(ReadRequest::Chunks { chunks, .. })) if flipped.lock().unwrap().insert(chunks[0]) => {
+            Some(Fault::FlipOnWire)
+        }
         _ => None,
     });
     let view = session.view(0);
@@ -150,7 +159,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
 #[test]
 fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_kept() {
     let session = staged(false);
-    session.meddle(|request| reads(request).then_some(Fault::FlipOnWire));
+    session.inject(|request| reads(request).then_some(Fault::FlipOnWire));
     let view = session.view(0);
     for number in numbers(&view, LENS.len(), false) {
         let reason = read(&view, number).unwrap_err();
@@ -312,8 +321,9 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     let folder = session.write(&LENS);
     let held = Arc::new(AtomicUsize::new(0));
     let count = held.clone();
-    session.meddle(move |seen| {
-        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+    session.inject(move |seen| {
+        let is_late =
+            seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         count.fetch_add(usize::from(is_late), Ordering::SeqCst);
         is_late.then_some(Fault::Delay(Duration::from_secs(4)))
     });
@@ -343,8 +353,9 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     let session = Arc::new(Inside::new(3, false));
     session.stage(&session.write(&LENS)).unwrap();
     let other = session.write_in("other", &LENS, 100);
-    session.meddle(|seen| {
-        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+    session.inject(|seen| {
+        let is_late =
+            seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         is_late.then_some(Fault::Delay(Duration::from_secs(4)))
     });
     let first = session.view(0);
@@ -377,8 +388,8 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
 fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));
     let folder = session.write(&LENS);
-    session.meddle(|seen| {
-        let is_commit = asks(seen, |request| matches!(request, Request::Commit { .. }));
+    session.inject(|seen| {
+        let is_commit = asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         match seen.peer.0 {
             1 if is_commit => Some(Fault::Delay(Duration::from_secs(1))),
             2 if is_commit => Some(Fault::Refuse),

@@ -2,7 +2,7 @@
 //! still being read.
 //!
 //! 1. All first blocks of one path go to one owner, so owners compare hashes of paths as blocks
-//!    arrive ([`rival`]). Two equal hashes make the path a suspect.
+//!    arrive. Two equal hashes make the path a suspect.
 //! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each one looks
 //!    through the members it has found and those it finds later ([`SuspectPaths`]).
 //! 3. Two samples that really share a path, and whose contents differ, are a conflict. Hashes that

@@ -1,4 +1,12 @@
-//! Runs: what workers found, sorted by path, in nameless files; and their merge.
+//! Sorted runs of members, and their merge.
+//!
+//! A worker finds members in the order of its sources, but a catalog is in the order of paths, and
+//! a dataset can have more members than fit in memory. So each worker collects members in a
+//! [`RunWriter`], which sorts them and writes a run to a temporary file whenever its memory is
+//! full. The coordinator reads the runs of all nodes through one [`Merge`].
+//!
+//! Every record in a run has a checksum, so a run that the drive damaged is an error and never
+//! another catalog.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
@@ -10,51 +18,63 @@ use std::os::unix::fs::FileExt;
 use dayfly_meta::catalog::Member;
 use dayfly_meta::catalog::member::{read_member, write_member};
 
-/// Collects members and writes them out as a sorted run whenever enough have come together.
+/// Collects members, and writes them out as a sorted run whenever they fill its memory.
 pub struct RunWriter {
-    scratch: Box<dyn Fn() -> io::Result<File> + Send>,
+    temp_file: Box<dyn Fn() -> io::Result<File> + Send>,
     len_max: usize,
+    /// Members that are not in a run yet.
     pending: Vec<Member>,
+    /// Memory that `pending` takes, in bytes.
     pending_len: usize,
+    /// The runs with their lengths in bytes.
     runs: Vec<(File, u64)>,
 }
 
 impl RunWriter {
-    /// `scratch` gives nameless files; in memory there are at most `len_max` bytes of members.
-    pub fn new(scratch: Box<dyn Fn() -> io::Result<File> + Send>, len_max: usize) -> Self {
-        Self { scratch, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
+    /// Creates a writer that holds at most about `len_max` bytes of members in memory. `temp_file`
+    /// creates the files for runs, which should have no name, so that nothing is left behind.
+    pub fn new(temp_file: Box<dyn Fn() -> io::Result<File> + Send>, len_max: usize) -> Self {
+        Self { temp_file, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
     }
 
-    /// Bytes of members that may be in memory.
+    /// The most bytes of members that are held in memory.
     pub(crate) fn len_max(&self) -> usize {
         self.len_max
     }
 
-    /// A nameless file on the data dir.
-    pub(crate) fn scratch(&self) -> io::Result<File> {
-        (self.scratch)()
+    /// Creates a temporary file where runs are created.
+    pub(crate) fn temp_file(&self) -> io::Result<File> {
+        (self.temp_file)()
     }
 
-    /// Takes a member.
+    /// Adds a member.
+    ///
+    /// # Errors
+    ///
+    /// If a run cannot be written.
     pub fn push(&mut self, member: Member) -> io::Result<()> {
         self.pending_len += member.memory_len();
         self.pending.push(member);
         if self.pending_len >= self.len_max { self.spill() } else { Ok(()) }
     }
 
-    /// Calls `see` for every member so far, in no order.
-    pub(crate) fn each(&self, see: &mut dyn FnMut(&Member)) -> io::Result<()> {
-        self.pending.iter().for_each(&mut *see);
+    /// Calls `visit` for every member added so far, in no particular order.
+    pub(crate) fn for_each(&self, visit: &mut dyn FnMut(&Member)) -> io::Result<()> {
+        self.pending.iter().for_each(&mut *visit);
         for (file, len) in &self.runs {
-            let mut run = BufReader::new(ReadAt { file, at: 0, len: *len });
+            let mut run = BufReader::new(RunReader { file, at: 0, len: *len });
             while let Some(member) = read_member(&mut run)? {
-                see(&member);
+                visit(&member);
             }
         }
         Ok(())
     }
 
-    /// All runs, with their lengths in bytes.
+    /// Writes what is left and returns all runs with their lengths in bytes.
+    ///
+    /// # Errors
+    ///
+    /// If the last run cannot be written.
     pub fn finish(mut self) -> io::Result<Vec<(File, u64)>> {
         self.spill()?;
         Ok(self.runs)
@@ -67,7 +87,7 @@ impl RunWriter {
             return Ok(());
         }
         members.sort_unstable_by(Member::run_order);
-        let mut run = BufWriter::new((self.scratch)()?);
+        let mut run = BufWriter::new((self.temp_file)()?);
         members.iter().try_for_each(|member| write_member(&mut run, member))?;
         run.flush()?;
         let mut file = run.into_inner().map_err(io::IntoInnerError::into_error)?;
@@ -77,14 +97,14 @@ impl RunWriter {
     }
 }
 
-/// Reads a file without moving where it is written.
-struct ReadAt<'a> {
+/// Reads a run while leaving the file's position alone.
+struct RunReader<'a> {
     file: &'a File,
     at: u64,
     len: u64,
 }
 
-impl Read for ReadAt<'_> {
+impl Read for RunReader<'_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         let room = (self.len - self.at).min(out.len() as u64) as usize;
         let count = self.file.read_at(&mut out[..room], self.at)?;
@@ -93,20 +113,21 @@ impl Read for ReadAt<'_> {
     }
 }
 
-/// Merges sorted runs into one stream in run order.
+/// Merges sorted runs into one sorted stream of members. It ends after the first error.
 pub struct Merge<R> {
     runs: Vec<R>,
     heads: BinaryHeap<Reverse<Head>>,
     failure: Option<io::Error>,
 }
 
+/// The first member of a run that has not been returned yet.
 struct Head {
     member: Member,
     run: usize,
 }
 
 impl<R: Read> Merge<R> {
-    /// Reads the first member of each run.
+    /// Starts a merge by reading the first member of each run.
     pub fn new(runs: Vec<R>) -> Self {
         let mut merge = Self { heads: BinaryHeap::with_capacity(runs.len()), runs, failure: None };
         (0..merge.runs.len()).for_each(|run| merge.advance(run));
@@ -126,7 +147,7 @@ impl<R: Read> Iterator for Merge<R> {
     type Item = io::Result<Member>;
 
     fn next(&mut self) -> Option<io::Result<Member>> {
-        // A run that cannot be read ends everything: without it the merge would be of something else.
+        // Without the rest of the damaged run, the stream would silently lack members.
         if let Some(error) = self.failure.take() {
             self.heads.clear();
             return Some(Err(error));
@@ -170,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn merged_runs_are_in_order_and_complete() {
+    fn a_merge_is_sorted_and_complete() {
         let runs = (0..4_u64).map(|run| {
             let mut writer = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
             (0..500).filter(|number| number % 4 == run).for_each(|number| writer.push(member(number)).unwrap());
@@ -180,7 +201,7 @@ mod tests {
             again.runs.push((file.try_clone().unwrap(), len));
             again.push(member(9)).unwrap();
             let mut seen = 0;
-            again.each(&mut |_| seen += 1).unwrap();
+            again.for_each(&mut |_| seen += 1).unwrap();
             assert_eq!(seen, 126);
             file.rewind().unwrap();
             assert_eq!(file.metadata().unwrap().len(), len);
@@ -192,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_run_is_an_error() {
+    fn a_truncated_run_is_an_error() {
         let mut run = Vec::new();
         write_member(&mut run, &member(1)).unwrap();
         write_member(&mut run, &member(1)).unwrap();

@@ -1,4 +1,5 @@
-//! What to take of a source, and under which name: `--include`, `--exclude`, `--strip-components`.
+//! Which members of a source to take, and under which paths: `--include`, `--exclude` and
+//! `--strip-components`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -9,22 +10,22 @@ use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
 use crate::StageInError;
 
-/// A [`Selection`], ready to use.
+/// A [`Selection`] with its patterns compiled.
 pub(crate) struct Selector {
     include: Option<GlobSet>,
     exclude: GlobSet,
     strip: usize,
 }
 
-/// What becomes of a name.
+/// The decision about a member's name.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Named {
-    /// It is taken, under this path below the source's prefix.
-    Taken(Vec<u8>),
-    /// It is not selected.
-    Left,
-    /// It cannot be kept.
-    Refused(InvalidPath),
+pub(crate) enum Decision {
+    /// The member is taken, under this path below the source's prefix.
+    Take(Vec<u8>),
+    /// The member is not selected.
+    Leave,
+    /// The name cannot be a path of a dataset.
+    Reject(InvalidPath),
 }
 
 impl Selector {
@@ -34,24 +35,27 @@ impl Selector {
         Ok(Self { include, exclude, strip: selection.strip_components as usize })
     }
 
-    /// What becomes of a member's name. Patterns see the name before components are stripped, as tar's do.
-    pub(crate) fn name(&self, name: &[u8], is_directory: bool) -> Named {
+    /// Decides about a member by its name. As in tar, patterns match the name before components
+    /// are stripped.
+    pub(crate) fn decide(&self, name: &[u8], is_directory: bool) -> Decision {
         let path = match normalize(name) {
             Ok(path) => path,
-            Err(reason) => return Named::Refused(reason),
+            Err(reason) => return Decision::Reject(reason),
         };
         if self.excludes(&path) || !self.includes(&path, is_directory) {
-            return Named::Left;
+            return Decision::Leave;
         }
-        self.strip(&path).map_or(Named::Left, Named::Taken)
+        self.strip(&path).map_or(Decision::Leave, Decision::Take)
     }
 
-    /// A hard link's target: named as the member that it points to.
+    /// The path that a hard link's target has in the dataset, if any. The target is a member, so
+    /// components are stripped from it too.
     pub(crate) fn link_target(&self, target: &[u8]) -> Result<Option<Vec<u8>>, InvalidPath> {
         normalize(target).map(|path| self.strip(&path))
     }
 
-    /// Whether a directory of a tree need not be looked into.
+    /// Whether `--exclude` matches the path or one of the directories that contain it. A walk need
+    /// not enter an excluded directory.
     pub(crate) fn excludes(&self, path: &[u8]) -> bool {
         if self.exclude.is_empty() {
             return false;
@@ -60,8 +64,9 @@ impl Selector {
         ends.chain([path.len()]).any(|end| matches(&self.exclude, &path[..end]))
     }
 
+    /// Whether there is no `--include`, or it matches the path of a file.
     pub(crate) fn includes(&self, path: &[u8], is_directory: bool) -> bool {
-        // Directories on the way to an included file appear by themselves; others would be empty shells.
+        // A dataset has all directories above its files anyway. Other directories would be empty.
         self.include.as_ref().is_none_or(|include| !is_directory && matches(include, path))
     }
 
@@ -69,8 +74,8 @@ impl Selector {
         if self.strip == 0 {
             return Some(path.to_vec());
         }
-        let kept = components(path).skip(self.strip).fold(Vec::new(), |kept, name| join(&kept, name));
-        (!kept.is_empty()).then_some(kept)
+        let rest = components(path).skip(self.strip).fold(Vec::new(), |rest, name| join(&rest, name));
+        (!rest.is_empty()).then_some(rest)
     }
 }
 
@@ -85,7 +90,7 @@ fn compile(patterns: &[String]) -> Result<GlobSet, StageInError> {
     };
     let mut set = GlobSetBuilder::new();
     for pattern in patterns {
-        // As tar's: `*` also matches a slash, and a pattern without a slash may match at any depth.
+        // As in tar, `*` also matches slashes, and a pattern may match at any depth.
         for pattern in [pattern.clone(), format!("*/{pattern}")] {
             set.add(GlobBuilder::new(&pattern).literal_separator(false).build().map_err(|error| invalid(&pattern, error))?);
         }
@@ -98,12 +103,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_taken_left_or_refused() {
+    fn names_are_taken_left_or_rejected() {
         let check = |include: &[&str], exclude: &[&str], strip_components, name: &str, expect: Option<&str>| {
             let own = |patterns: &[&str]| patterns.iter().map(|&pattern| pattern.to_owned()).collect();
             let selection = Selection { include: own(include), exclude: own(exclude), strip_components, ..Selection::default() };
-            let expect = expect.map_or(Named::Left, |path| Named::Taken(path.as_bytes().to_vec()));
-            assert_eq!(Selector::new(&selection).unwrap().name(name.as_bytes(), name.ends_with('/')), expect, "{name}");
+            let expect = expect.map_or(Decision::Leave, |path| Decision::Take(path.as_bytes().to_vec()));
+            assert_eq!(Selector::new(&selection).unwrap().decide(name.as_bytes(), name.ends_with('/')), expect, "{name}");
         };
         check(&[], &[], 0, "./a//b", Some("a/b"));
         check(&[], &[], 1, "a/b/c", Some("b/c"));
@@ -116,8 +121,8 @@ mod tests {
         check(&[], &["b"], 0, "a/b/c/d", None);
         check(&[], &["b"], 0, "a/bb", Some("a/bb"));
         check(&["*.jpg"], &["*x*"], 0, "x/b.jpg", None);
-        let refused = Selector::new(&Selection::default()).unwrap().name(b"../x", false);
-        assert_eq!(refused, Named::Refused(InvalidPath::Leaves));
+        let rejected = Selector::new(&Selection::default()).unwrap().decide(b"../x", false);
+        assert_eq!(rejected, Decision::Reject(InvalidPath::Leaves));
         let broken = Selection { include: vec!["[".into()], ..Selection::default() };
         assert!(matches!(Selector::new(&broken), Err(StageInError::InvalidPattern { .. })));
     }

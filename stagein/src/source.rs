@@ -1,4 +1,12 @@
-//! What a source is, told by its content: a tar in any of the known compressions, a zip, a directory tree, or a single file.
+//! Sources and their formats: a tar, plain or compressed, a zip, a directory tree, or a single
+//! file. Contents decide which of them a file is; the name matters only where contents cannot
+//! decide.
+//!
+//! - `plain` reads uncompressed files in large sequential reads.
+//! - `tar` and `zip` parse archives. They check every field, and no header makes them allocate
+//!   memory in advance.
+//! - `compressed` decodes streams, on threads of their own for whole archives.
+//! - `directory` walks trees.
 
 pub(crate) mod compressed;
 pub(crate) mod directory;
@@ -14,15 +22,17 @@ use dayfly_meta::catalog::{Compression, SourceKind};
 
 use crate::StageInError;
 
-/// Name endings that promise an archive: a file so named that is none is an error, not a sample.
+/// Name endings of archives. A source with such a name and other contents is an error; it does not
+/// become a sample.
 const ARCHIVE_ENDINGS: [&str; 20] = [
     ".tar.gz", ".tar.xz", ".tar.zst", ".tar.bz2", ".tar.lz4", ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4",
     ".tzst", ".crate", ".zip", ".whl", ".egg", ".jar", ".cbz",
 ];
-/// Of these, zips: many another file is one too (`.npz`, `.pt`, `.docx`), and is a sample for all that.
+/// Name endings of zips. Many other files are zips inside (`.npz`, `.pt`, `.docx`) and are samples,
+/// so a zip is unpacked only if its name says so.
 const ZIP_ENDINGS: [&str; 5] = [".zip", ".whl", ".egg", ".jar", ".cbz"];
 
-/// Tells what the regular file at `path` is.
+/// Determines the kind and compression of the regular file at `path`.
 pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageInError> {
     let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
     let mut file = File::open(path).map_err(unreadable)?;
@@ -44,7 +54,7 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         start = unpacked;
     }
     let is_named_archive = ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.");
-    // An empty tar is zeros from its start, and so is many an image: there the name decides.
+    // An empty tar starts with zeros, and so do many disk images: here the name decides.
     if tar::is_tar(&start) || is_named_archive && start.len() == tar::BLOCK_LEN && start.iter().all(|&byte| byte == 0) {
         return Ok((SourceKind::Tar, compression));
     }
@@ -54,12 +64,13 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     Ok((SourceKind::File, Compression::None))
 }
 
-/// Whether a name ends as those of archives do.
+/// Whether a name has an archive's ending, such as `.tar.gz` or `.zip`.
 pub fn has_archive_ending(name: &[u8]) -> bool {
     without_archive_ending(name).is_some()
 }
 
-/// The path without the ending that promises an archive; `None` for one without such an ending, or with nothing else.
+/// The path without an archive's ending. `None` if it has no such ending, or if its name is nothing
+/// but the ending.
 pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
     let ends_with = |ending: &&str| {
         let start = path.len().checked_sub(ending.len())?;

@@ -1,7 +1,9 @@
-//! Fuzz targets, one a parser: whatever the bytes, an error at worst; never a panic, and no memory but in proportion to them.
+//! Fuzz targets, one for each parser. Whatever the input, a parser may return an error, but it must
+//! not panic, and it must not use memory out of proportion to the input.
 //!
-//! Each runs for `DAYFLY_FUZZ_SECONDS` (by default, for as long as a change can wait) over mutations of good input, from a new seed each
-//! time. What fails is printed, with the seed: `DAYFLY_FUZZ_SEED` runs it again.
+//! Each target runs for `DAYFLY_FUZZ_SECONDS` (3 s by default, so that the unit tests stay quick)
+//! over mutations of good input, from a new seed each time. A target that panics prints the seed of
+//! its input; `DAYFLY_FUZZ_SEED` runs that input again.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -19,28 +21,27 @@ use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
 
 const SECONDS_DEFAULT: f64 = 3.0;
-/// However long that takes.
+/// A busy machine runs a target for longer, until it has had this many inputs.
 const ROUNDS_MIN: u64 = 100;
-/// Bytes that a target takes of what it unpacks.
+/// The most bytes that a target unpacks from one input.
 const UNPACKED_MAX: u64 = 4 << 20;
 
 fn variable(name: &str) -> Option<f64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// Runs a target over mutations of its corpus.
+/// Runs a target on mutations of its corpus.
 fn fuzz(corpus: &[Vec<u8>], target: impl Fn(&[u8])) {
     let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
     let wanted = variable("DAYFLY_FUZZ_SEED").map(|seed| seed as u64);
     let end = Instant::now() + Duration::from_secs_f64(variable("DAYFLY_FUZZ_SECONDS").unwrap_or(SECONDS_DEFAULT));
     let mut rounds = 0;
-    // Seeds are told as whole numbers that a float holds.
+    // `variable` parses seeds as floats, which hold whole numbers of up to 53 bits.
     let mut seed = wanted.unwrap_or_else(|| now() % (1 << 50));
-    // A machine that is busy with other things gets more time for the least number.
     while Instant::now() < end || rounds < ROUNDS_MIN {
-        let told = Told(seed);
+        let print_on_panic = SeedOnPanic(seed);
         target(&mutate(corpus, &mut StdRng::seed_from_u64(seed)));
-        std::mem::forget(told);
+        std::mem::forget(print_on_panic);
         rounds += 1;
         if wanted.is_some() {
             return;
@@ -49,15 +50,16 @@ fn fuzz(corpus: &[Vec<u8>], target: impl Fn(&[u8])) {
     }
 }
 
-/// Tells the seed when a target panics.
-struct Told(u64);
+/// Prints the seed when a target panics.
+struct SeedOnPanic(u64);
 
-impl Drop for Told {
+impl Drop for SeedOnPanic {
     fn drop(&mut self) {
-        eprintln!("again with DAYFLY_FUZZ_SEED={}", self.0);
+        eprintln!("run this input again with DAYFLY_FUZZ_SEED={}", self.0);
     }
 }
 
+/// A member of the corpus with a few random changes.
 fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut bytes = corpus[random.random_range(0..corpus.len())].clone();
     for _ in 0..random.random_range(1..6) {
@@ -89,6 +91,7 @@ fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     bytes
 }
 
+/// The output of a program in a folder that the shell script `prepare` has filled.
 fn tool(program: &str, arguments: &[&str], prepare: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let prepared = std::process::Command::new("bash").args(["-ec", prepare]).current_dir(folder.path()).status().unwrap();
@@ -165,7 +168,7 @@ fn fuzz_extended_headers() {
             let mut again = Extension::default();
             again.parse(&extension.records()).unwrap();
             extension.sparse = None;
-            assert_eq!(again, extension, "what was read can be written and read again");
+            assert_eq!(again, extension, "records read back as they were written");
         }
     });
 }
@@ -197,7 +200,7 @@ fn fuzz_decoders() {
         for compression in all {
             let mut unpacked = Vec::new();
             let _ = decoder(compression, bytes).map(|decoder| decoder.take(UNPACKED_MAX).read_to_end(&mut unpacked));
-            crate::source::compressed::look_at(compression, bytes);
+            crate::source::compressed::inspect(compression, bytes);
         }
     });
 }
@@ -211,7 +214,7 @@ fn fuzz_names_and_patterns() {
         let selection =
             Selection { include: vec![text.clone()], exclude: vec![text], strip_components: 1, ..Selection::default() };
         if let Ok(selector) = Selector::new(&selection) {
-            selector.name(bytes, false);
+            selector.decide(bytes, false);
         }
     });
 }

@@ -1,4 +1,5 @@
-//! Members of archives: what becomes of each.
+//! Members of archives: reading a tar from one to the next, and what becomes of each. Zips and
+//! archives within archives use the second half of this file too.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -10,32 +11,37 @@ use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
-use crate::selection::Named;
+use crate::selection::Decision;
 use crate::source::compressed::decoder_threads;
 use crate::source::plain::{Skip, version};
 use crate::source::tar::{End, Next, TarError, TarKind, TarMember, TarReader};
 
-/// The archive that is read.
+/// The archive that is being read.
 pub(super) struct Archive<'a> {
+    /// Number of the source that it is, or that contains it.
     pub(super) source: u32,
-    /// For messages: an archive within an archive is named like a file in a directory.
+    /// The path for messages. An archive within an archive is named like a file in a directory.
     pub(super) path: PathBuf,
-    /// The directory of the dataset that its names go below.
+    /// The directory of the dataset that the source's names go below.
     pub(super) prefix: &'a [u8],
-    /// The directory that stands for it in the archive that it lies in; of others, empty.
+    /// For an archive within an archive, the directory that stands for it there; otherwise empty.
     pub(super) inner: Vec<u8>,
+    /// How many archives contain this one.
     pub(super) depth: usize,
 }
 
-/// How members are numbered.
+/// Assigns keys to members. Keys of one source increase in the order in which unpacking would meet
+/// the members, because the later one of two members with the same path wins.
 pub(super) enum Keys {
-    /// By where their data lie, counted from here.
+    /// The key is the offset of the member's data, plus this base.
     Offset(u64),
-    /// One after another, for they lie compressed in an archive: from a number, up to another.
+    /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have
+    /// no offset in the outer one, so they share the keys that its own data leaves unused.
     Count { next: u64, end: u64 },
 }
 
 impl Keys {
+    /// The key of a member whose data starts at `offset`.
     pub(super) fn key(&mut self, archive: &Archive<'_>, offset: u64) -> Result<MemberKey, StageInError> {
         let offset = match self {
             Self::Offset(base) => *base + offset,
@@ -49,8 +55,8 @@ impl Keys {
     }
 }
 
-/// A member before it has a path in the dataset.
-pub(super) struct Found {
+/// A member as its archive describes it, before it has a path in the dataset.
+pub(super) struct FoundMember {
     pub(super) name: Vec<u8>,
     pub(super) key: MemberKey,
     pub(super) mode: u32,
@@ -59,7 +65,7 @@ pub(super) struct Found {
 }
 
 impl<S: Sink> Worker<S> {
-    /// A compressed tar, decoded by other threads.
+    /// Reads a compressed tar, which other threads decode.
     pub(super) fn read_compressed(&mut self, unit: &Unit, path: &Path, compression: Compression) -> Result<(), StageInError> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
         let file = File::open(path).map_err(unreadable)?;
@@ -70,18 +76,18 @@ impl<S: Sink> Worker<S> {
             let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
             let mut tar = TarReader::new(input.map_err(unreadable)?);
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
-            // The checksum that a compressed stream ends with has not been seen yet.
+            // A compressed stream has its checksum behind the tar's end mark.
             let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(path, error)));
             let waited = tar.input().waited();
             self.count_reading(waited, 0);
             read
         })?;
         let is_same = version(&file).map_err(unreadable)? == opened;
-        self.source_bytes += opened.size;
+        self.unit.source_bytes += opened.size;
         if is_same { Ok(()) } else { Err(StageInError::Changed { path: path.to_owned() }) }
     }
 
-    /// All members of a tar, to its end.
+    /// Reads all members of a tar, up to its end.
     pub(super) fn read_members<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
@@ -95,12 +101,12 @@ impl<S: Sink> Worker<S> {
             match tar.next() {
                 Ok(Next::Member(member)) => self.take_from_tar(archive, member, tar, keys)?,
                 Ok(Next::End(end)) => {
-                    self.see_end(archive, end);
+                    self.note_end(archive, end);
                     return Ok(());
                 }
                 Err(error) => {
                     let error = self.tar_error(&archive.path, error);
-                    self.forgive(error)?;
+                    self.skip_or_fail(error)?;
                     if !tar.resume(u64::MAX) {
                         return Ok(());
                     }
@@ -109,14 +115,16 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    pub(super) fn see_end(&mut self, archive: &Archive<'_>, end: End) {
+    /// Notes an archive that may have been cut off.
+    pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End) {
         if end == End::Unmarked {
-            self.counts.unmarked_ends += 1;
-            self.note(&format!("'{}' ends without an end mark: it may have been cut short", archive.path.display()));
+            self.unit.counts.unmarked_ends += 1;
+            let path = archive.path.display();
+            self.unit.counts.note(&format!("'{path}' has no end-of-archive mark, so it may be truncated"));
         }
     }
 
-    /// A member of a tar, at whose data the reader stands.
+    /// Takes a member of a tar. The reader stands at the member's data.
     pub(super) fn take_from_tar<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
@@ -126,17 +134,17 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset } = member;
         let key = keys.key(archive, data_offset)?;
-        let found = Found { name, key, mode, mtime_s, mtime_ns };
+        let found = FoundMember { name, key, mode, mtime_s, mtime_ns };
         let kind = match kind {
             TarKind::Special => {
-                self.counts.special += 1;
+                self.unit.counts.special += 1;
                 return Ok(());
             }
             TarKind::File => {
                 if let Some(inner) = self.nested(archive, &found.name) {
                     let mut counted =
                         Keys::Count { next: key.offset.saturating_add(1), end: key.offset.saturating_add(stored_len) };
-                    // What lies in a sparse file lies elsewhere in the archive.
+                    // Offsets within an expanded sparse file differ from offsets in the archive.
                     let keys = if stored_len == size { keys } else { &mut counted };
                     let end = key.offset.saturating_add(stored_len);
                     return self.take_nested(&inner, found, (size, end), tar, keys);
@@ -155,62 +163,70 @@ impl<S: Sink> Worker<S> {
         self.take_found(archive, found, kind)
     }
 
-    /// A file, whose bytes come from `data`. That it cannot be read may be forgiven.
+    /// Takes a file, whose bytes come from `data`. With `--keep-going`, a file that cannot be read
+    /// is skipped.
     pub(super) fn take_data(
         &mut self,
         archive: &Archive<'_>,
-        found: Found,
+        found: FoundMember,
         size: u64,
         data: &mut dyn Read,
         damaged: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let Some(path) = self.path_of(archive, &found.name, false)? else { return Ok(()) };
-        let Found { key, mode, mtime_s, mtime_ns, .. } = found;
+        let FoundMember { key, mode, mtime_s, mtime_ns, .. } = found;
         let kind = MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() };
-        let member = Member { path, key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind };
-        self.take_file(member, size, data, damaged).or_else(|error| self.forgive(error))?;
+        let member = Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind };
+        self.take_file(member, size, data, damaged).or_else(|error| self.skip_or_fail(error))?;
         self.flush_if_many()
     }
 
-    /// What is not a file.
-    pub(super) fn take_found(&mut self, archive: &Archive<'_>, found: Found, kind: MemberKind) -> Result<(), StageInError> {
+    /// Takes a directory, symlink or hard link.
+    pub(super) fn take_found(&mut self, archive: &Archive<'_>, found: FoundMember, kind: MemberKind) -> Result<(), StageInError> {
         let Some(path) = self.path_of(archive, &found.name, kind == MemberKind::Directory)? else { return Ok(()) };
         let kind = match kind {
             MemberKind::Symlink(target) if target.is_empty() || target.len() > SYMLINK_LEN_MAX => {
-                return self.refuse(archive, &found.name, "a symlink whose target is empty or too long");
+                return self.refuse(archive, &found.name, "it is a symlink whose target is empty or too long");
             }
             MemberKind::Symlink(target) if target.contains(&0) => {
-                return self.refuse(archive, &found.name, "a symlink whose target holds a NUL byte");
+                return self.refuse(archive, &found.name, "it is a symlink whose target contains a NUL byte");
             }
             MemberKind::HardLink(target) => match self.selector.link_target(&join(&archive.inner, &target)) {
                 Ok(Some(target)) => MemberKind::HardLink(join(archive.prefix, &target)),
-                Ok(None) => return self.refuse(archive, &found.name, "a hard link to what is not selected"),
-                Err(reason) => return self.refuse(archive, &found.name, &format!("a hard link to a name where {reason}")),
+                Ok(None) => return self.refuse(archive, &found.name, "it is a hard link to a member that is not selected"),
+                Err(reason) => {
+                    return self.refuse(
+                        archive,
+                        &found.name,
+                        &format!("it is a hard link whose target is not a valid path: {reason}"),
+                    );
+                }
             },
             other => other,
         };
-        let Found { key, mode, mtime_s, mtime_ns, .. } = found;
-        self.take_member(Member { path, key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind })
+        let FoundMember { key, mode, mtime_s, mtime_ns, .. } = found;
+        self.take_member(Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind })
     }
 
-    /// The path in the dataset of a member's name; `None` for what is not taken.
+    /// The path of a member in the dataset, or `None` if the member is not taken.
     fn path_of(&mut self, archive: &Archive<'_>, name: &[u8], is_directory: bool) -> Result<Option<Vec<u8>>, StageInError> {
         let full = if archive.inner.is_empty() { name.to_vec() } else { [&archive.inner, &b"/"[..], name].concat() };
-        let path = match self.selector.name(&full, is_directory) {
-            Named::Taken(path) => join(archive.prefix, &path),
-            Named::Left => return Ok(None),
-            Named::Refused(reason) => return self.refuse(archive, name, &reason.to_string()).map(|()| None),
+        let path = match self.selector.decide(&full, is_directory) {
+            Decision::Take(path) => join(archive.prefix, &path),
+            Decision::Leave => return Ok(None),
+            Decision::Reject(reason) => return self.refuse(archive, name, &reason.to_string()).map(|()| None),
         };
         if path.is_empty() && !is_directory {
-            return self.refuse(archive, name, "it names the root, and is no directory").map(|()| None);
+            return self.refuse(archive, name, "it has the path of the dataset's root, but is not a directory").map(|()| None);
         }
-        self.counts.made_relative += u64::from(name.starts_with(b"/"));
+        self.unit.counts.made_relative += u64::from(name.starts_with(b"/"));
         Ok(Some(path))
     }
 
+    /// Counts and notes a member that a dataset cannot hold. The stage-in continues.
     fn refuse(&mut self, archive: &Archive<'_>, name: &[u8], reason: &str) -> Result<(), StageInError> {
-        self.counts.refused += 1;
-        self.note(&format!("'{}' in '{}' is refused: {reason}", display(name), archive.path.display()));
+        self.unit.counts.refused += 1;
+        self.unit.counts.note(&format!("'{}' in '{}' is refused: {reason}", display(name), archive.path.display()));
         Ok(())
     }
 

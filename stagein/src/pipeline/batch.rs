@@ -1,14 +1,16 @@
-//! A batch: blocks for one owner, back to back in a buffer that the sink lent.
+//! Batches of small blocks and pieces of large ones, as a worker hands them to its sink.
 
 use std::ops::DerefMut;
 
 use dayfly_meta::wire::peer::ShippedBlock;
 
-/// Blocks on their way to one owner.
+/// Blocks for one owner, back to back in a buffer that the sink lent.
 pub struct Batch<B> {
     buffer: B,
+    /// Bytes of the buffer that are filled.
     len: usize,
     blocks: Vec<ShippedBlock>,
+    /// For each block, the worker's index of its member and the block's number in the member.
     members: Vec<(usize, u32)>,
 }
 
@@ -17,50 +19,50 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Self { buffer, len: 0, blocks: Vec::new(), members: Vec::new() }
     }
 
-    /// Bytes in it.
+    /// Bytes of all blocks together.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing is in it.
+    /// Whether the batch has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its blocks, in the order of their bytes.
+    /// The blocks, in the order of their bytes in the buffer.
     pub fn blocks(&self) -> &[ShippedBlock] {
         &self.blocks
     }
 
-    /// Parts with the buffer, whose first [`Self::len`] bytes are the blocks', so that it can be sent.
+    /// Splits off the buffer so that it can be sent. Its first [`Self::len`] bytes are the blocks.
     pub fn into_parts(self) -> (B, BatchTable) {
         (self.buffer, BatchTable { len: self.len, blocks: self.blocks, members: self.members })
     }
 
-    /// Puts a batch together again, after [`Self::into_parts`].
+    /// Rebuilds a batch after [`Self::into_parts`].
     pub fn from_parts(buffer: B, table: BatchTable) -> Self {
         Self { buffer, len: table.len, blocks: table.blocks, members: table.members }
     }
 
-    /// The same in memory that nobody lent.
+    /// Copies the batch into memory that does not belong to the sink.
     pub(super) fn to_owned(&self) -> Batch<Box<[u8]>> {
         let buffer = self.buffer[..self.len].to_vec().into_boxed_slice();
         Batch { buffer, len: self.len, blocks: self.blocks.clone(), members: self.members.clone() }
     }
 
-    /// Where the next `len` bytes go; the caller has seen to it that there is room.
+    /// The room for the next block of `len` bytes. The caller has checked that it fits.
     pub(super) fn space(&mut self, len: usize) -> &mut [u8] {
         &mut self.buffer[self.len..self.len + len]
     }
 
-    /// Takes in the bytes that were put into the space before.
+    /// Adds the block whose bytes were written to [`Self::space`].
     pub(super) fn push(&mut self, member: (usize, u32), block: ShippedBlock) {
         self.len += block.len as usize;
         self.blocks.push(block);
         self.members.push(member);
     }
 
-    /// Each block with its member's index and its number there, and its bytes.
+    /// Every block with its member's index, its number in the member, and its bytes.
     pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, u32), &ShippedBlock, &[u8])> {
         let mut end = 0;
         self.members.iter().zip(&self.blocks).map(move |(&member, block)| {
@@ -73,23 +75,23 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
 
 /// A batch without its buffer.
 pub struct BatchTable {
-    /// Bytes in the buffer.
+    /// Bytes of the buffer that are filled.
     pub len: usize,
-    /// Its blocks.
+    /// The blocks, in the order of their bytes in the buffer.
     pub blocks: Vec<ShippedBlock>,
     pub(super) members: Vec<(usize, u32)>,
 }
 
 /// A piece of a block that is larger than a batch.
 pub struct BlockPiece<B> {
-    /// Its bytes, at the start of this.
+    /// A buffer that starts with the bytes of the piece.
     pub buffer: B,
-    /// How many.
+    /// Bytes of the piece.
     pub len: usize,
-    /// The block's number at its owner.
+    /// The block's number at its owner, from [`super::Sink::reserve`].
     pub arrival: u32,
-    /// Where in the block it goes.
+    /// Offset of the piece in the block.
     pub offset: u64,
-    /// CRC32C of its bytes as they were read from the source.
+    /// CRC32C of the piece as it was read from the source.
     pub checksum: u32,
 }

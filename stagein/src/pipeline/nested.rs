@@ -1,4 +1,8 @@
-//! Archives within archives.
+//! Archives within archives (`--nested`).
+//!
+//! A member is unpacked if its name ends like an archive's and its first bytes are one. Otherwise
+//! it stays a file, so bytes that were read to look at it must be available again: [`Rewound`]
+//! holds the start of a member, and [`Recorder`] whatever a decoder consumed.
 
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -8,27 +12,28 @@ use dayfly_meta::catalog::{Compression, Member, MemberKind};
 use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, NESTED_DEPTH_MAX, NESTED_ZIP_LEN_MAX};
 use dayfly_meta::path::{components, display, join, normalize, split_last};
 
-use super::archive::{Archive, Found, Keys};
+use super::archive::{Archive, FoundMember, Keys};
 use super::{Sink, Worker};
 use crate::StageInError;
-use crate::selection::Named;
+use crate::selection::Decision;
 use crate::source::compressed::{decoder_within, recognize};
 use crate::source::plain::Skip;
 use crate::source::tar::{BLOCK_LEN, TarReader, is_tar};
 use crate::source::{without_archive_ending, zip};
 
-/// What was read to look at it, and what follows.
-struct Whole<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
+/// A stream whose first bytes have been read already, from its beginning.
+struct Rewound<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
 
-impl Read for Whole<'_> {
+impl Read for Rewound<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.0.read(buffer)
     }
 }
 
-impl Skip for Whole<'_> {}
+impl Skip for Rewound<'_> {}
 
-/// Remembers what is read through it while that may have to be read again.
+/// Records what is read through it, as long as it may have to be read again. A decoder owns the
+/// recorder's borrow meanwhile, hence the shared switch.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,
@@ -46,32 +51,32 @@ impl<R: Read> Read for Recorder<R> {
 }
 
 impl<S: Sink> Worker<S> {
-    /// The archive that a member is, if it is to be unpacked.
+    /// The archive that a member is according to its name. `None` if the member is to stay a file.
     pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
         if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
             return None;
         }
         let Archive { source, prefix, depth, .. } = *archive;
-        // A name that leads out is refused as a file would be.
+        // A name that leads out of the tree is refused later, as that of a file would be.
         let full = normalize(&join(&archive.inner, name)).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));
         (!self.selector.excludes(&full)).then_some(Archive { source, path, prefix, inner, depth: depth + 1 })
     }
 
-    /// Unpacks a member that is an archive by its name. One that is none by its content stays a file. `end` bounds its members'
-    /// numbers, should they be counted.
+    /// Unpacks a member that has an archive's name. A member without an archive's contents stays a
+    /// file. Keys of members that have to be counted stay below `end`.
     pub(super) fn take_nested(
         &mut self,
         archive: &Archive<'_>,
-        found: Found,
+        found: FoundMember,
         (size, end): (u64, u64),
         data: &mut (dyn Read + Send),
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         let mut start = Vec::new();
         if let Err(error) = data.take(BLOCK_LEN as u64).read_to_end(&mut start) {
-            return self.forgive(damaged(archive, error));
+            return self.skip_or_fail(damaged(archive, error));
         }
         let compression = recognize(&start);
         let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
@@ -82,28 +87,28 @@ impl<S: Sink> Worker<S> {
             Keys::Offset(_) => &mut counted,
             Keys::Count { .. } => keys,
         };
-        let mut whole = Whole(start.chain(data));
+        let mut rewound = Rewound(start.chain(data));
         if is_plain_tar {
             self.take_directory(archive, &found)?;
-            return self.read_nested_tar(archive, &mut TarReader::new(whole), keys);
+            return self.read_nested_tar(archive, &mut TarReader::new(rewound), keys);
         }
         if compression != Compression::None {
-            return self.take_compressed(archive, found, (size, compression), whole, keys);
+            return self.take_compressed(archive, found, (size, compression), rewound, keys);
         }
         if zip::is_zip(&start) && size <= NESTED_ZIP_LEN_MAX {
             self.take_directory(archive, &found)?;
-            return self.read_spooled_zip(archive, &mut whole, keys).or_else(|error| self.forgive(error));
+            return self.read_spooled_zip(archive, &mut rewound, keys).or_else(|error| self.skip_or_fail(error));
         }
-        self.take_as_file(archive, found, size, &mut whole)
+        self.take_as_file(archive, found, size, &mut rewound)
     }
 
-    /// What is compressed may hold a tar, or anything.
+    /// Takes a compressed member, which may contain a tar or anything else.
     fn take_compressed(
         &mut self,
         archive: &Archive<'_>,
-        found: Found,
+        found: FoundMember,
         (size, compression): (u64, Compression),
-        input: Whole<'_>,
+        input: Rewound<'_>,
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         let is_on = Arc::new(AtomicBool::new(true));
@@ -115,20 +120,20 @@ impl<S: Sink> Worker<S> {
                 Ok(decoder)
             });
             match opened {
-                Err(error) => return self.forgive(damaged(archive, error)),
+                Err(error) => return self.skip_or_fail(damaged(archive, error)),
                 Ok(mut decoder) if is_tar(&head) => {
                     is_on.store(false, Ordering::Relaxed);
                     self.take_directory(archive, &found)?;
-                    return self.read_nested_tar(archive, &mut TarReader::new(Whole(head.chain(&mut *decoder))), keys);
+                    return self.read_nested_tar(archive, &mut TarReader::new(Rewound(head.chain(&mut *decoder))), keys);
                 }
                 Ok(_) => {}
             }
         }
         let Recorder { mut input, record, .. } = recorder;
-        self.take_as_file(archive, found, size, &mut Whole(record.chain(&mut input)))
+        self.take_as_file(archive, found, size, &mut Rewound(record.chain(&mut input)))
     }
 
-    /// To the end of the input, where a checksum may stand.
+    /// Reads a tar and then the rest of the input, which may contain a decoder's checksum.
     fn read_nested_tar<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
@@ -137,29 +142,45 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let read = self.read_members(archive, tar, keys);
         let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive.path, error)));
-        read.or_else(|error| self.forgive(error))
+        read.or_else(|error| self.skip_or_fail(error))
     }
 
-    fn take_as_file(&mut self, archive: &Archive<'_>, found: Found, size: u64, data: &mut dyn Read) -> Result<(), StageInError> {
-        // Its name is that in the archive that it lies in.
+    /// Takes a member that has an archive's name as the file it is.
+    fn take_as_file(
+        &mut self,
+        archive: &Archive<'_>,
+        found: FoundMember,
+        size: u64,
+        data: &mut dyn Read,
+    ) -> Result<(), StageInError> {
+        // `archive.inner` lacks the ending, so the name is rebuilt from the member's own.
         let folder = split_last(&archive.inner).map_or(&b""[..], |(folder, _)| folder);
         let last = components(&found.name).last().unwrap_or_default();
         let name = join(folder, last);
         let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
-        self.take_data(&outer, Found { name, ..found }, size, data, &|error| damaged(archive, error))
+        self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| damaged(archive, error))
     }
 
-    /// The directory that stands for an archive within an archive.
-    fn take_directory(&mut self, archive: &Archive<'_>, found: &Found) -> Result<(), StageInError> {
-        let Named::Taken(path) = self.selector.name(&archive.inner, true) else { return Ok(()) };
-        let Found { key, mtime_s, mtime_ns, .. } = *found;
+    /// Takes the directory that stands for an archive within an archive.
+    fn take_directory(&mut self, archive: &Archive<'_>, found: &FoundMember) -> Result<(), StageInError> {
+        let Decision::Take(path) = self.selector.decide(&archive.inner, true) else { return Ok(()) };
+        let FoundMember { key, mtime_s, mtime_ns, .. } = *found;
         let path = join(archive.prefix, &path);
-        self.take_member(Member { path, key, ticket: self.ticket, mode: 0o755, mtime_s, mtime_ns, kind: MemberKind::Directory })
+        self.take_member(Member {
+            path,
+            key,
+            ticket: self.unit.ticket,
+            mode: 0o755,
+            mtime_s,
+            mtime_ns,
+            kind: MemberKind::Directory,
+        })
     }
 
-    /// A zip is read from its end, so it is put aside first.
+    /// Copies a zip to a temporary file and unpacks it from there. A zip's directory is at its end,
+    /// so it cannot be unpacked as a stream.
     fn read_spooled_zip(&mut self, archive: &Archive<'_>, input: &mut dyn Read, keys: &mut Keys) -> Result<(), StageInError> {
-        let mut file = self.runs.scratch().map_err(StageInError::TempFile)?;
+        let mut file = self.runs.temp_file().map_err(StageInError::TempFile)?;
         let mut chunk = vec![0; 256 << 10];
         loop {
             if self.monitor.is_cancelled() {

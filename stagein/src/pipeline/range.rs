@@ -1,8 +1,12 @@
-//! A range of a plain tar: the members whose first header begins in it.
+//! Ranges of a plain tar. A range contains the members whose first header starts in it.
 //!
-//! Where the first one begins is known only once the range before has been read. Until then a worker begins at the first
-//! header that it finds, and tells where that was. It begins to look a little before its range, and passes over what it finds
-//! there: so extended headers are not taken apart from what they head, nor small members' data for members.
+//! Where a range's first member starts is known only once the range before has been read. Until
+//! then, a worker starts at the first block that looks like a header and reports its offset; the
+//! coordinator's ledger rejects the result if that was wrong ([`crate::unit_ledger`]).
+//!
+//! The search starts [`TAR_LOOK_BACK`] bytes before the range, and members found there are passed
+//! over. That avoids two kinds of wrong guess: a member whose extended header lies just before the
+//! range and which would get a wrong name without it, and headers in the data of a small member.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -19,11 +23,11 @@ use crate::source::plain::{PlainReader, version};
 use crate::source::tar::{BLOCK_LEN, Extension, Next, TarReader, find_header};
 
 /// How reading a range ended.
-enum Passed {
-    /// The next member is the next range's.
-    To(TarPosition),
-    /// The archive is at its end; the reader stands behind it.
-    End,
+enum RangeEnd {
+    /// The next member starts here, in a later range.
+    NextMember(TarPosition),
+    /// The archive ended, and the reader stands behind its end.
+    Archive,
 }
 
 impl<S: Sink> Worker<S> {
@@ -46,7 +50,7 @@ impl<S: Sink> Worker<S> {
         if version(reader.file()).map_err(unreadable)? == range.version { Ok(report) } else { Err(changed()) }
     }
 
-    /// From where the first member certainly begins.
+    /// Reads a range whose first member is known to start at `start`.
     fn read_from(
         &mut self,
         archive: &Archive<'_>,
@@ -60,15 +64,15 @@ impl<S: Sink> Worker<S> {
         globals.parse(&start.globals).map_err(damaged)?;
         reader.seek(start.offset);
         let mut first = Some(start.offset);
-        let passed = self.read_members_of(archive, range, TarReader::at(&mut *reader, start.offset, globals), &mut first);
-        let next = match passed.or_else(|error| self.forgive(error).map(|()| Passed::End))? {
-            Passed::To(position) => Some(position),
-            Passed::End => None,
+        let end = self.read_members_of(archive, range, TarReader::at(&mut *reader, start.offset, globals), &mut first);
+        let next = match end.or_else(|error| self.skip_or_fail(error).map(|()| RangeEnd::Archive))? {
+            RangeEnd::NextMember(position) => Some(position),
+            RangeEnd::Archive => None,
         };
         Ok(RangeReport { first, next, failure: None })
     }
 
-    /// From the first header that can be found.
+    /// Reads a range from the first block that looks like a header.
     fn search(&mut self, archive: &Archive<'_>, range: &TarRange, reader: &mut PlainReader) -> Result<RangeReport, StageInError> {
         let unreadable = |error| StageInError::Read { path: archive.path.clone(), error };
         let until = range.to.min(reader.size());
@@ -77,26 +81,28 @@ impl<S: Sink> Worker<S> {
         while let Some(at) = find_header(reader, until).map_err(unreadable)? {
             let mut first = None;
             let tar = TarReader::at(&mut *reader, at, Extension::default());
-            let passed = self.read_members_of(archive, range, tar, &mut first);
-            match passed {
-                Ok(Passed::To(position)) => return Ok(RangeReport { first, next: Some(position), failure: None }),
-                Ok(Passed::End) => {
+            let end = self.read_members_of(archive, range, tar, &mut first);
+            match end {
+                Ok(RangeEnd::NextMember(position)) => return Ok(RangeReport { first, next: Some(position), failure: None }),
+                Ok(RangeEnd::Archive) => {
                     report.first = first;
-                    // The end of an archive that lies in this one, perhaps: then something follows.
+                    // This may be the end of an archive that is a member of this one. Then there
+                    // are headers behind it.
                     if first.is_none() {
                         continue;
                     }
                     if find_header(reader, until).map_err(unreadable)?.is_none() {
                         return Ok(report);
                     }
-                    if self.has_flushed {
-                        // It cannot be told here which it is, nor undone: if the range was begun at the right place, it is
-                        // read again from there.
+                    if self.unit.has_flushed {
+                        // Members that are in a run cannot be discarded any more. The ledger
+                        // rejects an empty report, and if members do start in this range, it
+                        // assigns the range again with its true start.
                         return Ok(RangeReport::default());
                     }
                     self.discard()?;
                 }
-                // What looked like a header was none.
+                // The block before the range only looked like a header.
                 Err(error) if first.is_none() && at < range.from && error.is_of_source() => {
                     self.discard()?;
                     reader.seek(at + BLOCK_LEN as u64);
@@ -114,14 +120,15 @@ impl<S: Sink> Worker<S> {
         Ok(report)
     }
 
-    /// Members up to the range's end. `first` becomes the first that begins in the range; those before are passed over.
+    /// Reads members up to the range's end. Members that start before the range are passed over;
+    /// `first` becomes the offset of the first one in the range.
     fn read_members_of(
         &mut self,
         archive: &Archive<'_>,
         range: &TarRange,
         mut tar: TarReader<&mut PlainReader>,
         first: &mut Option<u64>,
-    ) -> Result<Passed, StageInError> {
+    ) -> Result<RangeEnd, StageInError> {
         let mut keys = Keys::Offset(0);
         loop {
             if self.monitor.is_cancelled() {
@@ -130,14 +137,14 @@ impl<S: Sink> Worker<S> {
             let offset = tar.next_start();
             if offset >= range.to {
                 if offset > tar.input().size() {
-                    let (path, reason) = (archive.path.clone(), "it breaks off".to_owned());
+                    let (path, reason) = (archive.path.clone(), "the archive is truncated".to_owned());
                     let error = StageInError::Damaged { path, offset: tar.input().size(), reason };
                     if first.is_none() {
                         return Err(error);
                     }
-                    return self.forgive(error).map(|()| Passed::End);
+                    return self.skip_or_fail(error).map(|()| RangeEnd::Archive);
                 }
-                return Ok(Passed::To(TarPosition { offset, globals: tar.globals().records() }));
+                return Ok(RangeEnd::NextMember(TarPosition { offset, globals: tar.globals().records() }));
             }
             let next = tar.next();
             if tar.member_start() >= range.from && first.is_none() {
@@ -148,18 +155,18 @@ impl<S: Sink> Worker<S> {
                 Ok(Next::Member(member)) => self.take_from_tar(archive, member, &mut tar, &mut keys)?,
                 Ok(Next::End(end)) => {
                     if first.is_some() {
-                        self.see_end(archive, end);
+                        self.note_end(archive, end);
                     }
-                    return Ok(Passed::End);
+                    return Ok(RangeEnd::Archive);
                 }
                 Err(error) => {
                     let error = self.tar_error(&archive.path, error);
                     if first.is_none() {
                         return Err(error);
                     }
-                    self.forgive(error)?;
+                    self.skip_or_fail(error)?;
                     if !tar.resume(range.to) && tar.next_start() < range.to {
-                        return Ok(Passed::End);
+                        return Ok(RangeEnd::Archive);
                     }
                 }
             }

@@ -1,4 +1,4 @@
-//! Reading a unit: which kind it is, and trees.
+//! Reading a unit of any kind, and the files of directory trees.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -11,44 +11,45 @@ use std::time::{Duration, Instant};
 use dayfly_meta::catalog::{Member, MemberKey, MemberKind};
 use dayfly_meta::path::join;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::{TreeEntry, TreeKind, Version, Work};
+use dayfly_meta::wire::peer::{RangeReport, TreeEntry, TreeKind, Version, Work};
 
-use super::{ProgressMonitor, RangeReport, Sink, Unit, Worker};
+use super::{ProgressMonitor, Sink, Unit, Worker};
 use crate::StageInError;
 use crate::source::plain::version;
 
 impl<S: Sink> Worker<S> {
+    /// Reads a unit. With `--keep-going`, a source that cannot be read is skipped.
     pub(super) fn read_unit(&mut self, unit: &Unit) -> Result<Option<RangeReport>, StageInError> {
         match &unit.work {
             Work::Tar { path, compression } => {
                 let read = self.read_compressed(unit, Path::new(OsStr::from_bytes(path)), *compression);
-                read.or_else(|error| self.leave_out(error)).map(|()| None)
+                read.or_else(|error| self.skip_archive_or_fail(error)).map(|()| None)
             }
             Work::TarRange(range) => {
                 let read = self.read_range(unit, range);
-                let left_out = |worker: &mut Self, error| {
-                    worker.forgive(error)?;
-                    worker.withdrawn = true;
-                    // As if the archive ended here.
+                let skip = |worker: &mut Self, error| {
+                    worker.skip_or_fail(error)?;
+                    worker.unit.withdrawn = true;
+                    // Reports that the archive ends here, so that its later ranges are dropped.
                     Ok(RangeReport { first: range.start.as_ref().map(|start| start.offset), next: None, failure: None })
                 };
-                read.or_else(|error| left_out(self, error)).map(Some)
+                read.or_else(|error| skip(self, error)).map(Some)
             }
-            Work::Zip(part) => self.read_zip(unit, part).or_else(|error| self.leave_out(error)).map(|()| None),
+            Work::Zip(part) => self.read_zip(unit, part).or_else(|error| self.skip_archive_or_fail(error)).map(|()| None),
             Work::Tree { root, entries } => {
                 let root = Path::new(OsStr::from_bytes(root));
                 for entry in entries {
-                    self.read_entry(unit, root, entry).or_else(|error| self.forgive(error))?;
+                    self.read_entry(unit, root, entry).or_else(|error| self.skip_or_fail(error))?;
                 }
                 Ok(None)
             }
         }
     }
 
-    /// As [`Self::forgive`]; of an archive that changed, nothing counts that this unit found.
-    fn leave_out(&mut self, error: StageInError) -> Result<(), StageInError> {
-        self.withdrawn = matches!(error, StageInError::Changed { .. });
-        self.forgive(error)
+    /// As [`Self::skip_or_fail`]. Of an archive that changed, nothing that this unit found counts.
+    fn skip_archive_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
+        self.unit.withdrawn = matches!(error, StageInError::Changed { .. });
+        self.skip_or_fail(error)
     }
 
     fn read_entry(&mut self, unit: &Unit, root: &Path, entry: &TreeEntry) -> Result<(), StageInError> {
@@ -63,7 +64,8 @@ impl<S: Sink> Worker<S> {
             TreeKind::HardLink(target) => (MemberKind::HardLink(join(&unit.prefix, target)), None),
         };
         let TreeEntry { mode, mtime_s, mtime_ns, ctime_s, ctime_ns, .. } = *entry;
-        let member = Member { path: join(&unit.prefix, &entry.path), key, ticket: self.ticket, mode, mtime_s, mtime_ns, kind };
+        let member =
+            Member { path: join(&unit.prefix, &entry.path), key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind };
         match size {
             None => self.take_member(member),
             Some(size) => {
@@ -81,20 +83,20 @@ impl<S: Sink> Worker<S> {
         let file = File::open(path).map_err(unreadable)?;
         let planned = as_planned.size;
         let found = version(&file).map_err(unreadable)?;
-        let mut data = Timed { input: &file, monitor: self.monitor.clone(), spent: start.elapsed(), bytes: 0 };
+        let mut data = CountedReader { input: &file, monitor: self.monitor.clone(), spent: start.elapsed(), bytes: 0 };
         if found != as_planned {
             return Err(changed());
         }
         let wrong_size = |yields_more| StageInError::WrongSize { path: path.to_owned(), size: planned, yields_more };
-        let failed = |error: io::Error| match error.kind() {
+        let read_error = |error: io::Error| match error.kind() {
             io::ErrorKind::UnexpectedEof if version(&file).is_ok_and(|found| found == as_planned) => wrong_size(false),
             io::ErrorKind::UnexpectedEof => changed(),
             _ => unreadable(error),
         };
-        let taken = self.take_file(member, planned, &mut data, &failed);
-        // What it says was all of it must have been all of it.
+        let taken = self.take_file(member, planned, &mut data, &read_error);
+        // The file must have nothing behind the size that its metadata promised.
         let rest = if taken.is_ok() { data.read(&mut [0]).map_err(unreadable) } else { Ok(0) };
-        let Timed { spent, bytes, .. } = data;
+        let CountedReader { spent, bytes, .. } = data;
         self.count_reading(spent, bytes);
         self.monitor.add_busy_time(Step::Reading, spent);
         taken?;
@@ -116,27 +118,27 @@ impl<S: Sink> Worker<S> {
         self.flush_if_many()
     }
 
-    /// Notes for how long this thread waited for so many bytes of a source.
+    /// Adds source bytes that were read, and the time that this thread waited for them.
     pub(super) fn count_reading(&mut self, waited: Duration, bytes: u64) {
         self.reading += waited;
-        self.source_bytes += bytes;
+        self.unit.source_bytes += bytes;
     }
 }
 
 fn file_path(root: &Path, path: &[u8]) -> PathBuf {
-    // A single file is a tree whose only entry has no name; joining that would add a slash.
+    // A single file is a tree whose only entry has an empty path. Joining that would add a slash.
     if path.is_empty() { root.to_owned() } else { root.join(OsStr::from_bytes(path)) }
 }
 
-/// Counts what is read of a file, and stops when the stage-in is cancelled.
-struct Timed<R> {
+/// Counts the bytes and the time of reads, and fails once the stage-in is cancelled.
+struct CountedReader<R> {
     input: R,
     monitor: Arc<ProgressMonitor>,
     spent: Duration,
     bytes: u64,
 }
 
-impl<R: Read> Read for Timed<R> {
+impl<R: Read> Read for CountedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
             return Err(io::Error::other("cancelled"));

@@ -1,4 +1,5 @@
-//! Workers over a sink in memory: what comes out is what went in, also when nodes are full, and however an archive is cut.
+//! Tests of workers with a sink in memory. What is stored is what was in the sources, also when
+//! nodes are full, and however an archive is split.
 
 mod adversary;
 mod nested;
@@ -13,8 +14,12 @@ use std::rc::Rc;
 
 use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::catalog::member::read_member;
-use dayfly_meta::limits::BATCHES_PER_WORKER_MAX;
+use dayfly_meta::checksum::checksum;
+use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
+use dayfly_meta::path::display;
 use dayfly_meta::placement;
+use dayfly_meta::wire::control::Grouping;
+use dayfly_meta::wire::peer::Rival;
 
 use super::*;
 use crate::plan::{PlanRequest, StageInPlan, plan_sources};
@@ -22,18 +27,22 @@ use crate::unit_ledger::{NextUnits, UnitLedger};
 
 /// Nodes that store blocks in memory until they have no room.
 struct MemorySink {
+    /// Bytes that each node has left.
     room: Vec<u64>,
+    /// Blocks by owner and number.
     stored: HashMap<(NodeId, u32), Vec<u8>>,
-    under_way: VecDeque<UnderWay>,
+    in_flight: VecDeque<Shipment>,
+    /// Its reference count is one more than the number of buffers that are out.
     lent: Rc<()>,
     buffers: usize,
-    arrivals: u32,
+    /// Number of the next block.
+    next_arrival: u32,
 }
 
-/// A buffer that is counted as long as it is out.
-struct Lent(Vec<u8>, #[expect(dead_code, reason = "it counts")] Rc<()>);
+/// A buffer that counts as lent until it is dropped.
+struct LentBuffer(Vec<u8>, #[expect(dead_code, reason = "only its reference count is used")] Rc<()>);
 
-impl std::ops::Deref for Lent {
+impl std::ops::Deref for LentBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -41,15 +50,15 @@ impl std::ops::Deref for Lent {
     }
 }
 
-impl std::ops::DerefMut for Lent {
+impl std::ops::DerefMut for LentBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.0
     }
 }
 
-enum UnderWay {
-    Batch(NodeId, Batch<Lent>),
-    Piece(NodeId, BlockPiece<Lent>),
+enum Shipment {
+    Batch(NodeId, Batch<LentBuffer>),
+    Piece(NodeId, BlockPiece<LentBuffer>),
 }
 
 impl MemorySink {
@@ -57,52 +66,52 @@ impl MemorySink {
         Self {
             room: room.to_vec(),
             stored: HashMap::new(),
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             lent: Rc::default(),
             buffers: BATCHES_PER_WORKER_MAX,
-            arrivals: 0,
+            next_arrival: 0,
         }
     }
 
-    fn take(&mut self, owner: NodeId, batch: Batch<Lent>) -> Delivery<Lent> {
+    fn take(&mut self, owner: NodeId, batch: Batch<LentBuffer>) -> Delivery<LentBuffer> {
         let Some(left) = self.room[owner.index()].checked_sub(batch.len() as u64) else { return Delivery::Full(owner, batch) };
         self.room[owner.index()] = left;
-        let first = self.arrivals;
+        let first = self.next_arrival;
         for (_, block, bytes) in batch.iter() {
             assert_eq!(block.checksum, checksum(bytes), "a block travels with its checksum");
-            self.stored.insert((owner, self.arrivals), bytes.to_vec());
-            self.arrivals += 1;
+            self.stored.insert((owner, self.next_arrival), bytes.to_vec());
+            self.next_arrival += 1;
         }
         Delivery::Stored(first, batch.into_parts().1)
     }
 }
 
 impl Sink for &mut MemorySink {
-    type Buffer = Lent;
+    type Buffer = LentBuffer;
 
-    fn buffer(&mut self, _owner: NodeId) -> Result<Option<Lent>, StageInError> {
+    fn buffer(&mut self, _owner: NodeId) -> Result<Option<LentBuffer>, StageInError> {
         let is_left = Rc::strong_count(&self.lent) <= self.buffers;
-        Ok(is_left.then(|| Lent(vec![0; BATCH_LEN_MAX], self.lent.clone())))
+        Ok(is_left.then(|| LentBuffer(vec![0; BATCH_LEN_MAX], self.lent.clone())))
     }
 
-    fn ship(&mut self, owner: NodeId, batch: Batch<Lent>) -> Result<(), StageInError> {
-        self.under_way.push_back(UnderWay::Batch(owner, batch));
+    fn ship(&mut self, owner: NodeId, batch: Batch<LentBuffer>) -> Result<(), StageInError> {
+        self.in_flight.push_back(Shipment::Batch(owner, batch));
         Ok(())
     }
 
-    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Lent>) -> Result<(), StageInError> {
-        self.under_way.push_back(UnderWay::Piece(owner, piece));
+    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<LentBuffer>) -> Result<(), StageInError> {
+        self.in_flight.push_back(Shipment::Piece(owner, piece));
         Ok(())
     }
 
     fn in_flight(&self) -> usize {
-        self.under_way.len()
+        self.in_flight.len()
     }
 
-    fn next_delivery(&mut self) -> Result<Delivery<Lent>, StageInError> {
-        match self.under_way.pop_front().unwrap() {
-            UnderWay::Batch(owner, batch) => Ok(self.take(owner, batch)),
-            UnderWay::Piece(owner, piece) => {
+    fn next_delivery(&mut self) -> Result<Delivery<LentBuffer>, StageInError> {
+        match self.in_flight.pop_front().unwrap() {
+            Shipment::Batch(owner, batch) => Ok(self.take(owner, batch)),
+            Shipment::Piece(owner, piece) => {
                 assert_eq!(piece.checksum, checksum(&piece.buffer[..piece.len]), "a piece travels with its checksum");
                 let block = self.stored.get_mut(&(owner, piece.arrival)).unwrap();
                 block[piece.offset as usize..][..piece.len].copy_from_slice(&piece.buffer[..piece.len]);
@@ -114,9 +123,9 @@ impl Sink for &mut MemorySink {
     fn reserve(&mut self, owner: NodeId, block_len: u64, _: Rival) -> Result<Option<u32>, StageInError> {
         let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(None) };
         self.room[owner.index()] = left;
-        self.arrivals += 1;
-        self.stored.insert((owner, self.arrivals - 1), vec![0; block_len as usize]);
-        Ok(Some(self.arrivals - 1))
+        self.next_arrival += 1;
+        self.stored.insert((owner, self.next_arrival - 1), vec![0; block_len as usize]);
+        Ok(Some(self.next_arrival - 1))
     }
 }
 
@@ -127,22 +136,23 @@ fn placement(nodes: usize) -> Arc<Placement> {
 
 fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
-    let wanted = PlanRequest { patterns: &patterns, selection, seed: 3, workers: 4 };
-    plan_sources(&wanted, tempfile::tempfile().unwrap(), &ProgressMonitor::default())
+    let request = PlanRequest { patterns: &patterns, selection, seed: 3, workers: 4 };
+    plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())
 }
 
-/// What a stage-in found.
+/// The result of a stage-in.
 #[derive(Default)]
 struct Staged {
-    /// By place in the order.
+    /// Members that count, with their bytes.
     members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
     counts: Counts,
+    /// Number of rejected tickets.
     rejected: usize,
     source_bytes: u64,
 }
 
 impl Staged {
-    /// What there is at the end, by path; a later member replaces an earlier one.
+    /// The dataset by path. A later member replaces an earlier one.
     fn tree(&self) -> BTreeMap<String, (MemberKind, Vec<u8>)> {
         let entry = |(member, bytes): &(Member, Vec<u8>)| {
             let mut kind = member.kind.clone();
@@ -155,25 +165,26 @@ impl Staged {
     }
 }
 
-/// Runs a plan by several workers, each with a unit at a time; they come back in an order that `turns` decides.
+/// Runs a plan as if by several workers with a unit each. Of the finished units that are not
+/// recorded yet, `pick` chooses the one that is recorded next.
 fn run(
     plan: StageInPlan,
     selection: &Selection,
     room: &[u64],
     workers: usize,
-    turns: &mut dyn FnMut(usize) -> usize,
+    pick: &mut dyn FnMut(usize) -> usize,
 ) -> Result<Staged, StageInError> {
-    run_within(plan, selection, MemorySink::new(room), 1 << 20, workers, turns)
+    run_within(plan, selection, MemorySink::new(room), 1 << 20, workers, pick)
 }
 
-/// The same, with so much memory for members.
+/// As [`run`], with a given sink and `run_len` bytes of memory for members.
 fn run_within(
     plan: StageInPlan,
     selection: &Selection,
     mut sink: MemorySink,
     run_len: usize,
     workers: usize,
-    turns: &mut dyn FnMut(usize) -> usize,
+    pick: &mut dyn FnMut(usize) -> usize,
 ) -> Result<Staged, StageInError> {
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
@@ -181,16 +192,16 @@ fn run_within(
     let config = WorkerConfig { placement: placement(room.len()), selection, seed: 1, decoders, suspect_paths: Arc::default() };
     let monitor: Arc<ProgressMonitor> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, config, monitor.clone())?;
-    let mut unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
+    let mut ledger = UnitLedger::new(plan.units, plan.split_tars);
     let mut staged = Staged::default();
-    let mut back = Vec::new();
+    let mut finished = Vec::new();
     loop {
-        let next = if back.len() < workers { unit_ledger.assign_next()? } else { NextUnits::NoneYet };
+        let next = if finished.len() < workers { ledger.assign_next()? } else { NextUnits::NoneYet };
         match next {
-            NextUnits::Assigned(units) => back.extend(worker.run(&units)?),
+            NextUnits::Assigned(units) => finished.extend(worker.run(&units)?),
             NextUnits::NoneYet => {
-                let report = back.swap_remove(turns(back.len()));
-                let verdict = unit_ledger.record(report);
+                let report = finished.swap_remove(pick(finished.len()));
+                let verdict = ledger.record(report);
                 verdict.accepted.into_iter().for_each(|counts| staged.counts.add(counts));
                 if let Some(reason) = verdict.failure {
                     let (path, offset) = (Path::new("failed").to_owned(), 0);
@@ -200,7 +211,7 @@ fn run_within(
             NextUnits::Finished => break,
         }
     }
-    let rejected = unit_ledger.rejected_tickets().clone();
+    let rejected = ledger.rejected_tickets().clone();
     for (mut run, _) in worker.finish()?.finish().unwrap() {
         run.rewind().unwrap();
         while let Some(member) = read_member(&mut run).unwrap() {
@@ -216,12 +227,12 @@ fn run_within(
                 let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
                 assert_eq!(*checksums, expected, "{}", display(&member.path));
             }
-            assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "one place twice");
+            assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "every key occurs once");
         }
     }
     staged.rejected = rejected.len();
     staged.source_bytes = monitor.take_counted().source_bytes;
-    assert_eq!((sink.under_way.len(), Rc::strong_count(&sink.lent)), (0, 1), "nothing is left under way");
+    assert_eq!((sink.in_flight.len(), Rc::strong_count(&sink.lent)), (0, 1), "nothing is left in flight");
     Ok(staged)
 }
 
@@ -229,8 +240,9 @@ fn run_simply(paths: &[&Path], selection: &Selection) -> Result<Staged, StageInE
     run(planned(paths, selection)?, selection, &[1 << 40; 3], 1, &mut |_| 0)
 }
 
-/// Stages a folder of `sizes` into nodes with `room`; returns how many blocks each node holds.
-fn stage(sizes: &[u64], room: &[u64]) -> Result<Vec<usize>, StageInError> {
+/// Stages in a folder with files of these `sizes` on nodes with this `room`, and checks the bytes.
+/// Returns how many blocks each node has.
+fn stage_in_files(sizes: &[u64], room: &[u64]) -> Result<Vec<usize>, StageInError> {
     let folder = tempfile::tempdir().unwrap();
     let content = |number: usize, size: u64| (0..size).map(|at| (at * 7 + number as u64) as u8).collect::<Vec<u8>>();
     for (number, &size) in sizes.iter().enumerate() {
@@ -252,21 +264,21 @@ fn stage(sizes: &[u64], room: &[u64]) -> Result<Vec<usize>, StageInError> {
 }
 
 #[test]
-fn all_sizes_arrive_whole() {
+fn samples_of_all_sizes_arrive_unchanged() {
     let mega = 1 << 20;
-    stage(&[0, 1, 65_536, mega - 1, mega, mega + 1, 3 * mega + 5, BLOCK_SIZE_MAX + 3], &[1 << 40; 3]).unwrap();
-    stage(&[3000; 3000], &[1 << 40; 40]).unwrap();
+    stage_in_files(&[0, 1, 65_536, mega - 1, mega, mega + 1, 3 * mega + 5, BLOCK_SIZE_MAX + 3], &[1 << 40; 3]).unwrap();
+    stage_in_files(&[3000; 3000], &[1 << 40; 40]).unwrap();
 }
 
 #[test]
-fn a_full_node_passes_blocks_on() {
-    let held = stage(&[10_000; 900], &[1 << 40, 2 << 20, 0]).unwrap();
+fn blocks_of_a_full_node_go_to_the_next_node() {
+    let held = stage_in_files(&[10_000; 900], &[1 << 40, 2 << 20, 0]).unwrap();
     assert!(held[0] > 500 && held[1] > 100 && held[2] == 0, "{held:?}");
-    stage(&[5 << 20; 6], &[1 << 40, 6 << 20, 0]).unwrap();
+    stage_in_files(&[5 << 20; 6], &[1 << 40, 6 << 20, 0]).unwrap();
 }
 
 #[test]
-fn all_buffers_come_back_at_once_and_are_placed_anew() {
+fn batches_that_come_back_all_at_once_are_placed_again() {
     let folder = tempfile::tempdir().unwrap();
     (0..400).for_each(|number| fs::write(folder.path().join(format!("f{number}")), vec![number as u8; 60_000]).unwrap());
     let selection = Selection::default();
@@ -283,13 +295,13 @@ fn all_buffers_come_back_at_once_and_are_placed_anew() {
 #[test]
 fn no_room_anywhere_is_an_error_that_names_the_sample() {
     for sizes in [&[10_000; 500][..], &[5 << 20; 3]] {
-        let error = stage(sizes, &[1 << 20, 2 << 20]).unwrap_err();
+        let error = stage_in_files(sizes, &[1 << 20, 2 << 20]).unwrap_err();
         assert!(matches!(&error, StageInError::NoRoom { sample } if sample.starts_with('f')), "{error}");
     }
 }
 
 #[test]
-fn files_of_one_stem_have_one_owner_and_one_place_in_the_order() {
+fn files_with_one_stem_have_one_owner() {
     let folder = tempfile::tempdir().unwrap();
     for number in 0..200 {
         for ending in ["jpg", "json", "txt"] {
@@ -311,7 +323,7 @@ fn files_of_one_stem_have_one_owner_and_one_place_in_the_order() {
 }
 
 #[test]
-fn a_source_that_changed_since_it_was_listed_is_named() {
+fn a_source_that_changed_since_planning_is_an_error_that_names_it() {
     for (content, what) in [("other length", "size"), ("12345", "time")] {
         for keep_going in [false, true] {
             let folder = tempfile::tempdir().unwrap();

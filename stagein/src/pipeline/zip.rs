@@ -1,4 +1,4 @@
-//! Members of a zip, in the order in which they lie.
+//! Members of a zip, read in the order of their data in the file.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -10,16 +10,18 @@ use dayfly_meta::catalog::{MemberKey, MemberKind};
 use dayfly_meta::limits::SYMLINK_LEN_MAX;
 use dayfly_meta::wire::peer::{Unit, ZipPart};
 
-use super::archive::{Archive, Found, Keys};
+use super::archive::{Archive, FoundMember, Keys};
 use super::{Sink, Worker};
 use crate::StageInError;
 use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
-/// Numbers for the members of each member of a zip, should that be an archive: they come after it and before the next.
+/// Keys reserved for each member of a zip. If the member is an archive, its own members get keys
+/// between that of the archive and that of the next member.
 const NESTED_ZIP_KEYS: u64 = 1 << 22;
 
 impl<S: Sink> Worker<S> {
+    /// Reads the members of one part of a zip.
     pub(super) fn read_zip(&mut self, unit: &Unit, part: &ZipPart) -> Result<(), StageInError> {
         let path = PathBuf::from(OsStr::from_bytes(&part.path));
         let unreadable = |error| StageInError::Read { path: path.clone(), error };
@@ -29,13 +31,14 @@ impl<S: Sink> Worker<S> {
             return Err(changed());
         }
         let archive = Archive { source: unit.source, path: path.clone(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
-        let records = Record::read_all(&part.records, part.offset, part.shift).map_err(|error| error.of(&path))?;
+        let records =
+            Record::read_all(&part.records, part.offset, part.shift).map_err(|error| error.into_stage_in_error(&path))?;
         let again = file.try_clone().map_err(unreadable)?;
         self.read_records(&archive, again, records, &mut Keys::Offset(0))?;
         if version(&file).map_err(unreadable)? == part.version { Ok(()) } else { Err(changed()) }
     }
 
-    /// A zip that lies in a file of its own.
+    /// Reads all members of a zip within an archive, which was copied to `file`.
     pub(super) fn read_whole_zip(&mut self, archive: &Archive<'_>, file: &File, keys: &mut Keys) -> Result<(), StageInError> {
         let mut result = Ok(());
         let read = parts::<ZipError>(file, &mut |Part { records, offset, .. }, shift| {
@@ -45,7 +48,7 @@ impl<S: Sink> Worker<S> {
             }
             Ok(())
         });
-        result.and(read.map_err(|error| error.of(&archive.path)))
+        result.and(read.map_err(|error| error.into_stage_in_error(&archive.path)))
     }
 
     fn read_records(
@@ -57,7 +60,8 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         records.sort_by_key(|record| record.local);
         let start = records.first().map_or(0, |record| record.local);
-        // The last one's extra fields are read when they are met.
+        // Local headers may have extra fields of unknown length. The reader may read beyond `end`
+        // on demand, only not ahead.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
         let mut reader = PlainReader::new(file, start, end, self.monitor.clone())
             .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;
@@ -67,13 +71,13 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             let taken = if record.local < free {
-                let reason = "members that lie over each other".to_owned();
+                let reason = "members overlap".to_owned();
                 Err(StageInError::Damaged { path: archive.path.clone(), offset: record.local, reason })
             } else {
                 self.take_record(archive, &record, &mut reader, keys)
             };
             free = record.local + record.stored_len;
-            taken.or_else(|error| self.forgive(error))?;
+            taken.or_else(|error| self.skip_or_fail(error))?;
         }
         self.count_reading(reader.waited(), reader.bytes_read());
         Ok(())
@@ -96,18 +100,18 @@ impl<S: Sink> Worker<S> {
             Keys::Offset(_) => MemberKey { source: archive.source, offset: record.offset },
             Keys::Count { .. } => keys.key(archive, 0)?,
         };
-        let found = Found { name: record.name.clone(), key, mode, mtime_s, mtime_ns };
+        let found = FoundMember { name: record.name.clone(), key, mode, mtime_s, mtime_ns };
         match kind {
             ZipKind::Directory => return self.take_found(archive, found, MemberKind::Directory),
             ZipKind::Special => {
-                self.counts.special += 1;
+                self.unit.counts.special += 1;
                 return Ok(());
             }
             ZipKind::File | ZipKind::Symlink => {}
         }
-        let in_zip = |error: ZipError| error.of(&archive.path);
-        data::seek(reader, record).map_err(in_zip)?;
-        let mut data = data::open(reader, record).map_err(in_zip)?;
+        let name_source = |error: ZipError| error.into_stage_in_error(&archive.path);
+        data::seek(reader, record).map_err(name_source)?;
+        let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
         let damaged = |error: io::Error| StageInError::Damaged {
             path: archive.path.clone(),

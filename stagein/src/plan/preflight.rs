@@ -1,31 +1,33 @@
-//! Looking at sources before anything is started for them. A plan finds the same, but it is made when a stage-in's turn comes, which may
-//! be hours after another has begun.
+//! A quick check of sources before anything is started for them. Planning finds the same errors, but
+//! a stage-in is planned only when its turn comes, which may be hours later.
 
 use std::fs::{self, File};
 use std::path::Path;
 
 use dayfly_meta::wire::control::Selection;
 
-use super::Watch;
-use super::given::expand;
+use super::activity::PlanActivity;
+use super::source_paths::expand;
 use crate::StageInError;
 use crate::progress::ProgressMonitor;
 use crate::selection::Selector;
 use crate::source::classify;
 
-/// Files whose content is looked at: of many sources the others are only opened, for each look costs a parallel file system a read.
+/// Files whose contents are read. Any further files are only opened, because each one costs the
+/// parallel file system another read.
 const CLASSIFIED_MAX: usize = 256;
 
-/// Checks that filters can be understood, that each path, glob and list names something, and that what they name can be read and is
-/// what its name says.
+/// Checks that the patterns of the selection parse, that each path, glob and list matches something,
+/// that the matches can be read, and that files with an archive's name are archives.
 ///
 /// # Errors
 ///
-/// The first that a plan of the same sources would fail with, as far as it can be told without reading them.
+/// The first error that planning the same sources would return, as far as the first bytes of the
+/// sources show it.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
     let monitor = ProgressMonitor::default();
-    for (number, path) in expand(patterns, &Watch::new(&monitor))?.into_iter().enumerate() {
+    for (number, path) in expand(patterns, &PlanActivity::new(&monitor))?.into_iter().enumerate() {
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         if !metadata.is_dir() && !metadata.is_file() {
             return Err(StageInError::SpecialFile { path });
@@ -38,9 +40,9 @@ pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), 
     Ok(())
 }
 
-fn check_content(path: &Path, is_folder: bool, is_opened_only: bool) -> Result<(), StageInError> {
+fn check_content(path: &Path, is_directory: bool, is_opened_only: bool) -> Result<(), StageInError> {
     let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
-    match (is_folder, is_opened_only) {
+    match (is_directory, is_opened_only) {
         (true, _) => fs::read_dir(path).map(drop).map_err(unreadable),
         (false, true) => File::open(path).map(drop).map_err(unreadable),
         (false, false) => classify(path).map(drop),

@@ -1,5 +1,8 @@
-//! Decompression by well-kept libraries, each bounded in the memory that a hostile stream can make it take. All formats
-//! may consist of several streams one after another, as their own tools accept.
+//! Decompression of gzip, zstd, xz, bzip2 and lz4 by established libraries.
+//!
+//! Each decoder has a bound on the memory that a hostile stream can make it use. As with the
+//! formats' own tools, a file may consist of several streams one after another. `decoder_threads`
+//! decodes a whole file on threads of its own, and `frames` finds where such a file can be split.
 
 pub(crate) mod decoder_threads;
 mod frames;
@@ -9,10 +12,10 @@ use std::io::{self, BufRead, BufReader, Read};
 use dayfly_meta::catalog::Compression;
 use dayfly_meta::limits::DECODER_MEMORY_MAX;
 
-/// Bytes read from the PFS at a time.
+/// Bytes that a decoder reads from its input at once.
 const READ_LEN: usize = 1 << 20;
 
-/// How a file that starts so is compressed.
+/// The compression of a file with these first bytes.
 pub(crate) fn recognize(start: &[u8]) -> Compression {
     const MAGICS: [(&[u8], Compression); 5] = [
         (&[0x1f, 0x8b, 8], Compression::Gzip),
@@ -21,7 +24,8 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (b"BZh", Compression::Bzip2),
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
-    // pzstd begins with a frame that is to be skipped; lz4 may. What follows one too long to look behind is most likely zstd.
+    // A skippable frame comes first in files from pzstd, and may in lz4 files; the frame behind it
+    // decides. If `start` ends before that one, zstd is more likely.
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
         && let Some(len) = len.first_chunk()
     {
@@ -32,12 +36,12 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
     found.map_or(Compression::None, |&(_, compression)| compression)
 }
 
-/// A reader of the unpacked stream.
+/// Returns a reader of the decompressed stream.
 pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a) -> io::Result<Box<dyn Read + Send + 'a>> {
     decoder_within(compression, input, DECODER_MEMORY_MAX)
 }
 
-/// The same, whose window may take so much memory.
+/// As [`decoder`], with a window of at most `memory_max` bytes.
 pub(crate) fn decoder_within<'a>(
     compression: Compression,
     input: impl Read + Send + 'a,
@@ -53,7 +57,7 @@ pub(crate) fn decoder_within<'a>(
             Streams::boxed(input, |input| Ok(bzip2::bufread::BzDecoder::new(input)), bzip2::bufread::BzDecoder::into_inner)?
         }
         Compression::Xz => {
-            // Beside the dictionary, some memory of its own.
+            // The limit includes memory that liblzma needs besides the dictionary.
             let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + (1 << 20), liblzma::stream::CONCATENATED)?;
             Box::new(liblzma::bufread::XzDecoder::new_stream(input, stream))
         }
@@ -66,10 +70,10 @@ pub(crate) fn decoder_within<'a>(
     })
 }
 
-/// Streams one after another, for decoders that end with the first. Zeros between them and behind the last are padding, as it comes
-/// from tapes and blocks.
+/// Reads several streams one after another with a decoder that stops after the first. Zeros between
+/// streams and behind the last one are skipped: tapes and block devices pad files with them.
 pub(super) struct Streams<R, D> {
-    /// `None` at the end, and while one makes way for the next.
+    /// The decoder of the present stream; `None` at the end.
     decoder: Option<D>,
     open: Box<dyn Fn(R) -> io::Result<D> + Send>,
     close: fn(D) -> R,
@@ -112,9 +116,11 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
     }
 }
 
-/// The dictionary of an xz file's first block, in bytes: what its decoder needs. Unknown counts as large.
+/// The dictionary size in bytes of an xz file's first block, which its decoder allocates. A header
+/// that cannot be parsed counts as the largest possible size.
 fn xz_dictionary_len(start: &[u8]) -> u64 {
-    // A stream header of 12 bytes; then of the block: its header's length, flags, two lengths that may be left out, and filters.
+    // A stream header of 12 bytes comes first. The block header behind it has its own length (one
+    // byte), flags, two optional lengths, and the filters.
     let mut rest = start.get(13..).unwrap_or_default();
     let Some((&flags, after)) = rest.split_first() else { return u64::MAX };
     rest = after;
@@ -144,7 +150,7 @@ fn xz_dictionary_len(start: &[u8]) -> u64 {
     find().unwrap_or(u64::MAX)
 }
 
-/// lz4 frames one after another: the library's reader ends with the first.
+/// Reads several lz4 frames one after another; the library's reader stops after the first.
 struct Lz4Frames<R: BufRead> {
     frame: lz4_flex::frame::FrameDecoder<R>,
 }
@@ -153,7 +159,7 @@ impl<R: BufRead> Read for Lz4Frames<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let count = self.frame.read(buffer)?;
-            // At a frame's end the decoder gives 0 once and is ready for the next frame, if there is one.
+            // At the end of a frame the decoder returns 0 once, and then starts the next frame.
             if count > 0 || buffer.is_empty() || self.frame.get_mut().fill_buf()?.is_empty() {
                 return Ok(count);
             }
@@ -161,12 +167,12 @@ impl<R: BufRead> Read for Lz4Frames<R> {
     }
 }
 
-/// What is read of a compressed stream before it is decoded.
+/// Runs the parsers that look at a stream before it is decoded. For the fuzz targets.
 #[cfg(test)]
-pub(crate) fn look_at(compression: Compression, bytes: &[u8]) {
+pub(crate) fn inspect(compression: Compression, bytes: &[u8]) {
     xz_dictionary_len(bytes);
-    if let Some(mut walk) = frames::Walk::new(compression) {
-        walk.over(bytes);
+    if let Some(mut scanner) = frames::FrameScanner::new(compression) {
+        scanner.scan(bytes);
     }
 }
 
@@ -213,7 +219,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn each_is_recognized_and_unpacked_also_in_several_streams() {
+    fn each_format_is_recognized_and_unpacked_also_in_several_streams() {
         let half: Vec<u8> = (0..300_000_u32).flat_map(|number| (number / 7).to_le_bytes()).collect();
         for compression in ALL {
             let packed = compress(compression, &half);
@@ -235,7 +241,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_dictionary_of_xz_is_told() {
+    fn the_dictionary_size_of_xz_is_parsed() {
         let dictionary = |preset| {
             let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), preset);
             encoder.write_all(b"content").unwrap();
@@ -247,7 +253,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_cut_short_or_damaged_is_an_error() {
+    fn truncated_and_damaged_streams_are_errors() {
         let bytes: Vec<u8> = (0..100_000_u32).flat_map(|number| number.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
         for compression in ALL {
             let packed = compress(compression, &bytes);

@@ -1,5 +1,5 @@
-//! Walking a directory tree: names of a directory by their bytes, a directory before what is in it. Symlinks are kept,
-//! not followed.
+//! Walking a directory tree. A directory comes before its contents, and the names in a directory
+//! come in the order of their bytes. Symlinks are recorded and not followed.
 
 use std::collections::HashMap;
 use std::fs::{self, Metadata};
@@ -15,44 +15,45 @@ use dayfly_meta::wire::peer::{TreeEntry, TreeKind};
 use crate::StageInError;
 use crate::selection::Selector;
 
-/// What a walk meets.
-pub(crate) enum Found {
-    /// An entry of the tree.
+/// What a walk finds at one path.
+pub(crate) enum WalkItem {
+    /// A file, directory or symlink.
     Entry(TreeEntry),
     /// A device, FIFO or socket.
     Special,
-    /// What cannot be looked at, or into. The walk goes on if that does not matter.
+    /// A path that cannot be read. The walk continues if the callback returns `Ok`.
     Unreadable(StageInError),
-    /// A path too long to keep.
+    /// A path that is too long for a dataset.
     TooLong(PathBuf),
 }
 
-/// Names already seen of files that have several, by device and inode.
+/// The first path of every file with several hard links, by device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
-/// Calls `found` for the tree's root and everything below it, and `look_at` before it looks at a path, which may take long.
+/// Calls `visit` for the tree's root and everything below it. Before each path, which a slow file
+/// system may take long to return, it calls `check_in`, whose error ends the walk.
 pub(crate) fn walk(
     root: &Path,
     selector: &Selector,
-    look_at: &dyn Fn(&Path) -> Result<(), StageInError>,
-    found: &mut dyn FnMut(Found) -> Result<(), StageInError>,
+    check_in: &dyn Fn(&Path) -> Result<(), StageInError>,
+    visit: &mut dyn FnMut(WalkItem) -> Result<(), StageInError>,
 ) -> Result<(), StageInError> {
     let mut number = 0;
     let mut links = Links::new();
-    // Directories yet to be read, so that depth costs memory and not stack.
+    // An explicit stack, so that a deep tree does not overflow the thread's own.
     let mut waiting = vec![(root.to_owned(), Vec::new())];
     while let Some((path, name)) = waiting.pop() {
-        look_at(&path)?;
+        check_in(&path)?;
         let metadata = match fs::symlink_metadata(&path) {
             Ok(metadata) => metadata,
             Err(error) => {
-                found(Found::Unreadable(unreadable(&path, error)))?;
+                visit(WalkItem::Unreadable(unreadable(&path, error)))?;
                 continue;
             }
         };
         let is_root = name.is_empty();
         if name.len() > PATH_LEN_MAX {
-            found(Found::TooLong(path))?;
+            visit(WalkItem::TooLong(path))?;
             continue;
         }
         let is_directory = metadata.is_dir() || is_root;
@@ -62,9 +63,9 @@ pub(crate) fn walk(
         if is_root || selector.includes(&name, is_directory) {
             let metadata = if is_root { fs::metadata(&path).map_err(|error| unreadable(&path, error))? } else { metadata };
             match kind_of(&path, &name, &metadata, &mut links) {
-                Err(error) => found(Found::Unreadable(unreadable(&path, error)))?,
-                Ok(Some(kind)) => found(Found::Entry(entry(number, name.clone(), &metadata, kind)))?,
-                Ok(None) => found(Found::Special)?,
+                Err(error) => visit(WalkItem::Unreadable(unreadable(&path, error)))?,
+                Ok(Some(kind)) => visit(WalkItem::Entry(entry(number, name.clone(), &metadata, kind)))?,
+                Ok(None) => visit(WalkItem::Special)?,
             }
             number += 1;
         }
@@ -72,7 +73,7 @@ pub(crate) fn walk(
             let names = match sorted_names(&path) {
                 Ok(names) => names,
                 Err(error) => {
-                    found(Found::Unreadable(unreadable(&path, error)))?;
+                    visit(WalkItem::Unreadable(unreadable(&path, error)))?;
                     continue;
                 }
             };
@@ -84,14 +85,14 @@ pub(crate) fn walk(
     Ok(())
 }
 
-/// The subdirectories of a directory, sorted: the roots that remain when a component is stripped.
+/// The subdirectories of a directory, sorted. They become the roots when a component is stripped.
 pub(crate) fn subdirectories(path: &Path) -> Result<Vec<PathBuf>, StageInError> {
     let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
     let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir())).collect())
 }
 
-/// The entry that a single file makes.
+/// The entry of a source that is a single file.
 pub(crate) fn single_file(metadata: &Metadata) -> TreeEntry {
     entry(0, Vec::new(), metadata, TreeKind::File(metadata.len()))
 }
@@ -102,6 +103,7 @@ fn entry(number: u64, path: Vec<u8>, metadata: &Metadata, kind: TreeKind) -> Tre
     TreeEntry { number, path, mode: metadata.mode() & 0o7777, mtime_s, mtime_ns, ctime_s, ctime_ns, kind }
 }
 
+/// The kind of a path; `None` for a device, FIFO or socket.
 fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> io::Result<Option<TreeKind>> {
     let kind = metadata.file_type();
     if kind.is_dir() {

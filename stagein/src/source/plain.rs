@@ -1,5 +1,8 @@
-//! Reading a file that is not compressed, front to back in large pieces, and never beyond what was asked for once the reader's own
-//! part of it has passed: what comes after is another worker's.
+//! Reading an uncompressed file sequentially in large reads.
+//!
+//! A reader has a part of the file to itself, up to `eager_until`, and reads ahead there. Behind
+//! that, it reads only what is asked for, because those bytes are another worker's part, and source
+//! bytes should cross the network once.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,22 +17,23 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use crate::progress::ProgressMonitor;
 
-/// Bytes read at a time: more than a processor's cache holds near would be copied slower.
+/// Bytes of one buffered read. A buffer larger than the processor's near caches copies more slowly.
 const BUFFER_LEN: usize = 256 << 10;
-/// What is at least so long goes straight to where it is wanted.
+/// Reads of at least this many bytes go into the caller's memory without the buffer.
 const DIRECT_LEN_MIN: usize = 32 << 10;
-/// After that, only the next header is wanted.
+/// Bytes read ahead after such a direct read. It usually read a member's data to its end, so only
+/// the next header is wanted.
 const AFTER_DIRECT_LEN: usize = 4 << 10;
 
-/// What can be read, and skipped at less cost where that is possible.
+/// A reader that may be able to skip bytes without reading them.
 pub(crate) trait Skip: Read {
-    /// Passes over `len` bytes.
+    /// Skips `len` bytes.
     fn skip(&mut self, len: u64) -> io::Result<()> {
         let mut left = len;
-        let mut scratch = [0; 4096];
+        let mut discarded = [0; 4096];
         while left > 0 {
-            let room = left.min(scratch.len() as u64) as usize;
-            match self.read(&mut scratch[..room]) {
+            let room = left.min(discarded.len() as u64) as usize;
+            match self.read(&mut discarded[..room]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => left -= count as u64,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -40,28 +44,31 @@ pub(crate) trait Skip: Read {
     }
 }
 
-/// A file, being read.
+/// Reads one uncompressed file.
 pub(crate) struct PlainReader {
     file: File,
+    /// Length of the file when it was opened.
     size: u64,
     buffer: Vec<u8>,
+    /// Offset in the buffer of the next byte to return.
     at: usize,
-    /// Where the buffer ends in the file.
+    /// Offset in the file of the buffer's end.
     end: u64,
     eager_until: u64,
+    /// Whether the last read went past the buffer.
     was_direct: bool,
-    /// Bytes read of the file.
+    /// Bytes read from the file.
     read: u64,
-    /// For how long it waited for them.
+    /// Time spent waiting for them, with pauses for the rate limit.
     waited: Duration,
     monitor: Arc<ProgressMonitor>,
 }
 
 impl PlainReader {
-    /// Reads `file` from `offset`; up to `eager_until` it may read ahead.
+    /// Creates a reader that starts at `offset` and reads ahead no further than `eager_until`.
     pub(crate) fn new(file: File, offset: u64, eager_until: u64, monitor: Arc<ProgressMonitor>) -> io::Result<Self> {
         let size = file.metadata()?.len();
-        // Advice only: a file system that does not know it reads as it does.
+        // A file system may ignore this advice, which is no reason to fail.
         let _ = posix_fadvise(file.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
         Ok(Self {
             file,
@@ -77,32 +84,32 @@ impl PlainReader {
         })
     }
 
-    /// The file.
+    /// The file that is read.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
-    /// Its length when it was opened.
+    /// The file's length in bytes when it was opened.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Where in the file the next byte comes from.
+    /// Offset in the file of the next byte to return.
     pub(crate) fn position(&self) -> u64 {
         self.end - (self.buffer.len() - self.at) as u64
     }
 
-    /// Bytes read of the file so far.
+    /// Bytes read from the file so far.
     pub(crate) fn bytes_read(&self) -> u64 {
         self.read
     }
 
-    /// For how long its thread waited for them.
+    /// Time that the thread has waited for them.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }
 
-    /// Goes to a place; what is in the buffer is not read again.
+    /// Continues at offset `to`. Bytes that are in the buffer are not read again.
     pub(crate) fn seek(&mut self, to: u64) {
         let start = self.end - self.buffer.len() as u64;
         if (start..=self.end).contains(&to) {
@@ -113,7 +120,8 @@ impl PlainReader {
         }
     }
 
-    /// The next `len` bytes, without passing over them; fewer at the end of the file.
+    /// The next `len` bytes, or fewer at the end of the file. They are returned again by the next
+    /// read.
     pub(crate) fn peek(&mut self, len: usize) -> io::Result<&[u8]> {
         while self.buffer.len() - self.at < len {
             self.buffer.drain(..std::mem::take(&mut self.at));
@@ -131,14 +139,14 @@ impl PlainReader {
         Ok(&self.buffer[self.at..(self.at + len).min(self.buffer.len())])
     }
 
-    /// How much to read when `wanted` bytes are.
+    /// Bytes to read into the buffer when `wanted` bytes are needed.
     fn fill_len(&self, wanted: usize) -> usize {
         let ahead = if self.was_direct { AFTER_DIRECT_LEN } else { BUFFER_LEN };
         let eager = self.eager_until.saturating_sub(self.end).min(ahead as u64) as usize;
         eager.max(wanted.min(BUFFER_LEN))
     }
 
-    /// Reads on at the buffer's end.
+    /// Reads from the file at the buffer's end.
     fn pread(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
             return Err(io::Error::other("cancelled"));
@@ -204,13 +212,13 @@ impl<R: Skip + ?Sized> Skip for &mut R {
     }
 }
 
-/// A file's version.
+/// The present version of an open file. Comparing versions shows whether a source has changed.
 pub(crate) fn version(file: &File) -> io::Result<Version> {
     let metadata = file.metadata()?;
     Ok(version_of(&metadata))
 }
 
-/// The version that metadata tell.
+/// The version that metadata describe.
 pub(crate) fn version_of(metadata: &std::fs::Metadata) -> Version {
     Version {
         size: metadata.len(),
@@ -228,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_reads_everything_once_and_nothing_of_the_next_part() {
+    fn a_reader_reads_each_byte_once_and_nothing_ahead_of_its_part() {
         let content: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 251) as u8).collect();
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&content).unwrap();

@@ -1,4 +1,9 @@
-//! Reading a tar as it streams by: ustar, GNU and PAX. Every field is checked; nothing is allocated on the word of a header.
+//! Reading a tar as a stream, in the ustar, GNU and PAX formats.
+//!
+//! [`TarReader::next`] reads the headers of the next member; reading from the [`TarReader`] then
+//! returns the member's data. A reader can also start between two members in the middle of an
+//! archive, which is how ranges are read. Every field is checked, and memory is never allocated
+//! because a header claims a size.
 
 mod header;
 mod pax;
@@ -14,75 +19,83 @@ use sparse::Expansion;
 
 use crate::source::plain::{PlainReader, Skip};
 
-/// Tar's unit of length.
+/// Headers take one block, and data is padded to whole blocks.
 pub(crate) const BLOCK_LEN: usize = 512;
 
-/// What a member is.
+/// The kind of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TarKind {
     File,
     Directory,
+    /// A symlink with its target.
     Symlink(Vec<u8>),
+    /// A hard link with the name of the member that it links to.
     HardLink(Vec<u8>),
     /// A device, FIFO or socket.
     Special,
 }
 
-/// A member, before its data is read.
+/// A member, as its headers describe it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TarMember {
-    /// As it stands in the archive.
+    /// The name as the archive spells it, not normalized.
     pub(crate) name: Vec<u8>,
     pub(crate) kind: TarKind,
-    /// Bytes of data; of a sparse file, with its holes.
+    /// Bytes of data, which for a sparse file includes its holes.
     pub(crate) size: u64,
     /// Bytes of data in the archive.
     pub(crate) stored_len: u64,
     pub(crate) mode: u32,
     pub(crate) mtime_s: i64,
     pub(crate) mtime_ns: u32,
-    /// Where its data starts in the unpacked stream.
+    /// Offset of the data in the tar, counted after decompression.
     pub(crate) data_offset: u64,
 }
 
-/// Why an archive cannot be read on.
+/// Why reading an archive cannot continue.
 #[derive(Debug)]
 pub(crate) enum TarError {
-    /// It breaks off, or its bytes are no tar.
+    /// The archive is truncated or damaged at this offset.
     Damaged { offset: u64, reason: String },
 }
 
 /// How an archive ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
-    /// By two blocks of zeros.
+    /// With the end mark, two blocks of zeros.
     Marked,
-    /// Without them: it may have been cut off between two members.
+    /// Without an end mark, so the archive may have been truncated between two members.
     Unmarked,
 }
 
-/// A member, or the end.
+/// What [`TarReader::next`] found.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Next {
     Member(TarMember),
     End(End),
 }
 
-/// Whether a file that starts so is a tar (or was one before it was damaged).
+/// Whether a file with these first bytes is a tar, possibly a damaged one.
 pub(crate) fn is_tar(start: &[u8]) -> bool {
     start.first_chunk::<BLOCK_LEN>().is_some_and(|block| block[257..262] == *b"ustar" || header::checksum_matches(block))
 }
 
-/// Reads members one after another; between two calls of [`Self::next`] its `Read` gives the member's data.
+/// Reads members one after another. Between two calls of [`Self::next`], its [`Read`] returns the
+/// data of the present member.
 pub(crate) struct TarReader<R> {
     input: R,
+    /// Offset in the tar of the next byte of `input`.
     position: u64,
+    /// Bytes of the present member's data that have not been read.
     data_left: u64,
+    /// Bytes of padding behind the data.
     padding: u64,
+    /// What global extended headers have set so far.
     global: Extension,
+    /// Fills in the holes of the present member, if it is a sparse file.
     expansion: Option<Expansion>,
     member_start: u64,
-    /// A header that was read before it was wanted.
+    /// A header block that [`Self::resume`] has read ahead.
     pending: Option<[u8; BLOCK_LEN]>,
 }
 
@@ -91,32 +104,33 @@ impl<R: Skip> TarReader<R> {
         Self::at(input, 0, Extension::default())
     }
 
-    /// From between two members; `globals` is what global extended headers have said so far.
+    /// Creates a reader in the middle of an archive, between two members. `global` is what global
+    /// extended headers have set before.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
         Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }
 
-    /// Where the last member's first header begins.
+    /// Offset of the present member's first header.
     pub(crate) fn member_start(&self) -> u64 {
         self.member_start
     }
 
-    /// Where the next member's first header begins.
+    /// Offset of the next member's first header.
     pub(crate) fn next_start(&self) -> u64 {
         self.position.saturating_add(self.data_left).saturating_add(self.padding)
     }
 
-    /// What global extended headers have said so far.
+    /// What global extended headers have set so far.
     pub(crate) fn globals(&self) -> &Extension {
         &self.global
     }
 
-    /// What is read from.
+    /// The reader of the tar's bytes.
     pub(crate) fn input(&mut self) -> &mut R {
         &mut self.input
     }
 
-    /// Skips what is left of the member before, and reads the next one's headers.
+    /// Skips the rest of the present member's data and reads the next member's headers.
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
         self.skip_data()?;
         self.member_start = self.position;
@@ -126,7 +140,7 @@ impl<R: Skip> TarReader<R> {
             let offset = self.position;
             let Some(block) = self.read_header_block()? else {
                 if has_extension {
-                    return Err(damaged(offset, "it ends after an extended header"));
+                    return Err(damaged(offset, "the archive ends after an extended header"));
                 }
                 return Ok(Next::End(End::Unmarked));
             };
@@ -144,7 +158,7 @@ impl<R: Skip> TarReader<R> {
                     self.global.parse(&text).map_err(|reason| damaged(offset, reason))?;
                     self.global.sparse = None;
                     if self.global.records().len() > TAR_GLOBALS_LEN_MAX {
-                        return Err(damaged(offset, "a global header too long to be kept"));
+                        return Err(damaged(offset, format!("global headers have more than {TAR_GLOBALS_LEN_MAX} bytes")));
                     }
                     extension.parse(&text).map_err(|reason| damaged(offset, reason))?;
                 }
@@ -158,7 +172,7 @@ impl<R: Skip> TarReader<R> {
         }
     }
 
-    /// Reads to the end of the stream, so that a decoder has checked all of it.
+    /// Reads the stream to its end, so that a decoder checks all of it.
     pub(crate) fn drain(&mut self) -> Result<(), TarError> {
         let position = self.position;
         io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(|error| damaged(position, error.to_string()))
@@ -192,12 +206,13 @@ impl<R: Skip> TarReader<R> {
             return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset });
         }
         let (kind, data_len) = match header.kind {
-            // Before POSIX a directory was a file whose name ends with a slash, and some still write them so.
+            // Before POSIX, a directory was a file whose name ends with a slash. Some programs still
+            // write directories that way.
             Type::File if name.ends_with(b"/") => (TarKind::Directory, size),
             Type::File => (TarKind::File, size),
             Type::Directory => (TarKind::Directory, size),
             Type::Symlink => (TarKind::Symlink(link), size),
-            // A hard link has no data, whatever size its header copies from the file.
+            // A hard link has no data, even if its header repeats the file's size.
             Type::HardLink => (TarKind::HardLink(link), 0),
             _ => (TarKind::Special, size),
         };
@@ -214,13 +229,14 @@ impl<R: Skip> TarReader<R> {
 
     fn read_extension(&mut self, offset: u64, len: u64) -> Result<Vec<u8>, TarError> {
         if len > TAR_EXTENSION_LEN_MAX {
-            return Err(damaged(offset, format!("an extended header of {len} bytes (at most {TAR_EXTENSION_LEN_MAX})")));
+            let reason = format!("an extended header claims {len} bytes (at most {TAR_EXTENSION_LEN_MAX} are supported)");
+            return Err(damaged(offset, reason));
         }
         self.expect_data(len);
         let mut text = Vec::new();
         let mut chunk = [0; 4096];
         loop {
-            match self.read_raw(&mut chunk).map_err(|error| self.broken(error))? {
+            match self.read_raw(&mut chunk).map_err(|error| self.read_error(error))? {
                 0 => return Ok(text),
                 count => text.extend_from_slice(&chunk[..count]),
             }
@@ -232,28 +248,28 @@ impl<R: Skip> TarReader<R> {
         let (data_left, padding) = (std::mem::take(&mut self.data_left), std::mem::take(&mut self.padding));
         for len in [data_left, padding] {
             if len > 0 {
-                self.input.skip(len).map_err(|error| self.broken(error))?;
+                self.input.skip(len).map_err(|error| self.read_error(error))?;
                 self.position += len;
             }
         }
         Ok(())
     }
 
-    fn broken(&self, error: io::Error) -> TarError {
+    fn read_error(&self, error: io::Error) -> TarError {
         match error.kind() {
-            io::ErrorKind::UnexpectedEof => damaged(self.position, "it breaks off"),
+            io::ErrorKind::UnexpectedEof => damaged(self.position, "the archive is truncated"),
             _ => damaged(self.position, error.to_string()),
         }
     }
 
-    /// A block that belongs to the headers.
+    /// Reads a block that belongs to the present member's headers.
     fn read_block(&mut self) -> Result<[u8; BLOCK_LEN], TarError> {
         let mut block = [0; BLOCK_LEN];
         self.fill(&mut block)?;
         Ok(block)
     }
 
-    /// The next block; `None` where the stream ends before it.
+    /// Reads the next header block. Returns `None` if the stream ends before it.
     fn read_header_block(&mut self) -> Result<Option<[u8; BLOCK_LEN]>, TarError> {
         if let Some(block) = self.pending.take() {
             self.position += BLOCK_LEN as u64;
@@ -264,17 +280,18 @@ impl<R: Skip> TarReader<R> {
         while filled < BLOCK_LEN {
             match self.input.read(&mut block[filled..]) {
                 Ok(0) if filled == 0 => return Ok(None),
-                Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(self.read_error(io::ErrorKind::UnexpectedEof.into())),
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.broken(error)),
+                Err(error) => return Err(self.read_error(error)),
             }
         }
         self.position += BLOCK_LEN as u64;
         Ok(Some(block))
     }
 
-    /// After damage: goes to the next block before `until` that may be a header. `false` if there is none.
+    /// After damage, continues at the next block before `until` that looks like a header. Returns
+    /// `false` if there is none.
     pub(crate) fn resume(&mut self, until: u64) -> bool {
         (self.data_left, self.padding, self.expansion) = (0, 0, None);
         while self.position < until {
@@ -292,7 +309,7 @@ impl<R: Skip> TarReader<R> {
     }
 
     fn fill(&mut self, buffer: &mut [u8]) -> Result<(), TarError> {
-        self.input.read_exact(buffer).map_err(|error| self.broken(error))?;
+        self.input.read_exact(buffer).map_err(|error| self.read_error(error))?;
         self.position += buffer.len() as u64;
         Ok(())
     }
@@ -310,7 +327,7 @@ impl<R: Skip> Read for TarReader<R> {
 }
 
 impl<R: Skip> TarReader<R> {
-    /// The member's data as they stand in the archive.
+    /// Reads the member's data as stored in the archive, without the holes of a sparse file.
     fn read_raw(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.data_left == 0 || buffer.is_empty() {
             return Ok(0);
@@ -318,7 +335,7 @@ impl<R: Skip> TarReader<R> {
         let len = usize::try_from(self.data_left).unwrap_or(usize::MAX).min(buffer.len());
         let count = self.input.read(&mut buffer[..len])?;
         if count == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it breaks off within a member's data"));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is truncated within a member's data"));
         }
         self.data_left -= count as u64;
         self.position += count as u64;
@@ -326,7 +343,8 @@ impl<R: Skip> TarReader<R> {
     }
 }
 
-/// The next place before `until` where a header may begin, which it goes to.
+/// Moves the reader to the next block before `until` that looks like a header, and returns its
+/// offset.
 pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Option<u64>> {
     while reader.position() < until {
         let Some(block) = reader.peek(BLOCK_LEN)?.first_chunk::<BLOCK_LEN>() else { return Ok(None) };

@@ -1,5 +1,9 @@
-//! Zip: the central directory at the archive's end says what there is and where. Every field is checked; nothing is allocated on
-//! the word of a header.
+//! Reading a zip. The central directory at the end of the file lists all members and where they
+//! are.
+//!
+//! The coordinator finds the directory and splits its records into [`Part`]s, one per unit; a
+//! worker parses the records of its part (`record`) and unpacks the members (`data`). Every field
+//! is checked, and memory is never allocated because a header claims a size.
 
 pub(crate) mod data;
 mod record;
@@ -15,25 +19,26 @@ pub(crate) use record::{Record, ZipKind};
 
 use crate::StageInError;
 
-/// Where the archive's end is looked for: its record and the longest comment.
+/// Bytes at the end of the file in which the end record is searched: the record itself and the
+/// longest possible comment.
 const TAIL_LEN: u64 = 22 + 65_535;
-/// Bytes of the central directory read at a time; more than its longest record.
+/// Bytes of the central directory that are read at once. The longest record is shorter.
 const CHUNK_LEN: usize = 1 << 20;
 
 /// Why a zip cannot be read.
 #[derive(Debug)]
 pub(crate) enum ZipError {
-    /// The file system says so.
+    /// The file cannot be read.
     Read(io::Error),
-    /// Its bytes are none, or contradict each other.
+    /// The zip is damaged or contradicts itself at this offset.
     Damaged { offset: u64, reason: &'static str },
-    /// It is well, but of a kind that is not read.
+    /// The zip is valid, but uses a feature that this version does not support.
     Unsupported { offset: u64, reason: String },
 }
 
 impl ZipError {
-    /// For the user, who knows the archive by its path.
-    pub(crate) fn of(self, path: &Path) -> StageInError {
+    /// Adds the path of the archive.
+    pub(crate) fn into_stage_in_error(self, path: &Path) -> StageInError {
         let path = path.to_owned();
         match self {
             Self::Read(error) => StageInError::Read { path, error },
@@ -49,22 +54,24 @@ impl From<io::Error> for ZipError {
     }
 }
 
-/// Whether a file that starts so is a zip.
+/// Whether a file with these first bytes is a zip.
 pub(crate) fn is_zip(start: &[u8]) -> bool {
     start.starts_with(b"PK\x03\x04") || start.starts_with(b"PK\x05\x06")
 }
 
-/// Some records of the central directory that follow each other.
+/// Consecutive records of the central directory that make one unit.
 pub(crate) struct Part {
-    /// Their bytes.
+    /// The records, unparsed.
     pub(crate) records: Vec<u8>,
-    /// Offset of the first in the file.
+    /// Offset of the first record in the file.
     pub(crate) offset: u64,
-    /// Bytes of the members in the archive.
+    /// Bytes that the members take in the archive.
     pub(crate) bytes: u64,
 }
 
-/// Reads the central directory and gives it away in parts of a worker's size; returns how many bytes stand before the archive.
+/// Reads the central directory and calls `take` for each part. The second argument is the number of
+/// bytes before the archive in its file (a self-extracting zip starts with a program), which the
+/// offsets in the records do not include.
 pub(crate) fn parts<E: From<ZipError>>(file: &File, take: &mut dyn FnMut(Part, u64) -> Result<(), E>) -> Result<(), E> {
     let directory = Directory::find(file)?;
     let mut offset = directory.start;
@@ -91,24 +98,26 @@ pub(crate) fn parts<E: From<ZipError>>(file: &File, take: &mut dyn FnMut(Part, u
             }
         }
         if at == 0 {
-            return Err(damaged(offset, "a member that its central directory cuts short").into());
+            return Err(damaged(offset, "a record of the central directory is truncated").into());
         }
         offset += at as u64;
     }
-    // Without zip64 some writers count in 16 bits, whatever the number.
+    // Some programs write more than 65,535 members without zip64; the 16-bit count then wraps.
     if total & directory.records_mask != directory.records {
-        return Err(damaged(directory.end, "another number of members than its end record says").into());
+        return Err(damaged(directory.end, "the number of members differs from the one in the end record").into());
     }
     if count > 0 { take(part, directory.shift) } else { Ok(()) }
 }
 
-/// Where the central directory lies.
+/// The position of the central directory.
 struct Directory {
     start: u64,
     end: u64,
+    /// Number of records according to the end record.
     records: u64,
-    /// The bits of their number that are told.
+    /// The bits of that number that the end record stores.
     records_mask: u64,
+    /// Bytes before the archive in its file.
     shift: u64,
 }
 
@@ -122,7 +131,7 @@ impl Directory {
             let record = &tail[*at..];
             record.starts_with(b"PK\x05\x06") && record.len() >= 22 && usize::from(u16_at(record, 20)) <= record.len() - 22
         };
-        let none = || damaged(size, "it breaks off: its central directory is missing");
+        let none = || damaged(size, "the archive is truncated: its central directory is missing");
         let at = (0..tail.len().saturating_sub(21)).rev().find(is_end).ok_or_else(none)?;
         let end_record = &tail[at..];
         let mut end = tail_start + at as u64;
@@ -131,26 +140,27 @@ impl Directory {
         let mut len = u64::from(u32_at(end_record, 12));
         let mut offset = u64::from(u32_at(end_record, 16));
         if let Some(at) = at.checked_sub(20).filter(|&at| tail[at..].starts_with(b"PK\x06\x07")) {
-            let place = end;
-            // Its own offset does not count what stands before the archive; where the record must end does.
+            let locator_end = end;
+            // The stated offset does not include bytes before the archive. If it fails, the record
+            // is usually right before its locator.
             let stated = u64_at(&tail[at..], 8);
             let mut record = [0; 56];
             let near = (tail_start + at as u64).checked_sub(56);
             let found = [Some(stated), near]
                 .into_iter()
                 .flatten()
-                .find(|&place| file.read_exact_at(&mut record, place).is_ok() && record.starts_with(b"PK\x06\x06"));
-            end = found.ok_or(damaged(place, "its zip64 end record is missing"))?;
+                .find(|&offset| file.read_exact_at(&mut record, offset).is_ok() && record.starts_with(b"PK\x06\x06"));
+            end = found.ok_or(damaged(locator_end, "the zip64 end record is missing"))?;
             disks = u64::from(u32_at(&record, 16)) | u64::from(u32_at(&record, 20));
             (records, records_mask) = (u64_at(&record, 32), u64::MAX);
             len = u64_at(&record, 40);
             offset = u64_at(&record, 48);
         }
         if disks != 0 {
-            return Err(ZipError::Unsupported { offset: end, reason: "it is one of several volumes".to_owned() });
+            return Err(ZipError::Unsupported { offset: end, reason: "it is part of a multi-volume archive".to_owned() });
         }
-        let start = end.checked_sub(len).ok_or(damaged(end, "a central directory longer than the archive"))?;
-        let shift = start.checked_sub(offset).ok_or(damaged(end, "a central directory beyond its end"))?;
+        let start = end.checked_sub(len).ok_or(damaged(end, "the central directory claims to be longer than the archive"))?;
+        let shift = start.checked_sub(offset).ok_or(damaged(end, "the central directory claims to start behind its end"))?;
         Ok(Self { start, end, records, records_mask, shift })
     }
 }

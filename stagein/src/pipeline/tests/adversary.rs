@@ -1,6 +1,6 @@
-//! Tars that are made to fool those who begin in the middle: members whose data look like headers, like archives, like the
-//! end; extended headers where one range meets the next. However they are cut, what is found is what a reader from the
-//! beginning finds.
+//! Tars made to fool a worker that starts in the middle: members whose data looks like headers, like
+//! archives, or like the end mark, and extended headers at the borders of ranges. However such a tar
+//! is split, the result must be the same as for a reader that starts at the beginning.
 
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -14,7 +14,7 @@ use super::*;
 use crate::plan::{SplitTar, UnitQueue};
 use crate::source::plain::version;
 
-/// A header block with a checksum that fits.
+/// A header block with a correct checksum.
 fn header(name: &[u8], kind: u8, size: u64, magic: &[u8; 8]) -> Vec<u8> {
     let mut block = vec![0; 512];
     block[..name.len().min(100)].copy_from_slice(&name[..name.len().min(100)]);
@@ -50,7 +50,8 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
         let name = format!("{depth}-{}", random.random_range(0..members * 2)).into_bytes();
         let magic = MAGICS[random.random_range(0..3)];
         match random.random_range(0..8) {
-            // What a range might take for the member: its last header, without those that change it.
+            // A range could start at the member's last header and miss the extended header that
+            // changes it.
             0 => bytes.extend(pax(b'x', "path", &format!("named-{number}"))),
             1 => bytes.extend(pax(b'x', "mtime", "7.5")),
             3 => {
@@ -62,7 +63,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
         }
         let data = match random.random_range(0..9) {
             0 => Vec::new(),
-            // A header, alone or in a row, of a size that leads somewhere or nowhere.
+            // Data that contains a header, whose size leads to another header or to nothing.
             1 | 2 => {
                 let size = [0, 512, 5000, 1 << 32][random.random_range(0..4)];
                 let mut data = vec![b'.'; 512 * random.random_range(0..4)];
@@ -71,7 +72,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
                 data
             }
             3 if depth < 2 => archive(random, depth + 1, 5),
-            // The end of an archive, and something behind it.
+            // The end mark of an archive, and another header behind it.
             4 => [vec![0; 1024], header(b"ghost", b'0', 100, magic), vec![b'g'; 512]].concat(),
             5 => pax(b'x', "path", "stray"),
             6 => (0..random.random_range(0..9000)).map(|_| random.random()).collect(),
@@ -85,14 +86,15 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     match random.random_range(0..4) {
         0 => {}
         1 => bytes.extend(vec![0; 10_240]),
-        // Archives one behind the other: only the first counts.
+        // Several archives one after another, of which only the first counts.
         2 if depth == 0 => bytes.extend([vec![0; 1024], archive(random, 1, 4)].concat()),
         _ => bytes.extend(vec![0; 1024]),
     }
     bytes
 }
 
-fn plan_of(path: &Path, cuts: &[u64]) -> StageInPlan {
+/// A plan whose ranges start at these offsets, all but the first without a known start.
+fn split_plan(path: &Path, cuts: &[u64]) -> StageInPlan {
     let file = fs::File::open(path).unwrap();
     let (version, path) = (version(&file).unwrap(), path.as_os_str().as_bytes().to_vec());
     let mut units = UnitQueue::new(tempfile::tempfile().unwrap());
@@ -108,14 +110,15 @@ fn plan_of(path: &Path, cuts: &[u64]) -> StageInPlan {
     StageInPlan { units, split_tars: vec![tar], ..planned(&[], &Selection::default()).unwrap() }
 }
 
+/// Checks that the tar has the same result however it is split. Returns how many ranges were rejected.
 fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();
     let run_len = [1 << 20, 4000][random.random_range(0..2)];
-    let stage = |cuts: &[u64], workers: usize, turns: &mut dyn FnMut(usize) -> usize| {
-        run_within(plan_of(file.path(), cuts), selection, MemorySink::new(&[1 << 40; 3]), run_len, workers, turns)
+    let stage_in = |cuts: &[u64], workers: usize, pick: &mut dyn FnMut(usize) -> usize| {
+        run_within(split_plan(file.path(), cuts), selection, MemorySink::new(&[1 << 40; 3]), run_len, workers, pick)
     };
-    let whole = stage(&[0], 1, &mut |_| 0);
+    let whole = stage_in(&[0], 1, &mut |_| 0);
     let mut rejected = 0;
     for range_len in [1, 2, 7, 40] {
         let shift = random.random_range(0..range_len);
@@ -123,37 +126,37 @@ fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
         cuts.extend((1..).map(|number| (number * range_len + shift) * 512).take_while(|&from| from < bytes.len() as u64));
         let workers = random.random_range(1..6);
         let mut seed = StdRng::seed_from_u64(random.random());
-        let pieces = stage(&cuts, workers, &mut |waiting| seed.random_range(0..waiting));
+        let pieces = stage_in(&cuts, workers, &mut |waiting| seed.random_range(0..waiting));
         match (&whole, pieces) {
             (Ok(whole), Ok(pieces)) => {
                 let plain = |staged: &Staged| -> Vec<_> {
                     let entries = staged.members.iter();
                     entries.map(|(key, (member, bytes))| (*key, member.path.clone(), member.mtime_s, bytes.clone())).collect()
                 };
-                assert!(plain(whole) == plain(&pieces), "cut every {range_len} blocks");
+                assert!(plain(whole) == plain(&pieces), "split every {range_len} blocks");
                 assert_eq!(whole.counts.files, pieces.counts.files);
                 rejected += pieces.rejected;
             }
             (Err(_), Err(_)) => {}
-            (whole, pieces) => panic!("{:?} whole, {:?} in pieces", whole.as_ref().err(), pieces.err()),
+            (whole, pieces) => panic!("{:?} as a whole, {:?} when split", whole.as_ref().err(), pieces.err()),
         }
     }
     rejected
 }
 
 #[test]
-fn however_a_tar_is_cut_the_same_comes_out() {
+fn a_tar_has_the_same_members_however_it_is_split() {
     let mut rejected = 0;
     for seed in 0..60 {
         let mut random = StdRng::seed_from_u64(seed);
         let bytes = archive(&mut random, 0, 25);
         rejected += check(&bytes, &mut random, &Selection::default());
     }
-    assert!(rejected > 100, "the traps were met: {rejected}");
+    assert!(rejected > 100, "only {rejected} ranges started at a wrong place, so the test shows little");
 }
 
 #[test]
-fn with_keep_going_a_tar_that_breaks_off_gives_what_is_whole_however_it_is_cut() {
+fn with_keep_going_a_truncated_tar_gives_its_whole_members_however_it_is_split() {
     let selection = Selection { keep_going: true, ..Selection::default() };
     for seed in 0..20 {
         let mut random = StdRng::seed_from_u64(2000 + seed);
@@ -169,7 +172,7 @@ fn with_keep_going_a_tar_that_breaks_off_gives_what_is_whole_however_it_is_cut()
 }
 
 #[test]
-fn however_a_damaged_tar_is_cut_the_same_comes_out() {
+fn a_damaged_tar_has_the_same_result_however_it_is_split() {
     for seed in 0..40 {
         let mut random = StdRng::seed_from_u64(1000 + seed);
         let mut bytes = archive(&mut random, 0, 15);
@@ -185,7 +188,7 @@ fn however_a_damaged_tar_is_cut_the_same_comes_out() {
 }
 
 #[test]
-fn what_is_damaged_is_left_out_if_that_is_wanted() {
+fn with_keep_going_damaged_members_are_skipped() {
     let member = |name: &[u8], data: &[u8]| [header(name, b'0', data.len() as u64, MAGICS[0]), padded(data.to_vec())].concat();
     let mut bytes = [member(b"a", b"1"), member(b"b", b"2"), member(b"c", b"3"), vec![0; 1024]].concat();
     bytes[1024 + 10] ^= 1;

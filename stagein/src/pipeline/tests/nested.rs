@@ -1,4 +1,4 @@
-//! Archives within archives, against what unpacking them by hand gives.
+//! Tests of archives within archives.
 
 use std::process::Command;
 
@@ -77,7 +77,7 @@ fn a_member_archive_becomes_a_directory() {
 }
 
 #[test]
-fn what_comes_later_stands_also_within_archives() {
+fn the_later_member_of_a_path_wins_also_within_archives() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::create_dir(at("a")).unwrap();
@@ -94,7 +94,7 @@ fn what_comes_later_stands_also_within_archives() {
     for outer in ["o.zip", "o.tar"] {
         assert_eq!(files(&run_simply(&[&at(outer)], &nested).unwrap()), [("a/x.txt".to_owned(), "second".to_owned())], "{outer}");
     }
-    // A hole before what is in the inner archive, so that it lies elsewhere in the outer one than it says.
+    // The inner archive is sparse in the outer one, so offsets in the two differ.
     let hole = "import os, tarfile, io\nt = tarfile.open('in.tar', 'w')\nd = tarfile.TarInfo('pad'); d.size = 1 << 20; t.addfile(d, io.BytesIO(bytes(1 << 20)))\n\
                 d = tarfile.TarInfo('x'); d.size = 5; t.addfile(d, io.BytesIO(b'inner'))\nt.close()\nos.makedirs('in'); open('in/x', 'w').write('outer')";
     tool(folder.path(), "python3", &["-c", hole]);
@@ -126,7 +126,7 @@ fn a_damaged_archive_within_a_zip_is_found_by_its_checksum() {
 }
 
 #[test]
-fn sources_that_are_no_archives_are_left_out_if_that_is_wanted() {
+fn with_keep_going_sources_with_only_an_archive_name_are_skipped() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("x"), "x").unwrap();
@@ -142,7 +142,7 @@ fn sources_that_are_no_archives_are_left_out_if_that_is_wanted() {
 }
 
 #[test]
-fn an_archive_that_changed_is_named() {
+fn an_archive_that_changed_is_an_error_that_names_it() {
     for name in ["a.tar", "a.zip"] {
         for keep_going in [false, true] {
             let folder = tempfile::tempdir().unwrap();

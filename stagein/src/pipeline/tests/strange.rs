@@ -1,11 +1,11 @@
-//! Sources that are not what they look like, or do not stay what they were.
+//! Tests of sources that are not what they seem, or that change.
 
 use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use super::*;
 
-/// Writes `bytes` into a file in place and puts its time back.
+/// Writes `bytes` into a file in place and restores its modification time.
 fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
     let file = fs::File::options().write(true).open(path).unwrap();
     let before = file.metadata().unwrap();
@@ -14,7 +14,7 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
         file.set_modified(before.modified().unwrap()).unwrap();
         let after = file.metadata().unwrap();
         assert_eq!((after.mtime(), after.mtime_nsec(), after.len()), (before.mtime(), before.mtime_nsec(), before.len()));
-        // The clock of a file system goes in steps of some milliseconds.
+        // File systems take the time from a clock that advances in steps of some milliseconds.
         if (after.ctime(), after.ctime_nsec()) != (before.ctime(), before.ctime_nsec()) {
             return;
         }
@@ -22,7 +22,7 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
 }
 
 #[test]
-fn a_source_changed_in_place_with_its_time_put_back_is_named() {
+fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("file"), vec![1; 5000]).unwrap();
     let pack = |program: &str| {
@@ -40,7 +40,7 @@ fn a_source_changed_in_place_with_its_time_put_back_is_named() {
 }
 
 #[test]
-fn what_was_zipped_from_a_pipe_is_a_file() {
+fn a_zip_member_with_the_mode_of_a_pipe_is_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let script = "import zipfile, stat
 z = zipfile.ZipFile('a.zip', 'w')
@@ -53,11 +53,11 @@ z.close()";
     let found: Vec<(String, Vec<u8>)> =
         staged.members.values().map(|(member, bytes)| (display(&member.path), bytes.clone())).collect();
     assert!(found.contains(&("-".to_owned(), b"piped".to_vec())) && found.contains(&("block".to_owned(), b"b".to_vec())));
-    assert_eq!((found.len(), staged.counts.special), (2, 1), "one without content is none");
+    assert_eq!((found.len(), staged.counts.special), (2, 1), "a FIFO without content is not a file");
 }
 
 #[test]
-fn a_symlink_whose_target_holds_a_nul_byte_is_refused() {
+fn a_symlink_whose_target_contains_a_nul_byte_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let script = "import tarfile, zipfile, stat
 with tarfile.open('a.tar', 'w', format=tarfile.PAX_FORMAT) as t:
@@ -76,7 +76,7 @@ z.writestr('file', b''); z.close()";
 }
 
 #[test]
-fn what_is_named_like_an_archive_and_is_none_stays_a_file_below_nested() {
+fn with_nested_a_member_with_only_an_archive_name_stays_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let tree = folder.path().join("t");
     fs::create_dir(&tree).unwrap();

@@ -1,18 +1,22 @@
-//! Where one frame ends and the next begins, found without decoding: zstd, lz4 and bgzf say how long their parts are. What is
-//! not understood is never cut; the decoder will say what is wrong with it.
+//! Finding the boundaries between frames without decoding. zstd, lz4 and bgzf (the block gzip of
+//! `bgzip`) state the lengths of their parts, so a scanner can hop from one frame to the next.
+//!
+//! A scanner that meets bytes it does not understand reports no more boundaries. The stream is then
+//! decoded in one piece, and the decoder reports what is wrong with it.
 
 use dayfly_meta::catalog::Compression;
 
-/// Walks over a compressed stream as it is read.
-pub(super) struct Walk {
+/// Scans a compressed stream, piece by piece, for the starts of frames.
+pub(super) struct FrameScanner {
     format: Format,
-    /// What is gathered of the field that comes next, and how much of it is needed.
+    /// The bytes of `expected` that have been read so far.
     field: Vec<u8>,
+    /// Length of `expected` in bytes.
     needed: usize,
-    state: State,
-    /// Bytes to pass over before the next field.
+    expected: Field,
+    /// Bytes to skip before the expected field.
     skip: u64,
-    /// The largest window that a frame has asked for so far, in bytes.
+    /// The largest window that a frame has demanded so far, in bytes.
     window: u64,
 }
 
@@ -23,21 +27,28 @@ enum Format {
     Bgzf,
 }
 
+/// The field that the scanner reads next.
 #[derive(Clone, Copy)]
-enum State {
+enum Field {
+    /// The first bytes of a frame.
     Magic,
-    Skippable,
+    /// The length of a skippable frame.
+    SkippableLen,
+    /// The frame header behind the magic number.
     Header,
+    /// The header of a block in a frame.
     Block {
+        /// Length of the checksum behind the frame's last block.
         checksum_len: u64,
+        /// Length of the checksum behind every block.
         block_checksum_len: u64,
     },
-    /// Nothing is understood any more: no cuts.
-    Lost,
+    /// None: the stream cannot be understood, and no more boundaries are reported.
+    Unknown,
 }
 
-impl Walk {
-    /// `None` for a stream whose parts cannot be told.
+impl FrameScanner {
+    /// Creates a scanner, or returns `None` for a format whose frames do not state their lengths.
     pub(super) fn new(compression: Compression) -> Option<Self> {
         let format = match compression {
             Compression::Zstd => Format::Zstd,
@@ -45,26 +56,27 @@ impl Walk {
             Compression::Gzip => Format::Bgzf,
             Compression::None | Compression::Xz | Compression::Bzip2 => return None,
         };
-        let mut walk = Self { format, field: Vec::new(), needed: 0, state: State::Magic, skip: 0, window: 0 };
-        walk.begin_frame();
-        Some(walk)
+        let mut scanner = Self { format, field: Vec::new(), needed: 0, expected: Field::Magic, skip: 0, window: 0 };
+        scanner.begin_frame();
+        Some(scanner)
     }
 
-    /// The largest window that a frame has asked for so far.
+    /// The largest window that a frame has demanded so far, in bytes.
     pub(super) fn window(&self) -> u64 {
         self.window
     }
 
-    /// Whether the next byte begins a frame.
-    pub(super) fn is_between(&self) -> bool {
-        self.skip == 0 && self.field.is_empty() && matches!(self.state, State::Magic)
+    /// Whether the next byte starts a frame.
+    pub(super) fn is_at_boundary(&self) -> bool {
+        self.skip == 0 && self.field.is_empty() && matches!(self.expected, Field::Magic)
     }
 
-    /// Walks over some bytes; the offsets among them where frames begin, but for the first.
-    pub(super) fn over(&mut self, bytes: &[u8]) -> Vec<usize> {
+    /// Scans the next bytes of the stream. Returns the offsets in them at which frames start, except
+    /// for offset 0, which [`Self::is_at_boundary`] reports.
+    pub(super) fn scan(&mut self, bytes: &[u8]) -> Vec<usize> {
         let mut cuts = Vec::new();
         let mut at = 0;
-        while at < bytes.len() && !matches!(self.state, State::Lost) {
+        while at < bytes.len() && !matches!(self.expected, Field::Unknown) {
             if self.skip > 0 {
                 let count = self.skip.min((bytes.len() - at) as u64);
                 self.skip -= count;
@@ -74,10 +86,10 @@ impl Walk {
                 self.field.extend_from_slice(&bytes[at..at + count]);
                 at += count;
                 if self.field.len() == self.needed {
-                    self.step();
+                    self.parse_field();
                 }
             }
-            if self.is_between() && at < bytes.len() {
+            if self.is_at_boundary() && at < bytes.len() {
                 cuts.push(at);
             }
         }
@@ -86,22 +98,24 @@ impl Walk {
 
     fn begin_frame(&mut self) {
         let needed = if self.format == Format::Bgzf { 18 } else { 4 };
-        self.expect(State::Magic, needed);
+        self.expect(Field::Magic, needed);
     }
 
-    fn expect(&mut self, state: State, needed: usize) {
+    fn expect(&mut self, expected: Field, needed: usize) {
         self.field.clear();
-        (self.state, self.needed) = (state, needed);
+        (self.expected, self.needed) = (expected, needed);
     }
 
+    /// The field as a little-endian number.
     fn number(&self) -> u64 {
         self.field.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
     }
 
-    fn step(&mut self) {
-        match (self.state, self.format) {
-            (State::Magic, Format::Bgzf) => match &self.field[..] {
-                // One extra field, which tells the length of the whole.
+    /// Parses the complete field and decides what comes next.
+    fn parse_field(&mut self) {
+        match (self.expected, self.format) {
+            (Field::Magic, Format::Bgzf) => match &self.field[..] {
+                // bgzf has one extra field, with the length of the whole block.
                 [0x1f, 0x8b, 8, 4, _, _, _, _, _, _, 6, 0, b'B', b'C', 2, 0, low, high] => {
                     let len = u64::from(u16::from_le_bytes([*low, *high])) + 1;
                     match len.checked_sub(18) {
@@ -109,48 +123,48 @@ impl Walk {
                             self.skip = rest;
                             self.begin_frame();
                         }
-                        None => self.state = State::Lost,
+                        None => self.expected = Field::Unknown,
                     }
                 }
-                _ => self.state = State::Lost,
+                _ => self.expected = Field::Unknown,
             },
-            (State::Magic, format) => match (self.number(), format) {
-                (0x184d_2a50..=0x184d_2a5f, _) => self.expect(State::Skippable, 4),
+            (Field::Magic, format) => match (self.number(), format) {
+                (0x184d_2a50..=0x184d_2a5f, _) => self.expect(Field::SkippableLen, 4),
                 (0xfd2f_b528, Format::Zstd) | (0x184d_2204, Format::Lz4) => {
-                    // Zstd's descriptor and at least one byte more; lz4's two flag bytes.
-                    self.expect(State::Header, 2);
+                    // For zstd, the descriptor and at least one more byte; for lz4, two flag bytes.
+                    self.expect(Field::Header, 2);
                 }
-                _ => self.state = State::Lost,
+                _ => self.expected = Field::Unknown,
             },
-            (State::Skippable, _) => {
+            (Field::SkippableLen, _) => {
                 self.skip = self.number();
                 self.begin_frame();
             }
-            (State::Header, Format::Zstd) => self.zstd_header(),
-            (State::Header, _) => {
+            (Field::Header, Format::Zstd) => self.parse_zstd_header(),
+            (Field::Header, _) => {
                 let flags = self.field[0];
                 let flag = |bit: u8| u64::from(flags >> bit & 1);
                 let (checksum_len, block_checksum_len) = (flag(2) * 4, flag(4) * 4);
-                // Content length, dictionary, and the header's own checksum.
+                // The content length, the dictionary number and the header's own checksum.
                 self.skip = flag(3) * 8 + flag(0) * 4 + 1;
-                self.expect(State::Block { checksum_len, block_checksum_len }, 4);
+                self.expect(Field::Block { checksum_len, block_checksum_len }, 4);
             }
-            (State::Block { checksum_len, block_checksum_len }, Format::Lz4) => match self.number() {
+            (Field::Block { checksum_len, block_checksum_len }, Format::Lz4) => match self.number() {
                 0 => {
                     self.skip = checksum_len;
                     self.begin_frame();
                 }
                 len => {
                     self.skip = (len & 0x7fff_ffff) + block_checksum_len;
-                    self.expect(State::Block { checksum_len, block_checksum_len }, 4);
+                    self.expect(Field::Block { checksum_len, block_checksum_len }, 4);
                 }
             },
-            (State::Block { checksum_len, .. }, _) => self.zstd_block(checksum_len),
-            (State::Lost, _) => {}
+            (Field::Block { checksum_len, .. }, _) => self.parse_zstd_block(checksum_len),
+            (Field::Unknown, _) => {}
         }
     }
 
-    fn zstd_header(&mut self) {
+    fn parse_zstd_header(&mut self) {
         let descriptor = self.field[0];
         let is_single = descriptor >> 5 & 1 == 1;
         let dictionary_len = [0, 1, 2, 4][usize::from(descriptor & 3)];
@@ -164,7 +178,8 @@ impl Walk {
             return;
         }
         let window = if is_single {
-            // The window is the content. Two bytes of it begin to count where one byte's numbers end.
+            // A frame in a single segment has its whole content as the window. A length in two bytes
+            // is stored less 256, because shorter contents need only one byte.
             let content = self.field[content_at..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
             if content_len == 2 { content + 256 } else { content }
         } else {
@@ -173,17 +188,17 @@ impl Walk {
             base + base / 8 * mantissa
         };
         self.window = self.window.max(window);
-        self.expect(State::Block { checksum_len: u64::from(descriptor >> 2 & 1) * 4, block_checksum_len: 0 }, 3);
+        self.expect(Field::Block { checksum_len: u64::from(descriptor >> 2 & 1) * 4, block_checksum_len: 0 }, 3);
     }
 
-    fn zstd_block(&mut self, checksum_len: u64) {
+    fn parse_zstd_block(&mut self, checksum_len: u64) {
         let header = self.number();
         let (is_last, kind, size) = (header & 1 == 1, header >> 1 & 3, header >> 3);
         self.skip = match kind {
             0 | 2 => size,
             1 => 1,
             _ => {
-                self.state = State::Lost;
+                self.expected = Field::Unknown;
                 return;
             }
         };
@@ -191,7 +206,7 @@ impl Walk {
             self.skip += checksum_len;
             self.begin_frame();
         } else {
-            self.expect(State::Block { checksum_len, block_checksum_len: 0 }, 3);
+            self.expect(Field::Block { checksum_len, block_checksum_len: 0 }, 3);
         }
     }
 }
@@ -201,7 +216,7 @@ mod tests {
     use super::super::tests::compress;
     use super::*;
 
-    /// A block of `bgzip`: stored, for what is in it does not matter here.
+    /// A block as `bgzip` writes it.
     pub(super) fn bgzf(bytes: &[u8]) -> Vec<u8> {
         use std::io::Write;
         let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -216,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_are_found_however_the_stream_is_cut() {
+    fn frames_are_found_in_pieces_of_any_length() {
         let content: Vec<u8> = (0..30_000_u32).flat_map(|number| (number / 5).to_le_bytes()).collect();
         for compression in [Compression::Zstd, Compression::Lz4, Compression::Gzip] {
             let frame = |len: usize| match compression {
@@ -233,30 +248,30 @@ mod tests {
             expect.remove(0);
             let stream = frames.concat();
             for step in [1, 3, 1000, stream.len()] {
-                let mut walk = Walk::new(compression).unwrap();
+                let mut scanner = FrameScanner::new(compression).unwrap();
                 let mut cuts = Vec::new();
                 for (number, piece) in stream.chunks(step).enumerate() {
-                    cuts.extend(walk.over(piece).into_iter().map(|at| number * step + at));
+                    cuts.extend(scanner.scan(piece).into_iter().map(|at| number * step + at));
                 }
-                // Where pieces meet exactly at a frame's beginning, that is not told.
-                let told: Vec<usize> = expect.iter().copied().filter(|at| at % step != 0).collect();
-                assert_eq!(cuts, told, "{compression:?} in pieces of {step}");
+                // `scan` does not report a frame that starts where a piece starts.
+                let expect: Vec<usize> = expect.iter().copied().filter(|at| at % step != 0).collect();
+                assert_eq!(cuts, expect, "{compression:?} in pieces of {step}");
             }
         }
     }
 
     #[test]
-    fn what_is_not_understood_is_not_cut() {
+    fn a_stream_that_is_not_understood_has_no_boundaries() {
         for compression in [Compression::Zstd, Compression::Lz4, Compression::Gzip] {
             let good = compress(compression, b"content");
             for at in 0..good.len() {
                 let mut bad = good.repeat(3);
                 bad[at] ^= 0x10;
-                Walk::new(compression).unwrap().over(&bad);
+                FrameScanner::new(compression).unwrap().scan(&bad);
             }
-            assert!(Walk::new(compression).unwrap().over(&[0xff; 1000]).is_empty());
+            assert!(FrameScanner::new(compression).unwrap().scan(&[0xff; 1000]).is_empty());
         }
         let plain = compress(Compression::Gzip, b"no bgzf");
-        assert!(Walk::new(Compression::Gzip).unwrap().over(&plain.repeat(2)).is_empty());
+        assert!(FrameScanner::new(Compression::Gzip).unwrap().scan(&plain.repeat(2)).is_empty());
     }
 }

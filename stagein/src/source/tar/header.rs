@@ -1,8 +1,8 @@
-//! One 512-byte header.
+//! Parsing of a header block.
 
 use super::BLOCK_LEN;
 
-/// What a header says that it heads.
+/// The type flag of a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Type {
     File,
@@ -13,17 +13,17 @@ pub(super) enum Type {
     Sparse,
     /// PAX records for the next member.
     Extended,
-    /// PAX records for all that follows.
+    /// PAX records for all members that follow.
     Global,
-    /// The next member's name, as GNU tar writes one that does not fit.
+    /// GNU tar's form of a name that does not fit into the next member's header.
     LongName,
-    /// The next member's link target, likewise.
+    /// GNU tar's form of a link target that does not fit into the next member's header.
     LongLink,
-    /// A volume's label: not a member.
+    /// A volume's label, which is not a member.
     Ignored,
 }
 
-/// A header's fields.
+/// The fields of a header.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) name: Vec<u8>,
@@ -34,23 +34,24 @@ pub(super) struct Header {
     pub(super) mtime_s: i64,
 }
 
-/// Whether the block's checksum is that of its bytes. Some old tars summed signed bytes.
+/// Whether the checksum field matches the block. Some old versions of tar summed signed bytes, so
+/// both sums are accepted.
 pub(super) fn checksum_matches(block: &[u8; BLOCK_LEN]) -> bool {
     const FIELD: std::ops::Range<usize> = 148..156;
-    // The field counts as blanks.
+    // The checksum field itself is summed as if it were filled with blanks.
     const BLANKS: i32 = 8 * b' ' as i32;
-    let Some(told) = number(&block[FIELD]) else { return false };
+    let Some(stored) = number(&block[FIELD]) else { return false };
     let unsigned = |bytes: &[u8]| bytes.iter().map(|&byte| i32::from(byte)).sum::<i32>();
     let sum = unsigned(block) - unsigned(&block[FIELD]) + BLANKS;
-    // Each byte with its first bit set counts 256 less as a signed one.
+    // As a signed number, each byte with its highest bit set is 256 less.
     let negative = |bytes: &[u8]| bytes.iter().filter(|&&byte| byte >= 0x80).count() as i32 * 256;
-    told == i128::from(sum) || told == i128::from(sum - negative(block) + negative(&block[FIELD]))
+    stored == i128::from(sum) || stored == i128::from(sum - negative(block) + negative(&block[FIELD]))
 }
 
 impl Header {
     pub(super) fn parse(block: &[u8; BLOCK_LEN]) -> Result<Self, &'static str> {
         if !checksum_matches(block) {
-            return Err("not a tar header: its checksum does not match");
+            return Err("a header's checksum does not match");
         }
         let is_posix = block[257..263] == *b"ustar\0";
         let kind = match block[156] {
@@ -64,8 +65,8 @@ impl Header {
             b'L' => Type::LongName,
             b'K' => Type::LongLink,
             b'V' => Type::Ignored,
-            b'M' => return Err("a member that continues from another volume"),
-            // POSIX: an unknown type is a file.
+            b'M' => return Err("a member continues from another volume of a multi-volume archive"),
+            // POSIX demands that unknown types are read as files.
             _ => Type::File,
         };
         let mut name = text(&block[..100]);
@@ -74,28 +75,29 @@ impl Header {
         }
         let size = number(&block[124..136]).and_then(|size| u64::try_from(size).ok()).filter(|&size| size < 1 << 62);
         let mtime_s = number(&block[136..148]).and_then(|time| i64::try_from(time).ok());
-        let mode = number(&block[100..108]).ok_or("a mode that is no number")?;
+        let mode = number(&block[100..108]).ok_or("a header's mode is not a number")?;
         Ok(Self {
             name,
             link: text(&block[157..257]),
             kind,
-            size: size.ok_or("a size that is no number")?,
+            size: size.ok_or("a header's size is not a number, or too large")?,
             mode: (mode & 0o7777) as u32,
-            mtime_s: mtime_s.ok_or("a time that is no number")?,
+            mtime_s: mtime_s.ok_or("a header's modification time is not a number, or too large")?,
         })
     }
 }
 
-/// A text field: up to the first NUL.
+/// The text of a field, which ends at the first NUL.
 fn text(field: &[u8]) -> Vec<u8> {
     field.split(|&byte| byte == 0).next().unwrap_or_default().to_vec()
 }
 
-/// A number field: octal digits among blanks, or, with the first bit set, base 256 in two's complement. Empty is 0.
+/// The number in a field: octal digits between blanks or, if the first bit is set, big-endian
+/// two's complement ("base 256"). An empty field is 0.
 pub(super) fn number(field: &[u8]) -> Option<i128> {
     let first = *field.first()?;
     if first & 0x80 != 0 {
-        // The second bit is the sign; 12 bytes of it fit.
+        // The second bit is the sign. Fields have at most 12 bytes, which an i128 holds.
         let start = if first & 0x40 != 0 { -1_i128 << 6 | i128::from(first & 0x3f) } else { i128::from(first & 0x3f) };
         return Some(field[1..].iter().fold(start, |value, &byte| value << 8 | i128::from(byte)));
     }
@@ -108,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_in_all_their_spellings() {
+    fn octal_and_base_256_numbers_are_parsed() {
         let check = |field: &[u8], expect| assert_eq!(number(field), expect, "{field:?}");
         check(b"0000644\0", Some(0o644));
         check(b"   644 \0", Some(0o644));

@@ -1,8 +1,8 @@
-//! PAX extended headers: records of `length key=value`.
+//! PAX extended headers, which consist of records `length key=value`.
 
 use super::sparse::PaxSparse;
 
-/// What extended headers say of the next member.
+/// Fields of the next member that extended headers override.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extension {
     pub(super) path: Option<Vec<u8>>,
@@ -13,10 +13,10 @@ pub(crate) struct Extension {
 }
 
 impl Extension {
-    /// Takes over a header's records.
+    /// Applies the records of one extended header.
     pub(crate) fn parse(&mut self, mut text: &[u8]) -> Result<(), &'static str> {
-        const BROKEN: &str = "a broken extended header";
-        // Some writers pad with NULs.
+        const BROKEN: &str = "an extended header is malformed";
+        // Some programs pad the records with NULs.
         while text.first().is_some_and(|&byte| byte != 0) {
             let digits = text.iter().position(|&byte| byte == b' ').filter(|&len| (1..=7).contains(&len)).ok_or(BROKEN)?;
             let len: usize = ascii(&text[..digits]).and_then(|digits| digits.parse().ok()).ok_or(BROKEN)?;
@@ -29,7 +29,7 @@ impl Extension {
     }
 
     fn set(&mut self, key: &[u8], value: &[u8]) -> Option<()> {
-        // An empty value takes back what a global header said.
+        // An empty value cancels what a global header has set.
         let text = || (!value.is_empty()).then(|| value.to_vec());
         match key {
             b"path" => self.path = text(),
@@ -49,11 +49,12 @@ impl Extension {
 }
 
 impl Extension {
-    /// As records that [`Self::parse`] reads back: the same for equal ones. What is sparse is never said of all members.
+    /// The fields as records that [`Self::parse`] reads back. Equal extensions have equal records.
+    /// Sparse maps are left out, because they belong to one member and never to a global header.
     pub(crate) fn records(&self) -> Vec<u8> {
         let mut text = Vec::new();
         let mut record = |key: &str, value: &[u8]| {
-            // The length counts its own digits.
+            // The length includes its own digits.
             let rest = key.len() + value.len() + 3;
             let len = (1..8).map(|digits| rest + digits).find(|len| rest + len.to_string().len() == *len).unwrap_or(rest);
             text.extend_from_slice(format!("{len} {key}=").as_bytes());
@@ -70,7 +71,8 @@ impl Extension {
             record("size", size.to_string().as_bytes());
         }
         if let Some((seconds, nanoseconds)) = self.mtime {
-            // Below zero, a fraction counts upwards from the whole number and is written downwards.
+            // Nanoseconds always count upward from the whole seconds, but the text of a negative
+            // number counts away from zero: -2 s + 750,000,000 ns is written -1.25.
             let text = match seconds {
                 i64::MIN..0 if nanoseconds > 0 => format!("-{}.{:09}", -(seconds + 1), 1_000_000_000 - nanoseconds),
                 _ => format!("{seconds}.{nanoseconds:09}"),
@@ -85,7 +87,7 @@ pub(super) fn ascii(bytes: &[u8]) -> Option<&str> {
     std::str::from_utf8(bytes).ok().filter(|text| text.is_ascii())
 }
 
-/// `-12.345` as whole seconds, rounded down, and nanoseconds.
+/// Parses a decimal time such as `-12.345` into whole seconds, rounded down, and nanoseconds.
 fn time(text: &str) -> Option<(i64, u32)> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
     let is_negative = whole.starts_with('-');
@@ -105,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_and_times() {
+    fn records_and_decimal_times_are_parsed() {
         let mut extension = Extension::default();
         extension.parse(b"15 path=a/\xff\xfe=b\n20 mtime=12.5000001\n12 size=500\n").unwrap();
         assert_eq!(extension.path.as_deref(), Some(&b"a/\xff\xfe=b"[..]));
@@ -118,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn records_are_written_back_and_broken_ones_are_errors() {
+    fn records_read_back_as_written_and_malformed_ones_are_errors() {
         for mtime in [(12, 5), (-2, 750_000_000), (-1, 1), (0, 0), (-7, 0)] {
             let extension = Extension {
                 path: Some(b"a\xff".repeat(49)),

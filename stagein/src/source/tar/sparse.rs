@@ -1,4 +1,5 @@
-//! Files with holes, as GNU tar packs them: a map of what there is, in one of four ways, and then only that. They are expanded.
+//! Sparse files as GNU tar stores them: a map of the pieces that have data, in one of four formats,
+//! and then only these pieces. Reading expands the holes to zeros.
 
 use std::io;
 
@@ -9,19 +10,22 @@ use super::pax::ascii;
 use super::{BLOCK_LEN, TarReader};
 use crate::source::plain::Skip;
 
-const BROKEN: &str = "a broken map of a sparse file";
+const BROKEN: &str = "the map of a sparse file is malformed";
 
-/// A sparse file while it is read.
+/// A sparse file that is being read.
 pub(super) struct Expansion {
-    /// What there is: where in the file, how much; in order, apart from each other, and within the file.
+    /// Offset and length of the pieces that follow. They are sorted, do not overlap, and lie within
+    /// the file.
     pieces: std::vec::IntoIter<(u64, u64)>,
+    /// The present piece.
     piece: (u64, u64),
+    /// Offset in the file of the next byte to return.
     at: u64,
     size: u64,
 }
 
 impl Expansion {
-    /// `stored` bytes stand in the archive.
+    /// Checks the map of a file that has `stored` bytes in the archive.
     fn new(pieces: Vec<(u64, u64)>, size: u64, stored: u64) -> Result<Self, &'static str> {
         let mut end = 0;
         let mut sum = 0_u64;
@@ -38,14 +42,14 @@ impl Expansion {
         Ok(Self { pieces: pieces.into_iter(), piece: (0, 0), at: 0, size })
     }
 
-    /// Bytes of the file, holes included.
+    /// Bytes of the file, with its holes.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
 
     pub(super) fn read<R: Skip>(&mut self, buffer: &mut [u8], data: &mut TarReader<R>) -> io::Result<usize> {
         while self.at >= self.piece.0 + self.piece.1 {
-            // After the last piece, a hole to the end.
+            // A hole may follow the last piece, up to the end of the file.
             self.piece = self.pieces.next().unwrap_or((self.size, 0));
             if self.piece == (self.size, 0) {
                 break;
@@ -65,7 +69,7 @@ impl Expansion {
     }
 }
 
-/// A map in the header itself, and in blocks that follow it.
+/// Reads the old GNU format, whose map is in the header itself and in blocks behind it.
 pub(super) fn old_gnu<R: Skip>(tar: &mut TarReader<R>, header: &[u8; BLOCK_LEN], stored: u64) -> Result<Expansion, String> {
     let mut pieces = Vec::new();
     let size = field(&header[483..495])?;
@@ -93,22 +97,25 @@ fn push_all(pieces: &mut Vec<(u64, u64)>, table: &[u8]) -> Result<(), &'static s
 
 fn push(pieces: &mut Vec<(u64, u64)>, piece: (u64, u64)) -> Result<(), &'static str> {
     if pieces.len() == SPARSE_PIECES_MAX {
-        return Err("a sparse file of too many pieces");
+        return Err("a sparse file has too many pieces");
     }
-    // An empty one only marks the end.
+    // GNU tar marks the end of the map with an empty piece.
     if piece.1 > 0 {
         pieces.push(piece);
     }
     Ok(())
 }
 
-/// What PAX records say of a sparse file: versions 0.0, 0.1 and 1.0.
+/// PAX records about a sparse file, in versions 0.0, 0.1 and 1.0 of the format.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PaxSparse {
+    /// The file's name; the header has a made-up one.
     pub(super) name: Option<Vec<u8>>,
     size: Option<u64>,
     pieces: Vec<(u64, u64)>,
+    /// Version 0.0: the offset whose length is in a later record.
     offset: Option<u64>,
+    /// Version 1.0: the map is at the start of the member's data.
     map_is_in_data: bool,
 }
 
@@ -132,7 +139,7 @@ impl PaxSparse {
         Some(())
     }
 
-    /// The reader stands at the member's data.
+    /// Starts the expansion. The reader stands at the member's data.
     pub(super) fn expansion<R: Skip>(mut self, tar: &mut TarReader<R>) -> Result<Expansion, String> {
         let size = self.size.ok_or(BROKEN)?;
         if self.map_is_in_data {
@@ -142,7 +149,8 @@ impl PaxSparse {
     }
 }
 
-/// Numbers, a line each, in blocks of their own: how many pieces, then offset and length of each.
+/// Reads a map of version 1.0: decimal numbers, one per line, in blocks of their own. The first is
+/// the number of pieces, then come offset and length of each.
 fn map_in_data<R: Skip>(tar: &mut TarReader<R>) -> Result<Vec<(u64, u64)>, String> {
     let mut block = [0; BLOCK_LEN];
     let mut at = BLOCK_LEN;

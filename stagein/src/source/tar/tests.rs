@@ -1,14 +1,13 @@
-//! The reader against what GNU tar writes, and against bytes that nobody should write.
-
+//! Tests of the tar reader with archives from GNU tar, and with damaged ones.
 use std::fs;
 use std::process::Command;
 
 use super::*;
 
 /// Members with their data, and how the archive ended.
-type Whole = (Vec<(TarMember, Vec<u8>)>, End);
+type Contents = (Vec<(TarMember, Vec<u8>)>, End);
 
-fn read_all(bytes: &[u8]) -> Result<Whole, TarError> {
+fn read_all(bytes: &[u8]) -> Result<Contents, TarError> {
     let mut reader = TarReader::new(bytes);
     let mut members = Vec::new();
     loop {
@@ -66,7 +65,7 @@ fn gnu_and_pax_archives_read_back() {
 }
 
 #[test]
-fn ends_are_told_apart_and_cuts_are_found() {
+fn a_missing_end_mark_and_a_truncated_member_are_noticed() {
     let bytes = pack("gnu", |folder| fs::write(folder.join("file"), [7; 1000]).unwrap());
     let data_end = 512 + 512 + 1024;
     assert!(matches!(read_all(&bytes), Ok((_, End::Marked))));
@@ -79,7 +78,7 @@ fn ends_are_told_apart_and_cuts_are_found() {
 }
 
 #[test]
-fn random_and_damaged_bytes_never_fault() {
+fn damaged_bytes_never_panic() {
     let bytes = pack("pax", |folder| {
         fs::write(folder.join("n".repeat(150)), "content").unwrap();
         fs::write(folder.join("other"), [1; 600]).unwrap();
@@ -90,7 +89,7 @@ fn random_and_damaged_bytes_never_fault() {
         let mut damaged = bytes.clone();
         let at = (state >> 33) as usize % damaged.len();
         damaged[at] ^= (state >> 20) as u8 | 1;
-        // A header's checksum is made right again, so that the fields behind it are reached.
+        // Half of the time the header's checksum is corrected, so that its fields are parsed.
         let block = at / 512 * 512;
         let sum: u32 = damaged[block..block + 512]
             .iter()
@@ -105,7 +104,7 @@ fn random_and_damaged_bytes_never_fault() {
 }
 
 #[test]
-fn a_header_cannot_make_us_allocate() {
+fn a_header_that_claims_a_huge_extension_is_an_error() {
     let mut block = [0_u8; 512];
     block[..4].copy_from_slice(b"name");
     block[100..107].copy_from_slice(b"0000644");

@@ -1,5 +1,5 @@
-//! A member's data: found behind its local header, unpacked, and checked against the size and the checksum that the central
-//! directory tells.
+//! Data of a zip's members: found behind the local header, unpacked, and checked against the size
+//! and the checksum in the central directory.
 
 use std::io::{self, BufReader, Read, Take};
 
@@ -8,21 +8,22 @@ use dayfly_meta::limits::NESTED_DECODER_MEMORY_MAX;
 use super::{Record, ZipError, damaged, u16_at};
 use crate::source::plain::{PlainReader, Skip};
 
+/// Bytes of a local header without the name and the extra fields.
 const LOCAL_LEN: usize = 30;
-/// Compressed bytes read at a time.
+/// Compressed bytes that are read at once.
 const INPUT_LEN: usize = 32 << 10;
 
-/// Goes to a member's data; returns where they begin.
+/// Moves the reader to a member's data and returns the data's offset.
 pub(crate) fn seek(reader: &mut PlainReader, record: &Record) -> Result<u64, ZipError> {
     reader.seek(record.local);
     let header = reader.peek(LOCAL_LEN)?;
     if header.len() < LOCAL_LEN || !header.starts_with(b"PK\x03\x04") {
-        return Err(damaged(record.local, "its central directory names a member that is not there"));
+        return Err(damaged(record.local, "the central directory lists a member here, but there is none"));
     }
     let names_len = u64::from(u16_at(header, 26)) + u64::from(u16_at(header, 28));
     let data = record.local + LOCAL_LEN as u64 + names_len;
     if data.checked_add(record.stored_len).is_none_or(|end| end > reader.size()) {
-        return Err(damaged(record.local, "it breaks off"));
+        return Err(damaged(record.local, "the archive is truncated within a member's data"));
     }
     reader.skip(data - record.local)?;
     Ok(data)
@@ -30,7 +31,8 @@ pub(crate) fn seek(reader: &mut PlainReader, record: &Record) -> Result<u64, Zip
 
 type Input<'a> = BufReader<Take<&'a mut PlainReader>>;
 
-/// A reader of a member's data, unpacked; the last bytes come only if all are as they should be.
+/// Returns a reader of a member's unpacked data. It returns the last bytes only if the size and the
+/// checksum are right.
 pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<Box<dyn Read + Send + 'a>, ZipError> {
     let stored = record.stored_len;
     let unsupported = |reason: String| ZipError::Unsupported { offset: record.local, reason };
@@ -40,7 +42,7 @@ pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<B
     let packed = |reader: &'a mut PlainReader| -> Input<'a> { BufReader::with_capacity(INPUT_LEN, reader.take(stored)) };
     let checked = |size: u64| Check { left: size, expect: record.checksum, hasher: crc32fast::Hasher::new() };
     Ok(match record.method {
-        0 if stored != record.size => return Err(damaged(record.local, "a stored member of two sizes")),
+        0 if stored != record.size => return Err(damaged(record.local, "an uncompressed member has two different sizes")),
         0 => Box::new(Checked { input: reader.take(stored), check: checked(record.size) }),
         8 => Box::new(Checked { input: flate2::bufread::DeflateDecoder::new(packed(reader)), check: checked(record.size) }),
         12 => Box::new(Checked { input: bzip2::bufread::BzDecoder::new(packed(reader)), check: checked(record.size) }),
@@ -55,16 +57,20 @@ pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<B
             let decoder = liblzma::bufread::XzDecoder::new_stream(packed(reader), stream);
             Box::new(Checked { input: decoder, check: checked(record.size) })
         }
-        method => return Err(unsupported(format!("it is compressed by method {method}"))),
+        method => return Err(unsupported(format!("it is compressed with method {method}"))),
     })
 }
 
+/// What is left to check of a member's data.
 struct Check {
+    /// Bytes that are still to come.
     left: u64,
+    /// CRC-32 according to the central directory.
     expect: u32,
     hasher: crc32fast::Hasher,
 }
 
+/// Checks the data that is read through it.
 struct Checked<R> {
     input: R,
     check: Check,

@@ -1,29 +1,29 @@
-//! A record of the central directory: one member.
+//! Parsing of the central directory's records, each of which describes a member.
 
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
 
 use super::{ZipError, damaged, u16_at, u32_at, u64_at};
 
-/// A record without its name and what follows that.
+/// Bytes of a record without the name, the extra fields and the comment.
 const FIXED_LEN: usize = 46;
-/// What systems that made the archive know of permissions.
+/// Systems on which a zip can have been made. They decide what the attributes and names mean.
 const UNIX: u8 = 3;
 const MACOS: u8 = 19;
 const DOS: u8 = 0;
 
-/// What a member is.
+/// The kind of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ZipKind {
     File,
     Directory,
-    /// Its data is the target.
+    /// A symlink, whose target is the member's data.
     Symlink,
     /// A device, FIFO or socket without content.
     Special,
 }
 
-/// A member.
+/// A member, as the central directory describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) name: Vec<u8>,
@@ -31,23 +31,25 @@ pub(crate) struct Record {
     pub(crate) mode: u32,
     pub(crate) mtime_s: i64,
     pub(crate) mtime_ns: u32,
+    /// Number of the compression method; 0 is none.
     pub(crate) method: u16,
     pub(crate) is_encrypted: bool,
+    /// CRC-32 of the unpacked data.
     pub(crate) checksum: u32,
-    /// Bytes in the archive.
+    /// Bytes of data in the archive.
     pub(crate) stored_len: u64,
-    /// Bytes unpacked.
+    /// Bytes of unpacked data.
     pub(crate) size: u64,
-    /// Where its local header lies.
+    /// Offset of the local header in the file.
     pub(crate) local: u64,
-    /// Where this record lies.
+    /// Offset of this record in the file.
     pub(crate) offset: u64,
 }
 
-/// The length of the record that begins here; `None` where there are too few bytes to tell, or to hold it.
+/// The length of the record at the start of `bytes`. `None` if `bytes` ends within the record.
 pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     if !b"PK\x01\x02".starts_with(&bytes[..bytes.len().min(4)]) {
-        return Err("not a record of a central directory");
+        return Err("the central directory is malformed: a record is expected here");
     }
     if bytes.len() < FIXED_LEN {
         return Ok(None);
@@ -56,21 +58,22 @@ pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     Ok((len <= bytes.len()).then_some(len))
 }
 
-/// About how many bytes the member takes in the archive.
+/// The bytes that a record's member takes in the archive, for planning units.
 pub(super) fn stored_len(record: &[u8]) -> u64 {
     match u32_at(record, 20) {
-        // Larger ones are a unit by themselves, however large.
+        // The exact number is in an extra field. A member of 4 GiB and more ends its unit anyway.
         u32::MAX => dayfly_meta::limits::UNIT_BYTES_MAX,
         len => u64::from(len),
     }
 }
 
 impl Record {
-    /// Reads all records of a part; `offset` is that of the first, `shift` what stands before the archive.
+    /// Parses all records of a part. `offset` is the first record's offset in the file, and `shift`
+    /// the number of bytes before the archive.
     pub(crate) fn read_all(mut bytes: &[u8], mut offset: u64, shift: u64) -> Result<Vec<Self>, ZipError> {
         let mut records = Vec::new();
         while !bytes.is_empty() {
-            let cut = damaged(offset, "a record of the central directory breaks off");
+            let cut = damaged(offset, "a record of the central directory is truncated");
             let len = len(bytes).map_err(|reason| damaged(offset, reason))?.ok_or(cut)?;
             records.push(Self::read(&bytes[..len], offset, shift).map_err(|reason| damaged(offset, reason))?);
             bytes = &bytes[len..];
@@ -85,16 +88,16 @@ impl Record {
         let name_end = FIXED_LEN + usize::from(u16_at(bytes, 28));
         let raw_name = &bytes[FIXED_LEN..name_end];
         let extra = &bytes[name_end..name_end + usize::from(u16_at(bytes, 30))];
-        let mut wide = Wide::of(extra);
-        let mut long = |at: usize| match u32_at(bytes, at) {
-            u32::MAX => wide.next().ok_or("a zip64 member without its long numbers"),
+        let mut zip64 = Zip64Numbers::find(extra);
+        let mut number = |at: usize| match u32_at(bytes, at) {
+            u32::MAX => zip64.next().ok_or("a zip64 member lacks its 64-bit numbers"),
             short => Ok(u64::from(short)),
         };
-        // In this order they stand in the extra field.
-        let (size, stored_len, local) = (long(24)?, long(20)?, long(42)?);
-        let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member beyond its end")?;
+        // The extra field has its numbers in this order, which differs from the record's.
+        let (size, stored_len, local) = (number(24)?, number(20)?, number(42)?);
+        let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member claims to lie behind the end")?;
         if stored_len >= 1 << 62 || size >= 1 << 62 {
-            return Err("a member larger than can be");
+            return Err("a member claims an impossible size");
         }
         let name = name(raw_name, flags & 0x800 != 0, system, extra);
         let attributes = u32_at(bytes, 38);
@@ -104,7 +107,8 @@ impl Record {
             _ if is_directory => ZipKind::Directory,
             0 | 0o100_000 => ZipKind::File,
             0o120_000 => ZipKind::Symlink,
-            // What zip packed from its standard input has the mode of the pipe. unzip makes it a file.
+            // A member that zip read from its standard input has the mode of the pipe. As in unzip,
+            // it becomes a file.
             _ if size > 0 => ZipKind::File,
             _ => ZipKind::Special,
         };
@@ -132,7 +136,7 @@ impl Record {
     }
 }
 
-/// Fields of an extra field: their kind and bytes. What is cut short is passed over, as unzip does.
+/// Kinds and contents of the extra fields. As in unzip, a truncated field is ignored.
 fn fields(mut extra: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let len = usize::from(u16_at(extra, 2));
@@ -143,11 +147,11 @@ fn fields(mut extra: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// The long numbers of a zip64 member, one after another.
-struct Wide<'a>(&'a [u8]);
+/// The 64-bit numbers in the extra field of a zip64 member, in order.
+struct Zip64Numbers<'a>(&'a [u8]);
 
-impl<'a> Wide<'a> {
-    fn of(extra: &'a [u8]) -> Self {
+impl<'a> Zip64Numbers<'a> {
+    fn find(extra: &'a [u8]) -> Self {
         Self(fields(extra).find(|(kind, _)| *kind == 1).map_or(&[], |(_, field)| field))
     }
 
@@ -158,7 +162,7 @@ impl<'a> Wide<'a> {
     }
 }
 
-/// The name in UTF-8 where its encoding is known; otherwise as it stands.
+/// The name, converted to UTF-8 if its encoding is known.
 fn name(raw: &[u8], is_utf8: bool, system: u8, extra: &[u8]) -> Vec<u8> {
     let unicode = fields(extra).find(|(kind, field)| *kind == 0x7075 && field.first() == Some(&1));
     if let Some((_, field)) = unicode.filter(|(_, field)| u32_at(field, 1) == crc32fast::hash(raw) && field.len() > 5) {
@@ -175,7 +179,7 @@ fn name(raw: &[u8], is_utf8: bool, system: u8, extra: &[u8]) -> Vec<u8> {
     name
 }
 
-/// A character of code page 437, in which DOS wrote names.
+/// A character of code page 437, the encoding of names on DOS.
 fn oem(byte: u8) -> char {
     const UPPER: &str = "ÇüéâäàåçêëèïîìÄÅÉæÆôöòûùÿÖÜ¢£¥₧ƒáíóúñÑªº¿⌐¬½¼¡«»░▒▓│┤╡╢╖╕╣║╗╝╜╛┐└┴┬├─┼╞╟╚╔╩╦╠═╬╧╨╤╥╙╘╒╓╫╪┘┌█▄▌▐▀αßΓπΣσµτΦΘΩδ∞φε∩≡±≥≤⌠⌡÷≈°∙·√ⁿ²■\u{a0}";
     match byte {
@@ -184,7 +188,7 @@ fn oem(byte: u8) -> char {
     }
 }
 
-/// The time of modification as extra fields tell it, exact and without a time zone.
+/// The modification time in the extra fields, which is exact and in UTC. The Unix field is preferred.
 fn time(extra: &[u8]) -> Option<(i64, u32)> {
     const NTFS_EPOCH_S: i64 = -11_644_473_600;
     let mut found = None;
@@ -203,7 +207,8 @@ fn time(extra: &[u8]) -> Option<(i64, u32)> {
     found
 }
 
-/// DOS wrote the time of the clock on its wall, in steps of two seconds; unzip takes it for ours.
+/// Converts a DOS time, which is a local time in steps of two seconds. As in unzip, it is taken to
+/// be in this machine's time zone.
 fn dos_time(date: u16, time: u16) -> i64 {
     let (year, month, day) = (1980 + (date >> 9) as i16, (date >> 5 & 15) as i8, (date & 31) as i8);
     let (hour, minute, second) = ((time >> 11) as i8, (time >> 5 & 63) as i8, ((time & 31) * 2) as i8);
@@ -216,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_come_out_in_utf8_where_their_encoding_is_known() {
+    fn names_are_converted_to_utf8_where_their_encoding_is_known() {
         let check = |raw: &[u8], is_utf8, system, expect: &str| {
             assert_eq!(String::from_utf8_lossy(&name(raw, is_utf8, system, &[])), expect);
         };
@@ -232,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_the_most_exact_ones_told() {
+    fn the_most_exact_modification_time_is_used() {
         assert_eq!(time(&[0x55, 0x54, 5, 0, 1, 1, 0, 0, 0]), Some((1, 0)));
         assert_eq!(time(&[0x55, 0x54, 5, 0, 1, 0xff, 0xff, 0xff, 0xff]), Some((-1, 0)));
         assert_eq!(time(&[0x55, 0x54, 5, 0, 2, 1, 0, 0, 0]), None);
@@ -241,6 +246,6 @@ mod tests {
         ntfs.extend((116_444_736_000_000_000_u64 + 15).to_le_bytes());
         ntfs.extend([0; 16]);
         assert_eq!(time(&ntfs), Some((0, 1500)));
-        assert_eq!(dos_time(0, 0), dos_time(0x21, 0), "a day and a month of 0 are taken for 1");
+        assert_eq!(dos_time(0, 0), dos_time(0x21, 0), "a day or month of 0 counts as 1");
     }
 }

@@ -1,4 +1,4 @@
-//! Zips as Python and Info-ZIP write them, and bytes that nobody should write.
+//! Tests of the zip reader with archives from Python, and with damaged ones.
 
 use std::io::{Read, Write};
 use std::process::Command;
@@ -63,7 +63,7 @@ fn all_methods_read_back() {
     let bytes = sample();
     assert_eq!(read_all(&bytes).unwrap(), expect);
     let with_shell_before = [&b"#!/bin/sh\nexit 0\n"[..], &bytes].concat();
-    assert_eq!(read_all(&with_shell_before).unwrap(), expect, "offsets do not count what stands before");
+    assert_eq!(read_all(&with_shell_before).unwrap(), expect, "offsets do not include bytes before the archive");
 }
 
 #[test]
@@ -80,7 +80,7 @@ z.close()",
 }
 
 #[test]
-fn encrypted_and_unknown_methods_are_told() {
+fn encryption_and_unknown_methods_are_reported_as_unsupported() {
     let mut bytes = sample();
     let directory = bytes.windows(4).position(|window| window == b"PK\x01\x02").unwrap();
     bytes[directory + 8] |= 1;
@@ -101,7 +101,8 @@ fn damage_is_an_error_and_never_a_panic() {
         for flip in [1, 0x80, 0xff] {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            // What is told twice, times and names may differ and still be well; the bytes of members never do.
+            // Some fields are stored twice or not checked (times, names), so not every change is an
+            // error. The bytes of members must not change.
             if let Ok(members) = read_all(&damaged) {
                 let changed = members.iter().zip(&whole).any(|(left, right)| left.1 == right.1 && left.2 != right.2);
                 assert!(!changed, "byte {at} flipped by {flip:#x}");

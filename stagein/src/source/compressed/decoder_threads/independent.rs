@@ -1,34 +1,40 @@
-//! One gzip stream in parts that do not need each other, as `pigz --independent` writes it: between two parts stand two empty
-//! blocks. Each part is inflated by itself; a part that does need the one before is an error, and then the whole is decoded
-//! again, in one piece.
+//! A gzip stream in independent parts, as `pigz --independent` writes it.
+//!
+//! Two empty deflate blocks separate the parts, and no part refers to bytes of another, so each can
+//! be inflated by itself. The two blocks can also occur by chance. Inflating a part that does need
+//! the one before is an error, after which the caller decodes the whole stream in one piece.
 
 use std::io::{self, Read};
 
 use flate2::{Decompress, FlushDecompress, Status};
 
-/// The ends of two empty stored blocks, one behind the other.
+use super::Decoded;
+
+/// The last bytes of two empty stored blocks in a row.
 const MARKER: u128 = 0x00_00_ff_ff_00_00_00_ff_ff;
 const MARKER_MASK: u128 = (1 << (9 * 8)) - 1;
-/// A gzip header's longest name or comment that is passed over.
+/// The longest name or comment in a gzip header that is accepted.
 const HEADER_LEN_MAX: usize = 128 << 10;
 
-/// Finds where parts begin, however the stream is read.
+/// Scans a stream, piece by piece, for the starts of parts.
 #[derive(Default)]
-pub(super) struct Markers {
+pub(super) struct MarkerScanner {
+    /// The last 16 bytes that were scanned.
     last: u128,
 }
 
-impl Markers {
-    /// Whether the next byte begins a part.
-    pub(super) fn is_between(&self) -> bool {
+impl MarkerScanner {
+    /// Whether the next byte starts a part.
+    pub(super) fn is_at_boundary(&self) -> bool {
         self.last & MARKER_MASK == MARKER
     }
 
-    /// Passes over some bytes; the offsets among them where parts begin, but for the first.
-    pub(super) fn over(&mut self, bytes: &[u8]) -> Vec<usize> {
+    /// Scans the next bytes of the stream. Returns the offsets in them at which parts start, except
+    /// for offset 0, which [`Self::is_at_boundary`] reports.
+    pub(super) fn scan(&mut self, bytes: &[u8]) -> Vec<usize> {
         let mut cuts = Vec::new();
         for (at, &byte) in bytes.iter().enumerate() {
-            if at > 0 && self.is_between() {
+            if at > 0 && self.is_at_boundary() {
                 cuts.push(at);
             }
             self.last = self.last << 8 | u128::from(byte);
@@ -37,20 +43,14 @@ impl Markers {
     }
 }
 
-/// What comes of a part.
-pub(super) enum Inflated {
-    /// Bytes.
-    Bytes(Vec<u8>),
-    /// The end of the stream: CRC32 and length, modulo 2^32, of all that it unpacks to.
-    Trailer(u32, u32),
-}
-
-/// Inflates a part; the first one begins with the stream's header, and the last ends with its trailer.
-pub(super) fn inflate(
+/// Inflates one part and passes its output to `send`, in chunks of `chunk_len` bytes, until `send`
+/// returns `false`. The first part starts with the stream's header, and the last one ends with the
+/// stream's trailer.
+pub(super) fn inflate_part(
     mut input: impl Read,
     is_first: bool,
     chunk_len: usize,
-    give: &mut dyn FnMut(Inflated) -> bool,
+    send: &mut dyn FnMut(Decoded) -> bool,
 ) -> io::Result<()> {
     if is_first {
         skip_header(&mut input)?;
@@ -64,9 +64,9 @@ pub(super) fn inflate(
         if start == end {
             (start, end) = (0, input.read(&mut compressed)?);
             if end == 0 {
-                // A part that another follows.
+                // The stream continues in the next part.
                 out.truncate(filled);
-                give(Inflated::Bytes(out));
+                send(Decoded::Bytes(out));
                 return Ok(());
             }
         }
@@ -74,7 +74,7 @@ pub(super) fn inflate(
         let status = inflate.decompress(&compressed[start..end], &mut out[filled..], FlushDecompress::None)?;
         start += (inflate.total_in() - taken) as usize;
         filled += (inflate.total_out() - given) as usize;
-        if filled == out.len() && !give(Inflated::Bytes(std::mem::replace(&mut out, vec![0; chunk_len]))) {
+        if filled == out.len() && !send(Decoded::Bytes(std::mem::replace(&mut out, vec![0; chunk_len]))) {
             return Ok(());
         }
         filled %= chunk_len;
@@ -87,11 +87,11 @@ pub(super) fn inflate(
     let mut trailer = [0; 8];
     rest.read_exact(&mut trailer)?;
     let word = |at: usize| trailer[at..at + 4].iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte));
-    // Another stream behind it is left to those who read one after another.
+    // Several streams in one file are left to the decoder that reads the file in one piece.
     if rest.read(&mut [0])? != 0 {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "something follows the stream"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "there are bytes behind the end of the gzip stream"));
     }
-    let _ = give(Inflated::Bytes(out)) && give(Inflated::Trailer(word(0), word(4)));
+    let _ = send(Decoded::Bytes(out)) && send(Decoded::Trailer(word(0), word(4)));
     Ok(())
 }
 

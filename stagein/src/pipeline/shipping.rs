@@ -1,0 +1,301 @@
+//! Cutting samples into blocks, placing the blocks, and shipping them.
+//!
+//! Blocks of up to one batch's length share batches; a larger block gets room at its owner first
+//! and then goes in pieces. An owner that is full leaves this worker's ring, and its blocks go to
+//! the next node on it. Blocks of a batch that comes back are placed anew one by one, since the
+//! next node can differ from block to block.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::time::Instant;
+
+use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
+use dayfly_meta::checksum::{checksum, combine};
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
+use dayfly_meta::path::{display, group};
+use dayfly_meta::wire::control::{Grouping, Step};
+use dayfly_meta::wire::peer::{Rival, ShippedBlock};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{Batch, BlockPiece, Delivery, Sink, Worker};
+use crate::StageInError;
+use crate::path_conflicts::rival;
+
+impl<S: Sink> Worker<S> {
+    /// Takes a file: reads its `size` bytes from `data` and ships them. `read_error` turns a failed
+    /// read into an error that names the source. After an error, the file is as if it had not been
+    /// there.
+    pub(super) fn take_file(
+        &mut self,
+        mut member: Member,
+        size: u64,
+        data: &mut dyn Read,
+        read_error: &dyn Fn(io::Error) -> StageInError,
+    ) -> Result<(), StageInError> {
+        if size > SAMPLE_SIZE_MAX {
+            return Err(StageInError::TooLarge { sample: display(&member.path), size });
+        }
+        let parts = size.div_ceil(BLOCK_SIZE_MAX);
+        let unknown = StoredBlock { owner: NodeId(0), arrival: 0 };
+        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize], checksums: Vec::new() };
+        let index = self.members.len();
+        self.members_len += member.memory_len();
+        self.members.push(member);
+        for part in 0..parts as u32 {
+            let block_len = (size - u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX);
+            let taken = if block_len <= BATCH_LEN_MAX as u64 {
+                self.take_small_block(index, part, block_len as usize, data, read_error)
+            } else {
+                self.take_large_block(index, part, block_len, data, read_error)
+            };
+            if taken.is_err() {
+                // No open batch refers to this index: the block that failed is in no batch, and the
+                // blocks before it were large, so they went in pieces.
+                self.members.truncate(index);
+            }
+            taken?;
+        }
+        self.place_returned()?;
+        self.unit.counts.files += 1;
+        self.unit.counts.bytes += size;
+        self.monitor.count_file(size);
+        if self.suspect_paths.generation() == 0 {
+            return Ok(());
+        }
+        if self.unit.is_uncertain {
+            self.checked_generation = None;
+            return Ok(());
+        }
+        self.members.get(index).into_iter().for_each(|member| self.suspect_paths.check(member));
+        self.check_suspect_paths()
+    }
+
+    fn take_small_block(
+        &mut self,
+        index: usize,
+        part: u32,
+        len: usize,
+        data: &mut dyn Read,
+        read_error: &dyn Fn(io::Error) -> StageInError,
+    ) -> Result<(), StageInError> {
+        let owner = self.owner(index, part)?;
+        let checksum = self.append(owner, (index, part), len, &mut |space| {
+            data.read_exact(space).map_err(read_error)?;
+            Ok(checksum(space))
+        })?;
+        self.add_checksum(index, checksum);
+        Ok(())
+    }
+
+    fn take_large_block(
+        &mut self,
+        index: usize,
+        part: u32,
+        block_len: u64,
+        data: &mut dyn Read,
+        read_error: &dyn Fn(io::Error) -> StageInError,
+    ) -> Result<(), StageInError> {
+        let (owner, arrival) = loop {
+            let owner = self.owner(index, part)?;
+            let rival = self.rival(index, part);
+            let reserved = self.call_sink(|sink| sink.reserve(owner, block_len, rival));
+            if let Some(arrival) = reserved? {
+                break (owner, arrival);
+            }
+            self.mark_full(owner);
+        };
+        let mut chunk_checksum = 0;
+        let mut offset = 0;
+        while offset < block_len {
+            let len = (block_len - offset).min(BATCH_LEN_MAX as u64) as usize;
+            let mut buffer = self.take_buffer(owner)?;
+            let space = &mut buffer[..len];
+            data.read_exact(space).map_err(read_error)?;
+            let checksum = checksum(space);
+            let starts_chunk = offset.is_multiple_of(CHUNK_LEN);
+            chunk_checksum = if starts_chunk { checksum } else { combine(chunk_checksum, checksum, len as u64) };
+            self.limit_in_flight()?;
+            self.sink.ship_piece(owner, BlockPiece { buffer, len, arrival, offset, checksum })?;
+            offset += len as u64;
+            if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
+                self.add_checksum(index, chunk_checksum);
+            }
+        }
+        self.set_block(index, part, StoredBlock { owner, arrival });
+        Ok(())
+    }
+
+    fn owner(&self, index: usize, part: u32) -> Result<NodeId, StageInError> {
+        let path = &self.members[index].path;
+        let owner = self.placement.owner(self.group(path), part);
+        owner.ok_or_else(|| StageInError::NoRoom { sample: display(path) })
+    }
+
+    /// What the owner compares to find path conflicts. Only a sample's first block carries it.
+    fn rival(&self, index: usize, part: u32) -> Rival {
+        if part > 0 { Rival::default() } else { rival(&self.members[index].path, self.unit.rivalry) }
+    }
+
+    /// The key by which a path is placed and shuffled; samples with equal keys stay together.
+    fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
+        match self.selection.group {
+            Grouping::None => path,
+            Grouping::Stem => group(path),
+        }
+    }
+
+    fn set_block(&mut self, index: usize, part: u32, block: StoredBlock) {
+        if let Some(MemberKind::File { blocks, .. }) = self.members.get_mut(index).map(|member| &mut member.kind)
+            && let Some(entry) = blocks.get_mut(part as usize)
+        {
+            *entry = block;
+        }
+    }
+
+    /// Adds the checksum of a member's next chunk.
+    fn add_checksum(&mut self, index: usize, checksum: u32) {
+        if let Some(MemberKind::File { checksums, .. }) = self.members.get_mut(index).map(|member| &mut member.kind) {
+            checksums.push(checksum);
+            self.members_len += size_of::<u32>();
+        }
+    }
+
+    /// Appends a small block to its owner's open batch. `fill` writes the block's bytes and returns
+    /// their checksum as they were read from the source, which is also returned from here.
+    fn append(
+        &mut self,
+        owner: NodeId,
+        (index, part): (usize, u32),
+        len: usize,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<u32, StageInError>,
+    ) -> Result<u32, StageInError> {
+        let has_room = |batch: &Batch<S::Buffer>| batch.len() + len <= BATCH_LEN_MAX && batch.blocks().len() < BATCH_BLOCKS_MAX;
+        let mut batch = match self.open.remove(&owner) {
+            Some(batch) if has_room(&batch) => batch,
+            other => {
+                if let Some(batch) = other {
+                    self.ship(owner, batch)?;
+                }
+                Batch::new(self.take_buffer(owner)?)
+            }
+        };
+        let filled = fill(batch.space(len));
+        if let Ok(checksum) = filled {
+            let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
+            let rival = self.rival(index, part);
+            batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle, rival });
+            self.set_block(index, part, StoredBlock { owner, arrival: 0 });
+        }
+        // While this thread waited for a buffer, placing returned blocks may have opened another
+        // batch for the same owner.
+        if let Some(other) = self.open.insert(owner, batch) {
+            self.ship(owner, other)?;
+        }
+        filled
+    }
+
+    /// Gets a buffer from the sink. If all are out, waits for a delivery, or ships the fullest open
+    /// batch so that there is something to wait for.
+    fn take_buffer(&mut self, owner: NodeId) -> Result<S::Buffer, StageInError> {
+        loop {
+            if self.monitor.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            let start = Instant::now();
+            let buffer = self.call_sink(|sink| sink.buffer(owner));
+            self.shipping += start.elapsed();
+            if let Some(buffer) = buffer? {
+                return Ok(buffer);
+            }
+            if self.sink.in_flight() > 0 {
+                self.await_delivery()?;
+            } else if let Some(owner) = self.open.iter().max_by_key(|(_, batch)| batch.len()).map(|(&owner, _)| owner)
+                && let Some(batch) = self.open.remove(&owner)
+            {
+                self.ship(owner, batch)?;
+            } else {
+                return Err(StageInError::Ship { node: owner, cause: "this worker has no memory for a batch".into() });
+            }
+        }
+    }
+
+    pub(super) fn ship(&mut self, owner: NodeId, batch: Batch<S::Buffer>) -> Result<(), StageInError> {
+        if batch.is_empty() {
+            return Ok(());
+        }
+        self.limit_in_flight()?;
+        self.sink.ship(owner, batch)
+    }
+
+    /// Calls the sink, which may block, and shows meanwhile that this thread stores blocks.
+    fn call_sink<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
+        self.activity.switch_to(Step::Shipping);
+        let result = call(&mut self.sink);
+        self.activity.switch_to(Step::Reading);
+        result
+    }
+
+    fn limit_in_flight(&mut self) -> Result<(), StageInError> {
+        while self.sink.in_flight() >= BATCHES_IN_FLIGHT_MAX {
+            self.await_delivery()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for one delivery. A batch that its owner had no room for is kept for
+    /// [`Self::place_returned`].
+    pub(super) fn await_delivery(&mut self) -> Result<(), StageInError> {
+        if self.monitor.is_cancelled() {
+            return Err(StageInError::Cancelled);
+        }
+        let start = Instant::now();
+        let delivery = self.call_sink(S::next_delivery);
+        self.shipping += start.elapsed();
+        let (node, batch) = match delivery? {
+            Delivery::Piece => return Ok(()),
+            Delivery::Stored(first, table) => {
+                for (&(index, part), arrival) in table.members.iter().zip(first..) {
+                    if let Some(MemberKind::File { blocks, .. }) = self.members.get_mut(index).map(|member| &mut member.kind)
+                        && let Some(block) = blocks.get_mut(part as usize)
+                    {
+                        block.arrival = arrival;
+                    }
+                }
+                return Ok(());
+            }
+            Delivery::Full(node, batch) => (node, batch),
+        };
+        self.mark_full(node);
+        // Shipping its blocks again needs a buffer from the sink. The batch must not hold one while
+        // it waits, or all of them could be held by batches that wait.
+        self.returned.push_back(batch.to_owned());
+        Ok(())
+    }
+
+    /// Places the blocks of returned batches on the next nodes of the ring.
+    pub(super) fn place_returned(&mut self) -> Result<(), StageInError> {
+        while let Some(batch) = self.returned.pop_front() {
+            if self.monitor.is_cancelled() {
+                return Err(StageInError::Cancelled);
+            }
+            for ((index, part), block, bytes) in batch.iter() {
+                let owner = self.owner(index, part)?;
+                self.append(owner, (index, part), bytes.len(), &mut |space| {
+                    space.copy_from_slice(bytes);
+                    // This is the checksum of the bytes as they were read. If they have changed in
+                    // memory since, the next owner notices.
+                    Ok(block.checksum)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn mark_full(&mut self, node: NodeId) {
+        if !self.full.contains(&node) {
+            self.full.push(node);
+            self.placement = Arc::new(self.placement.without(&[node]));
+        }
+    }
+}

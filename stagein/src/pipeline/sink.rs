@@ -1,0 +1,72 @@
+//! The border between a worker and the nodes that store blocks.
+
+use std::ops::DerefMut;
+
+use dayfly_meta::id::NodeId;
+#[cfg(doc)]
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::peer::Rival;
+
+use super::{Batch, BatchTable, BlockPiece};
+use crate::StageInError;
+
+/// Takes blocks to their owners, on this node or on others. Every call may block its thread.
+///
+/// The sink owns the memory of all batches of a worker, and so decides how far the worker can be
+/// ahead of the owners.
+pub trait Sink {
+    /// Memory of [`BATCH_LEN_MAX`] bytes that a batch is gathered in.
+    type Buffer: DerefMut<Target = [u8]>;
+
+    /// Lends a buffer for blocks of `owner`. Returns `None` if the worker has all of its buffers
+    /// already, in open batches or in flight.
+    ///
+    /// # Errors
+    ///
+    /// [`StageInError::Ship`] if there is no memory, [`StageInError::Cancelled`].
+    fn buffer(&mut self, owner: NodeId) -> Result<Option<Self::Buffer>, StageInError>;
+
+    /// Starts to send a batch to its owner.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::next_delivery`], which reports most failures.
+    fn ship(&mut self, owner: NodeId, batch: Batch<Self::Buffer>) -> Result<(), StageInError>;
+
+    /// Starts to send a piece of a block for which [`Self::reserve`] got room.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::next_delivery`], which reports most failures.
+    fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Self::Buffer>) -> Result<(), StageInError>;
+
+    /// Number of batches and pieces that were shipped and have not been delivered.
+    fn in_flight(&self) -> usize;
+
+    /// Waits until one of the batches and pieces in flight is stored or refused.
+    ///
+    /// # Errors
+    ///
+    /// [`StageInError::Ship`] if the owner failed, [`StageInError::Corrupted`] if the bytes changed
+    /// in this node's memory, [`StageInError::Cancelled`].
+    fn next_delivery(&mut self) -> Result<Delivery<Self::Buffer>, StageInError>;
+
+    /// Asks the owner for room for a block that will come in pieces. Returns the block's number at
+    /// its owner, or `None` if the owner is full.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::next_delivery`].
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
+}
+
+/// What became of a batch or piece that was shipped.
+pub enum Delivery<B> {
+    /// The owner has stored the batch. The number is the first block's number at its owner; the
+    /// other blocks have the numbers after it.
+    Stored(u32, BatchTable),
+    /// The owner has stored a piece.
+    Piece,
+    /// The owner is full and has stored nothing of the batch.
+    Full(NodeId, Batch<B>),
+}

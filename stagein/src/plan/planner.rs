@@ -1,0 +1,289 @@
+//! The planner: splits sources into units.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use dayfly_meta::catalog::{Compression, Source, SourceKind};
+use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
+use dayfly_meta::path::{join, normalize};
+use dayfly_meta::wire::control::{Counts, Selection};
+use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Work, ZipPart};
+
+use super::activity::PlanActivity;
+use super::tar_ranges::{TarSplit, split};
+use super::unit_queue::UnitQueue;
+use super::{PlanRequest, SplitTar, StageInPlan};
+use crate::StageInError;
+use crate::selection::Selector;
+use crate::source::directory::{WalkItem, single_file, subdirectories, walk};
+use crate::source::plain::version_of;
+use crate::source::zip::{Part, ZipError, parts};
+use crate::source::{classify, without_archive_ending};
+
+/// Adds sources to a plan one by one.
+pub(super) struct Planner<'a> {
+    plan: StageInPlan,
+    selector: Selector,
+    selection: &'a Selection,
+    workers: u64,
+    activity: &'a PlanActivity<'a>,
+    /// The rivals of the source that is being planned.
+    rivalry: Rivalry,
+}
+
+impl<'a> Planner<'a> {
+    pub(super) fn new(request: &PlanRequest<'a>, temp_file: File, activity: &'a PlanActivity<'a>) -> Result<Self, StageInError> {
+        let plan = StageInPlan {
+            sources: Vec::new(),
+            rivalries: Vec::new(),
+            units: UnitQueue::new(temp_file),
+            split_tars: Vec::new(),
+            source_bytes: 0,
+            known_bytes: 0,
+            known_files: 0,
+            known_names_len: 0,
+            files_are_all_known: true,
+            counts: Counts::default(),
+        };
+        let selector = Selector::new(request.selection)?;
+        let (selection, workers) = (request.selection, request.workers);
+        Ok(Self { plan, selector, selection, workers, activity, rivalry: Rivalry::default() })
+    }
+
+    /// Plans the file or directory at `path`. `is_only_source` says whether there is no other.
+    pub(super) fn add_source(&mut self, path: PathBuf, rivalry: Rivalry, is_only_source: bool) -> Result<(), StageInError> {
+        self.rivalry = rivalry;
+        self.activity.begin(path.as_os_str().as_bytes())?;
+        let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
+        let ends_with_dot = path.as_os_str().as_bytes().ends_with(b"/.");
+        // As with cp, a single directory becomes the target, and several go below it by name.
+        let prefix = if is_only_source || ends_with_dot { Vec::new() } else { name_of(&path)? };
+        let planned = if metadata.is_dir() {
+            self.plan_tree(path, prefix, self.selection.strip_components)
+        } else if metadata.is_file() {
+            self.plan_file(path, None, &metadata)
+        } else {
+            return Err(StageInError::SpecialFile { path });
+        };
+        planned.or_else(|error| self.skip_or_fail(error))
+    }
+
+    /// Completes the plan. `seed` decides the order of small units.
+    pub(super) fn finish(mut self, seed: u64) -> Result<StageInPlan, StageInError> {
+        self.plan.units.close(seed).map_err(StageInError::TempFile)?;
+        Ok(self.plan)
+    }
+
+    /// With `--keep-going`, counts and notes an error that concerns one source only. Returns every
+    /// other error.
+    fn skip_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
+        if !self.selection.keep_going || !error.is_of_source() {
+            return Err(error);
+        }
+        self.plan.counts.skip(&error.skip_note());
+        Ok(())
+    }
+
+    fn push_source(&mut self, source: Source) -> u32 {
+        self.plan.sources.push(source);
+        self.plan.rivalries.push(self.rivalry);
+        (self.plan.sources.len() - 1) as u32
+    }
+
+    fn push_unit(&mut self, unit: Unit, bytes: u64) -> Result<(), StageInError> {
+        self.plan.units.push(&unit, bytes).map_err(StageInError::TempFile)
+    }
+
+    /// Plans a file. Members of an archive go below `prefix`. Without one, the file is a source
+    /// itself, and its members go below the target or, with `--prefix-by-source`, below a directory
+    /// with the archive's name.
+    fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
+        self.plan.source_bytes += metadata.len();
+        if kind != SourceKind::File {
+            self.plan.files_are_all_known = false;
+            let prefix = match prefix {
+                Some(prefix) => prefix,
+                None if self.selection.prefix_by_source => prefix_of(&path)?,
+                None => Vec::new(),
+            };
+            let name = path.as_os_str().as_bytes().to_vec();
+            let (rivalry, ticket) = (self.rivalry, 0);
+            let source = self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression });
+            return match (kind, compression) {
+                (SourceKind::Zip, _) => self.plan_zip(source, path, &prefix, metadata),
+                (_, Compression::None) => self.plan_plain_tar(source, path, &prefix, metadata),
+                _ => {
+                    let work = Work::Tar { path: name, compression };
+                    self.push_unit(Unit { source, ticket, prefix, rivalry, work }, metadata.len())
+                }
+            };
+        }
+        let name = name_of(&path)?;
+        if self.selector.excludes(&name) || !self.selector.includes(&name, false) {
+            return Ok(());
+        }
+        self.plan.known_files += 1;
+        self.plan.known_bytes += metadata.len();
+        self.plan.known_names_len += name.len() as u64;
+        let root = path.into_os_string().into_vec();
+        let source = self.push_source(Source { path: root.clone(), prefix: name.clone(), kind, compression });
+        let work = Work::Tree { root, entries: vec![single_file(metadata)] };
+        self.push_unit(Unit { source, ticket: 0, prefix: name, rivalry: self.rivalry, work }, metadata.len())
+    }
+
+    fn plan_plain_tar(&mut self, source: u32, path: PathBuf, prefix: &[u8], metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let version = version_of(metadata);
+        let unreadable = |error| StageInError::Read { path: path.clone(), error };
+        let splits = File::open(&path).and_then(|file| split(file, version.size, self.workers)).map_err(unreadable)?;
+        let path = path.clone().into_os_string().into_vec();
+        if splits.len() > 1 {
+            let ranges = splits.iter().map(|split| (split.from, split.to)).collect();
+            let (prefix, rivalry) = (prefix.to_vec(), self.rivalry);
+            self.plan.split_tars.push(SplitTar { source, path: path.clone(), version, prefix, rivalry, ranges });
+        }
+        // Even a short range at the end counts as large, because ranges must be assigned alone.
+        let bytes_min = if splits.len() > 1 { RANGE_LEN_MIN } else { 0 };
+        for TarSplit { from, to, start } in splits {
+            let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
+            let bytes = (to.min(version.size) - from.min(version.size)).max(bytes_min);
+            self.push_unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work }, bytes)?;
+        }
+        Ok(())
+    }
+
+    fn plan_zip(&mut self, source: u32, path: PathBuf, prefix: &[u8], metadata: &fs::Metadata) -> Result<(), StageInError> {
+        let version = version_of(metadata);
+        let file = File::open(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
+        let name = path.as_os_str().as_bytes().to_vec();
+        let read = parts::<ZipPlanError>(&file, &mut |Part { records, offset, bytes }, shift| {
+            let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
+            let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work };
+            self.push_unit(unit, bytes).map_err(ZipPlanError::StageIn)
+        });
+        match read {
+            Ok(()) => Ok(()),
+            Err(ZipPlanError::StageIn(error)) => Err(error),
+            Err(ZipPlanError::Zip(error)) => Err(error.into_stage_in_error(&path)),
+        }
+    }
+
+    /// Plans a tree. With components to strip, its subdirectories become trees of their own, as if
+    /// the user had named them.
+    fn plan_tree(&mut self, root: PathBuf, prefix: Vec<u8>, strip: u32) -> Result<(), StageInError> {
+        if strip > 0 {
+            for subdirectory in subdirectories(&root)? {
+                self.plan_tree(subdirectory, prefix.clone(), strip - 1)?;
+            }
+            return Ok(());
+        }
+        let path = root.as_os_str().as_bytes().to_vec();
+        let source =
+            Source { path: path.clone(), prefix: prefix.clone(), kind: SourceKind::Directory, compression: Compression::None };
+        let source = self.push_source(source);
+        let mut batch = TreeBatch::default();
+        let selector = std::mem::replace(&mut self.selector, Selector::new(&Selection::default())?);
+        let activity = self.activity;
+        let check_in = |path: &Path| activity.begin(path.as_os_str().as_bytes());
+        let result = walk(&root, &selector, &check_in, &mut |item| {
+            match item {
+                WalkItem::Special => self.plan.counts.special += 1,
+                WalkItem::Unreadable(error) => self.skip_or_fail(error)?,
+                WalkItem::TooLong(path) => {
+                    self.plan.counts.refused += 1;
+                    self.plan.counts.note(&format!("'{}' is refused: its path is too long", path.display()));
+                }
+                WalkItem::Entry(entry) => {
+                    if let TreeKind::File(_) = entry.kind
+                        && self.selection.nested
+                        && let Some(stem) = without_archive_ending(&entry.path)
+                    {
+                        let file = root.join(OsStr::from_bytes(&entry.path));
+                        let unreadable = |error| StageInError::Read { path: file.clone(), error };
+                        let planned = fs::metadata(&file).map_err(unreadable);
+                        match planned.and_then(|metadata| self.plan_file(file, Some(join(&prefix, stem)), &metadata)) {
+                            // Below --nested, a file with an archive's name may be just a file.
+                            Err(StageInError::NotAnArchive { .. }) => {}
+                            planned => return planned.or_else(|error| self.skip_or_fail(error)),
+                        }
+                    }
+                    if let TreeKind::File(size) = entry.kind {
+                        self.plan.known_files += 1;
+                        self.plan.source_bytes += size;
+                        self.plan.known_bytes += size;
+                    }
+                    self.plan.known_names_len += entry.path.len() as u64;
+                    if batch.push(entry) {
+                        self.push_tree_unit(source, &prefix, &path, &mut batch)?;
+                    }
+                }
+            }
+            Ok(())
+        });
+        self.selector = selector;
+        result?;
+        self.push_tree_unit(source, &prefix, &path, &mut batch)
+    }
+
+    fn push_tree_unit(&mut self, source: u32, prefix: &[u8], root: &[u8], batch: &mut TreeBatch) -> Result<(), StageInError> {
+        let TreeBatch { entries, bytes, .. } = std::mem::take(batch);
+        if entries.is_empty() {
+            return Ok(());
+        }
+        let work = Work::Tree { root: root.to_vec(), entries };
+        self.push_unit(Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work }, bytes)
+    }
+}
+
+/// The directory that an archive's members go below with `--prefix-by-source`: its name without the
+/// archive's ending, or without any ending.
+fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
+    let name = name_of(path)?;
+    let stem = without_archive_ending(&name).map(<[u8]>::to_vec);
+    Ok(stem.unwrap_or_else(|| Path::new(OsStr::from_bytes(&name)).file_stem().unwrap_or_default().as_bytes().to_vec()))
+}
+
+fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {
+    let name = path.file_name().unwrap_or_default();
+    normalize(name.as_bytes()).map_err(|_| StageInError::NoMatch(path.display().to_string()))
+}
+
+/// Why a zip cannot be planned.
+enum ZipPlanError {
+    /// The zip is to blame.
+    Zip(ZipError),
+    /// The plan itself failed.
+    StageIn(StageInError),
+}
+
+impl From<ZipError> for ZipPlanError {
+    fn from(error: ZipError) -> Self {
+        Self::Zip(error)
+    }
+}
+
+/// Entries of a tree that become one unit.
+#[derive(Default)]
+struct TreeBatch {
+    entries: Vec<TreeEntry>,
+    /// Bytes of their files.
+    bytes: u64,
+    /// Bytes of their paths and link targets.
+    names_len: usize,
+}
+
+impl TreeBatch {
+    /// Adds an entry. Returns whether the unit is large enough.
+    fn push(&mut self, entry: TreeEntry) -> bool {
+        self.names_len += entry.path.len();
+        match &entry.kind {
+            TreeKind::File(size) => self.bytes += size,
+            TreeKind::Symlink(target) | TreeKind::HardLink(target) => self.names_len += target.len(),
+            TreeKind::Directory => {}
+        }
+        self.entries.push(entry);
+        self.entries.len() >= UNIT_FILES_MAX || self.bytes >= UNIT_BYTES_MAX || self.names_len >= UNIT_NAMES_LEN_MAX
+    }
+}

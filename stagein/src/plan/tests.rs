@@ -1,0 +1,123 @@
+//! Tests of planning.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use dayfly_meta::catalog::{Compression, SourceKind};
+use dayfly_meta::path::{display, join};
+use dayfly_meta::wire::control::OnConflict;
+use dayfly_meta::wire::peer::{Unit, Work};
+
+use super::*;
+
+/// A plan and its units, sorted by source.
+fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<Unit>), StageInError> {
+    let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
+    let request = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };
+    let mut plan = plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())?;
+    let mut units = Vec::new();
+    while let Some(unit) = plan.units.next_unit()? {
+        units.push(unit);
+    }
+    units.sort_by_key(|unit| unit.source);
+    Ok((plan, units))
+}
+
+/// Paths of all entries of trees; an archive is one entry.
+fn paths(units: &[Unit]) -> Vec<String> {
+    let mut paths = Vec::new();
+    for unit in units {
+        match &unit.work {
+            Work::Tar { .. } | Work::TarRange(_) => paths.push("(tar)".to_owned()),
+            Work::Zip(_) => paths.push("(zip)".to_owned()),
+            Work::Tree { entries, .. } => paths.extend(entries.iter().map(|entry| display(&join(&unit.prefix, &entry.path)))),
+        }
+    }
+    paths
+}
+
+#[test]
+fn sources_get_the_paths_that_cp_would_give_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir_all(at("d/sub")).unwrap();
+    fs::create_dir(at("e")).unwrap();
+    for file in ["d/sub/x", "d/y", "e/z", "single"] {
+        fs::write(at(file), file).unwrap();
+    }
+    let check = |patterns: &[PathBuf], strip_components, expect: &[&str]| {
+        let selection = Selection { strip_components, ..Selection::default() };
+        let patterns: Vec<&Path> = patterns.iter().map(PathBuf::as_path).collect();
+        assert_eq!(paths(&units(&patterns, &selection).unwrap().1), expect);
+    };
+    check(&[at("d")], 0, &["", "sub", "sub/x", "y"]);
+    check(&[at("d"), at("e")], 0, &["d", "d/sub", "d/sub/x", "d/y", "e", "e/z"]);
+    check(&[at("[de]")], 0, &["d", "d/sub", "d/sub/x", "d/y", "e", "e/z"]);
+    check(&[at("d/."), at("single")], 0, &["", "sub", "sub/x", "y", "single"]);
+    check(&[at("d")], 1, &["", "x"]);
+    let (plan, _) = units(&[&at("d"), &at("single")], &Selection::default()).unwrap();
+    assert_eq!((plan.known_files, plan.source_bytes, plan.files_are_all_known), (3, 7 + 3 + 6, true));
+    fs::write(at("list"), "d\nsingle\n\n[e]\n").unwrap();
+    let list = PathBuf::from(format!("@{}", at("list").display()));
+    check(&[list], 0, &["d", "d/sub", "d/sub/x", "d/y", "single", "e", "e/z"]);
+    fs::write(at("list"), "d\nmissing\n").unwrap();
+    let list = PathBuf::from(format!("@{}", at("list").display()));
+    assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::NoMatch(_))));
+    let list = PathBuf::from(format!("@{}", at("no-list").display()));
+    assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::Read { .. })));
+    assert!(matches!(units(&[&at("missing")], &Selection::default()), Err(StageInError::NoMatch(_))));
+    assert!(matches!(units(&[&at("missing*")], &Selection::default()), Err(StageInError::NoMatch(_))));
+}
+
+#[test]
+fn sources_of_one_pattern_are_rivals_and_may_get_directories_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for name in ["a.tar", "b.tar.crate", "c"] {
+        fs::write(at(name), if name == "c" { vec![1] } else { vec![0; 10240] }).unwrap();
+    }
+    fs::write(at("list"), "a.tar\n[c]\n").unwrap();
+    let list = PathBuf::from(format!("@{}", at("list").display()));
+    let check = |patterns: &[&Path], selection: &Selection, expect: &[(u32, u32)]| {
+        let (plan, _) = units(patterns, selection).unwrap();
+        let found: Vec<(u32, u32)> = plan.rivalries.iter().map(|rivalry| (rivalry.pattern, rivalry.given)).collect();
+        assert_eq!(found, expect, "{patterns:?}");
+    };
+    let selection = Selection { on_conflict: OnConflict::Error, ..Selection::default() };
+    check(&[&at("a.tar"), &at("c")], &selection, &[(0, 0), (0, 0)]);
+    check(&[&at("[abc]*"), &list, &at("c")], &selection, &[(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (0, 0)]);
+    check(&[&at("[a]*"), &at("[c]*")], &selection, &[(0, 0), (0, 0)]);
+    check(&[&at("[abc]*")], &Selection { on_conflict: OnConflict::Replace, ..Selection::default() }, &[(0, 0); 3]);
+    let apart = Selection { prefix_by_source: true, ..Selection::default() };
+    let prefixes: Vec<String> =
+        units(&[&at("[abc]*")], &apart).unwrap().0.sources.iter().map(|source| display(&source.prefix)).collect();
+    assert_eq!(prefixes, ["a", "b.tar", "c"]);
+}
+
+#[test]
+fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("file"), "x").unwrap();
+    let tar =
+        std::process::Command::new("tar").args(["-cf"]).arg(at("strange.jpg")).arg("-C").arg(folder.path()).arg("file").status();
+    assert!(tar.unwrap().success());
+    fs::write(at("false.tar"), "no tar at all").unwrap();
+    fs::write(at("image.raw"), [0; 4096]).unwrap();
+    fs::write(at("empty.tar"), [0; 10240]).unwrap();
+    fs::write(at("data.gz"), crate::source::compressed::tests::compress(Compression::Gzip, b"no tar")).unwrap();
+    fs::write(at("broken.gz"), [0x1f, 0x8b, 8, 0, 1, 2, 3]).unwrap();
+    let kinds = |name: &str| units(&[&at(name)], &Selection::default()).map(|(plan, _)| plan.sources[0].kind);
+    assert_eq!(kinds("strange.jpg").unwrap(), SourceKind::Tar);
+    assert_eq!(kinds("file").unwrap(), SourceKind::File);
+    assert_eq!(kinds("data.gz").unwrap(), SourceKind::File);
+    assert_eq!(kinds("image.raw").unwrap(), SourceKind::File);
+    assert_eq!(kinds("empty.tar").unwrap(), SourceKind::Tar);
+    assert!(matches!(kinds("false.tar"), Err(StageInError::NotAnArchive { .. })));
+    assert!(matches!(kinds("broken.gz"), Err(StageInError::Damaged { .. })));
+    let whole = Selection { no_unpack: true, ..Selection::default() };
+    for name in ["strange.jpg", "data.gz", "broken.gz"] {
+        assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "with --no-unpack");
+    }
+}

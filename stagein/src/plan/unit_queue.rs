@@ -1,0 +1,83 @@
+//! Units in a temporary file, so that a plan of many million files takes little memory, and the
+//! order in which they are assigned.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::FileExt;
+
+use dayfly_meta::checksum::{check, checksum};
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, SMALL_UNIT_BYTES_MAX, UNIT_BYTES_MAX};
+use dayfly_meta::wire::peer::Unit;
+use dayfly_meta::wire::{decode, encode};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use crate::StageInError;
+
+/// The units of a plan that no worker has got yet.
+///
+/// Large units come first, so that no worker starts one when the others are done. The rest come in
+/// random order, so that neighbors in the sources do not go to the owners' drives at the same time.
+pub struct UnitQueue {
+    file: BufWriter<File>,
+    /// Bytes in the file.
+    file_len: u64,
+    /// The units, in reverse order once the queue is closed.
+    units: Vec<QueuedUnit>,
+}
+
+/// Where an encoded unit is in the file.
+struct QueuedUnit {
+    offset: u64,
+    len: u32,
+    /// The file is not synced. If the drive loses part of it, the checksum shows that.
+    checksum: u32,
+    /// Source bytes that the unit reads.
+    source_bytes: u64,
+}
+
+impl UnitQueue {
+    pub(crate) fn new(temp_file: File) -> Self {
+        Self { file: BufWriter::new(temp_file), file_len: 0, units: Vec::new() }
+    }
+
+    /// Adds a unit that reads `source_bytes`.
+    pub(crate) fn push(&mut self, unit: &Unit, source_bytes: u64) -> io::Result<()> {
+        let encoded = encode(unit);
+        if encoded.len() > FRAME_BODY_LEN_MAX {
+            let reason = format!("a unit has {} bytes, and a message at most {FRAME_BODY_LEN_MAX}", encoded.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+        }
+        self.file.write_all(&encoded)?;
+        let (offset, len) = (self.file_len, encoded.len() as u32);
+        self.units.push(QueuedUnit { offset, len, checksum: checksum(&encoded), source_bytes });
+        self.file_len += encoded.len() as u64;
+        Ok(())
+    }
+
+    /// Orders the units. Must be called once, after the last `push`.
+    pub(crate) fn close(&mut self, seed: u64) -> io::Result<()> {
+        self.file.flush()?;
+        // Units are taken from the end.
+        let weight = |unit: &QueuedUnit| if unit.source_bytes > UNIT_BYTES_MAX { unit.source_bytes } else { 0 };
+        self.units.sort_by_cached_key(|unit| (weight(unit), xxh3_64_with_seed(&unit.offset.to_le_bytes(), seed)));
+        Ok(())
+    }
+
+    /// The encoded length of the next unit, if it is small enough to be assigned with others.
+    pub(crate) fn next_small_len(&self) -> Option<usize> {
+        self.units.last().filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
+    }
+
+    /// Takes the next unit; `None` after the last.
+    ///
+    /// # Errors
+    ///
+    /// [`StageInError::TempFile`] if the unit cannot be read back as it was written.
+    pub fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
+        let Some(QueuedUnit { offset, len, checksum, .. }) = self.units.pop() else { return Ok(None) };
+        let mut bytes = vec![0; len as usize];
+        self.file.get_ref().read_exact_at(&mut bytes, offset).map_err(StageInError::TempFile)?;
+        check(&bytes, checksum).map_err(|error| StageInError::TempFile(io::Error::other(error)))?;
+        decode(&bytes).map(Some).map_err(|error| StageInError::TempFile(io::Error::other(error)))
+    }
+}
