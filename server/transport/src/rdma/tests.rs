@@ -43,8 +43,8 @@ fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
     rdma
 }
 
-/// Two nodes in one process: the asker (`ours`) and the owner (`theirs`).
-struct Two {
+/// NodePair nodes in one process: the asker (`ours`) and the owner (`theirs`).
+struct NodePair {
     ours: Rdma<Tcp>,
     theirs: Rdma<Tcp>,
     connection: Arc<dyn Connection>,
@@ -52,7 +52,7 @@ struct Two {
     _serving: Serving,
 }
 
-impl Two {
+impl NodePair {
     async fn new(limits: Limits) -> Self {
         let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
         let (ours, theirs) = (rdma(ours, limits), rdma(theirs, limits));
@@ -110,17 +110,17 @@ fn growth(before: &BTreeMap<String, i64>) -> (String, i64) {
 }
 
 /// The state of this process and the kernel before a test, to which both must return.
-struct Before {
+struct Baseline {
     descriptors: usize,
     slabs: BTreeMap<String, i64>,
 }
 
-impl Before {
+impl Baseline {
     fn take() -> Self {
         Self { descriptors: descriptors(), slabs: slabs() }
     }
 
-    async fn is_again(&self) {
+    async fn assert_restored(&self) {
         until("no descriptor is leaked", || descriptors() <= self.descriptors).await;
         let (cache, grown) = growth(&self.slabs);
         assert!(grown < 500, "{cache} has grown by {grown} objects");
@@ -140,9 +140,9 @@ async fn until_within(limit: Duration, what: &str, mut is_so: impl FnMut() -> bo
 }
 
 /// A child process of these tests, killed when it is dropped.
-struct Role(Child);
+struct ChildProcess(Child);
 
-impl Role {
+impl ChildProcess {
     fn start(role: &str) -> (Self, BufReader<std::process::ChildStdout>) {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, role);
@@ -152,7 +152,7 @@ impl Role {
     }
 }
 
-impl Drop for Role {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -224,12 +224,12 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     if !has_card() {
         return;
     }
-    let (owner, mut output) = Role::start("owner");
+    let (owner, mut output) = ChildProcess::start("owner");
     let address = line_with(&mut output, "listening at").parse().unwrap();
     let (tcp, _) = tcp(0).await;
     let ours = rdma(tcp, Limits::default());
     let region = ours.region(64 << 20).unwrap();
-    let before = Before::take();
+    let before = Baseline::take();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     pull(&connection, &region, b"bulk", &[100_000; 8]).await;
     let waiting: Vec<_> = (0..64)
@@ -248,7 +248,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are free again");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 /// `tests/vm/rdma` runs the owner in another virtual machine and passes its address.
@@ -268,7 +268,7 @@ async fn requests_to_a_host_that_is_reset_fail_in_time() {
         sleep(Duration::from_millis(500)).await;
     };
     assert_eq!(ours.fallen_back(), []);
-    let before = Before::take();
+    let before = Baseline::take();
     for _ in 0..10 {
         pull(&connection, &region, b"bulk", &[110_000; 64]).await;
     }
@@ -292,7 +292,7 @@ async fn requests_to_a_host_that_is_reset_fail_in_time() {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are free again");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -304,12 +304,12 @@ async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let staging = theirs.shared.card().unwrap().staging.clone();
-    let mut before = Before::take();
+    let mut before = Baseline::take();
     for round in 0..4 {
         if round == 1 {
-            before = Before::take();
+            before = Baseline::take();
         }
-        let (asker, mut output) = Role::start(&format!("asker {address}"));
+        let (asker, mut output) = ChildProcess::start(&format!("asker {address}"));
         line_with(&mut output, "asking");
         let written = theirs.status().written_bytes;
         until("it writes", || theirs.status().written_bytes > written + (8 << 20)).await;
@@ -321,7 +321,7 @@ async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
             "no answer is under way"
         );
     }
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -329,12 +329,12 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[100_000; 16]).await;
-    let before = Before::take();
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    let before = Baseline::take();
     let link = |state: &str| assert!(Command::new("ip").args(["link", "set", "dummy0", state]).status().unwrap().success());
     let reading = tokio::spawn({
-        let (connection, region) = (two.connection.clone(), two.region.clone());
+        let (connection, region) = (nodes.connection.clone(), nodes.region.clone());
         async move {
             for _ in 0..40 {
                 pull(&connection, &region, b"bulk", &[100_000; 16]).await;
@@ -344,18 +344,18 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     });
     sleep(Duration::from_millis(300)).await;
     link("down");
-    until("the fallback is reported", || !two.ours.fallen_back().is_empty()).await;
-    let written = two.written();
-    two.pull(b"bulk", &[100_000; 16]).await;
-    assert_eq!(two.written(), written, "by TCP");
+    until("the fallback is reported", || !nodes.ours.fallen_back().is_empty()).await;
+    let written = nodes.written();
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    assert_eq!(nodes.written(), written, "by TCP");
     link("up");
     reading.await.unwrap();
-    until("RDMA again", || two.ours.fallen_back().is_empty()).await;
-    two.pull(b"bulk", &[100_000; 16]).await;
-    assert!(two.written() > written + 1_500_000, "by RDMA");
-    assert!(two.ours.status().failed > 0);
-    before.is_again().await;
-    assert!(two.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are free again");
+    until("RDMA again", || nodes.ours.fallen_back().is_empty()).await;
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    assert!(nodes.written() > written + 1_500_000, "by RDMA");
+    assert!(nodes.ours.status().failed > 0);
+    before.assert_restored().await;
+    assert!(nodes.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are free again");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -419,10 +419,10 @@ async fn a_wrong_key_ends_only_that_queue_pair() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[100_000; 8]).await;
-    let before = Before::take();
-    let (card, other) = (two.ours.shared.card().unwrap(), two.theirs.shared.card().unwrap());
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[100_000; 8]).await;
+    let before = Baseline::take();
+    let (card, other) = (nodes.ours.shared.card().unwrap(), nodes.theirs.shared.card().unwrap());
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
     near.join(&far.endpoint()).unwrap();
     far.join(&near.endpoint()).unwrap();
@@ -430,7 +430,7 @@ async fn a_wrong_key_ends_only_that_queue_pair() {
     let queue = card.engine.add(near, Box::new(recorder.clone()));
     other.engine.add(far, Box::new(far_recorder.clone()));
     let free = card.staging.slot(dayfly_meta::limits::RDMA_STAGING_LEN / 2).is_some();
-    let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
+    let target = nodes.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
     let place = |key| Remote { address: target.address(), key };
     let mut slot = card.staging.slot(100).unwrap();
     slot.fill(7);
@@ -443,11 +443,11 @@ async fn a_wrong_key_ends_only_that_queue_pair() {
     assert!(lock(&recorder.0).ended.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&recorder.0).ended);
     // Later work on that queue pair is dropped, and other queue pairs are not affected.
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    two.pull(b"bulk", &[100_000; 8]).await;
+    nodes.pull(b"bulk", &[100_000; 8]).await;
     assert!(free && card.staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
-    assert_eq!(two.ours.fallen_back(), []);
+    assert_eq!(nodes.ours.fallen_back(), []);
     drop(target);
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -456,14 +456,14 @@ async fn messages_wait_for_receives_but_not_forever() {
         return;
     }
     // There are many more requests than receives, so the card sends requests again.
-    let two = Two::new(Limits { receives: 2, ..Limits::default() }).await;
-    let (connection, region) = (&two.connection, &two.region);
-    let before = Before::take();
+    let nodes = NodePair::new(Limits { receives: 2, ..Limits::default() }).await;
+    let (connection, region) = (&nodes.connection, &nodes.region);
+    let before = Baseline::take();
     let requests = (0..200).map(|_| pull(connection, region, b"bulk", &[2000, 100]));
     futures_util::future::join_all(requests).await;
-    assert!(two.written() > 200 * 2000);
+    assert!(nodes.written() > 200 * 2000);
     // There is no receive at all and never will be, so the queue pair ends by itself.
-    let card = two.ours.shared.card().unwrap();
+    let card = nodes.ours.shared.card().unwrap();
     let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
     let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();
     let near = card.engine.queue_pair(8).unwrap();
@@ -474,9 +474,9 @@ async fn messages_wait_for_receives_but_not_forever() {
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
     until("it ends", || lock(&recorder.0).ended.is_some()).await;
     assert!(lock(&recorder.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&recorder.0).ended);
-    two.pull(b"bulk", &[100_000; 8]).await;
+    nodes.pull(b"bulk", &[100_000; 8]).await;
     drop(far);
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -485,13 +485,13 @@ async fn work_waits_for_room_in_the_completion_queue() {
         return;
     }
     let small = Limits { receives: 16, completions: 90, send_depth: 64, ..Limits::default() };
-    let two = Two::new(small).await;
-    let (connection, region) = (&two.connection, &two.region);
-    let before = Before::take();
+    let nodes = NodePair::new(small).await;
+    let (connection, region) = (&nodes.connection, &nodes.region);
+    let before = Baseline::take();
     let requests = (0..64).map(|_| pull(connection, region, b"bulk", &[1000; 100]));
     futures_util::future::join_all(requests).await;
-    before.is_again().await;
-    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
+    before.assert_restored().await;
+    assert_eq!((nodes.ours.status().failed, nodes.theirs.status().failed), (0, 0));
     assert!(Card::open(&Choice::default(), Limits { completions: 40, ..small }).is_err(), "too few for one queue pair");
 }
 

@@ -10,29 +10,29 @@ async fn a_hundred_thousand_operations_leave_kernel_memory_unchanged() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
+    let nodes = NodePair::new(Limits::default()).await;
     let lens = [1000; 64];
     let rounds = async |count: usize| {
         let mut longest = Duration::ZERO;
         for _ in 0..count {
             let start = Instant::now();
-            two.pull(b"bulk", &lens).await;
+            nodes.pull(b"bulk", &lens).await;
             longest = longest.max(start.elapsed());
         }
         longest
     };
     rounds(100).await;
-    let (before, works, wake_ups) = (slabs(), two.theirs.status().works, two.theirs.status().wake_ups);
+    let (before, works, wake_ups) = (slabs(), nodes.theirs.status().works, nodes.theirs.status().wake_ups);
     let longest = rounds(100_000 / 64 + 1).await;
-    let works = two.theirs.status().works - works;
+    let works = nodes.theirs.status().works - works;
     let (cache, grown) = growth(&before);
     let figures = format!(
         "{works} operations: {} wake-ups, longest batch {longest:?}, {cache} grew most: by {grown} objects",
-        two.theirs.status().wake_ups - wake_ups
+        nodes.theirs.status().wake_ups - wake_ups
     );
     let _ = writeln!(std::io::stderr(), "{figures}");
     assert!(works >= 100_000 && longest < Duration::from_secs(1) && grown < 200, "{figures}");
-    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
+    assert_eq!((nodes.ours.status().failed, nodes.theirs.status().failed), (0, 0));
 }
 
 /// Counts the work for one batch on both sides.
@@ -41,12 +41,12 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[110_000; 64]).await;
-    let (ours, theirs) = (two.ours.status(), two.theirs.status());
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[110_000; 64]).await;
+    let (ours, theirs) = (nodes.ours.status(), nodes.theirs.status());
     let batches = 20;
     for _ in 0..batches {
-        two.pull(b"bulk", &[110_000; 64]).await;
+        nodes.pull(b"bulk", &[110_000; 64]).await;
     }
     let each = |before: u64, after: u64| (after - before) as f64 / f64::from(batches);
     let counts = |name: &str, before: &Network, after: &Network| {
@@ -61,8 +61,8 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
         let _ = writeln!(std::io::stderr(), "a batch of 64 of 110 KB, {figures}");
         counts
     };
-    let asker = counts("asker", &ours, &two.ours.status());
-    let owner = counts("owner", &theirs, &two.theirs.status());
+    let asker = counts("asker", &ours, &nodes.ours.status());
+    let owner = counts("owner", &theirs, &nodes.theirs.status());
     // The asker posts one request. The owner posts 64 writes, in chains of at most 1 MiB, and the answer.
     assert!(asker[0] == 1.0 && asker[1] == 1.0 && asker[2] == 2.0, "{asker:?}");
     assert!(owner[0] <= 9.0 && owner[1] <= 66.0 && owner[2] <= 10.0, "{owner:?}");
