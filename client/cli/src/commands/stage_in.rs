@@ -97,13 +97,8 @@ impl ProgressDisplay {
 }
 
 /// Runs a stage-in and shows its progress. Returns how many archive members or sources were left out.
-<<<<<<< HEAD
-pub(super) fn stage(
-    location: &SessionFolder,
-=======
 pub(super) fn perform(
-    location: &Location,
->>>>>>> w/launch
+    location: &SessionFolder,
     sources: &[OsString],
     target: &OsStr,
     options: &StageInOptions,
