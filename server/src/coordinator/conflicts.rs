@@ -156,6 +156,8 @@ mod tests {
         Sighting { hash: 7, path: path.as_bytes().to_vec(), source, ticket, content }
     }
 
+    /// SEMANTICS: "Neither equal hashes of different paths nor findings of an attempt that was
+    /// discarded end a stage-in."
     #[test]
     fn only_paths_of_rivals_that_count_and_differ_are_a_conflict() {
         let rivalry = |pattern, source_match| Rivalry { pattern, source_match };
