@@ -128,18 +128,18 @@ fn members_that_cannot_be_kept_are_counted_and_named() {
         |sources: &[&str], target: &str| harness::text(&cluster.output(&[&["stage-in"], sources, &[target]].concat()).stderr);
     let summary = stage(&["leaves.tar"], "/dayfly/leaves");
     assert!(
-        summary.contains("1 members refused")
+        summary.contains("1 archive member refused")
             && summary.contains("../outside")
-            && summary.contains("1 devices, FIFOs or sockets"),
+            && summary.contains("1 device, FIFO or socket"),
         "{summary}"
     );
     assert_eq!(cluster.ok(&["ls", "/dayfly/leaves"]), "file\n");
     let summary = stage(&["absolute.tar"], "/dayfly/absolute");
-    assert!(summary.contains("1 absolute names made relative"), "{summary}");
+    assert!(summary.contains("1 absolute name made relative"), "{summary}");
     let path = format!("/dayfly/absolute{}", cluster.at("t/file").display());
     assert_eq!(cluster.ok(&["cat", &path]), "inside");
     let summary = stage(&["below-symlink-1.tar", "below-symlink-2.tar"], "/dayfly/symlink");
-    assert!(summary.contains("1 members refused") && summary.contains("t/x"), "{summary}");
+    assert!(summary.contains("1 archive member refused") && summary.contains("t/x"), "{summary}");
     cluster.down();
 }
 

@@ -1,4 +1,4 @@
-//! `dayfly doctor`, on this machine and on others that are this machine too.
+//! `dayfly doctor`, on this machine and on "other hosts" that are this machine too.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -19,7 +19,7 @@ fn finding<'a>(report: &'a Value, what: &str) -> &'a Value {
 }
 
 #[test]
-fn a_node_is_looked_at_and_each_finding_has_a_way_out() {
+fn each_finding_on_a_node_that_is_not_ok_comes_with_advice() {
     let ground = Ground::new();
     let output = ground.output(&["doctor", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stdout));
@@ -30,14 +30,14 @@ fn a_node_is_looked_at_and_each_finding_has_a_way_out() {
     }
     let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     let rdma = finding(&reports[0], "RDMA");
-    // Soft-RoCE is there and slow.
+    // A card here is Soft-RoCE, which works and is slow.
     assert_eq!(rdma["state"], if has_card { "slow" } else { "missing" }, "{rdma}");
-    assert!(rdma["detail"].as_str().unwrap().contains(if has_card { "comes through" } else { "RDMA" }) || !has_card, "{rdma}");
+    assert!(rdma["detail"].as_str().unwrap().contains(if has_card { "works" } else { "RDMA" }) || !has_card, "{rdma}");
     let table = ground.ok(&["doctor"]);
     assert!(table.contains("data dir") && table.contains("LD_PRELOAD"), "{table}");
-    assert!(fs::read_dir(ground.data.path()).unwrap().next().is_none(), "nothing stays in the data dir");
+    assert!(fs::read_dir(ground.data.path()).unwrap().next().is_none(), "nothing is left in the data dir");
 
-    // What no session can do without is an exit status.
+    // If something that every session needs is missing, the exit status is 1.
     let output = ground.output(&["doctor", "--json", "--data-dir", "/absent"]);
     assert_eq!(output.status.code(), Some(1));
     let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -45,9 +45,9 @@ fn a_node_is_looked_at_and_each_finding_has_a_way_out() {
 }
 
 #[test]
-fn hosts_are_looked_at_and_each_pair_is_tried() {
+fn hosts_are_checked_and_each_pair_of_them_is_probed() {
     let ground = Ground::new();
-    // As ssh would, of which the command line is all that counts here.
+    // A stand-in for ssh, which takes the same arguments and runs the program here.
     let shell = ground.at("shell");
     fs::write(
         &shell,

@@ -136,7 +136,7 @@ fn a_header_that_lies_takes_no_memory_and_no_server() {
     fs::write(cluster.at("long.tar"), archive).unwrap();
     let output = cluster.output(&["stage-in", "long.tar", "/dayfly/long"]);
     assert!(output.status.success(), "{}", harness::text(&output.stderr));
-    assert!(harness::text(&output.stderr).contains("1 members refused") && output.stderr.len() < 2000);
+    assert!(harness::text(&output.stderr).contains("1 archive member refused") && output.stderr.len() < 2000);
     assert_eq!(cluster.pids().len(), 2);
     cluster.down();
 }

@@ -17,10 +17,10 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{CHUNK_LEN, RECHECKED_CHUNKS_MAX};
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
-use dayfly_meta::wire::peer::Request;
+use dayfly_meta::wire::peer::{NodeStageInRequest, OfferRequest, ReadRequest, Request};
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
-use dayfly_transport::fault::{Fault, Seen};
+use dayfly_transport::fault::{Fault, OutgoingRequest};
 use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
@@ -30,16 +30,23 @@ use harness::wait_until;
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
-fn asks(seen: &Seen<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
+fn asks(seen: &OutgoingRequest<'_>, is_meant: impl Fn(&Request) -> bool) -> bool {
     decode_sealed::<Request>(seen.message).is_ok_and(|request| is_meant(&request))
 }
 
-fn ships(seen: &Seen<'_>) -> bool {
-    asks(seen, |request| matches!(request, Request::Ship { .. } | Request::ShipPiece { .. }))
+fn ships(seen: &OutgoingRequest<'_>) -> bool {
+    // A pull's message may happen to decode as an offer, so the offered bytes must match too.
+    match decode_sealed::<OfferRequest>(seen.message) {
+        Ok(OfferRequest::Batch { blocks, .. }) => {
+            !blocks.is_empty() && blocks.iter().map(|block| u64::from(block.len)).sum::<u64>() == seen.bulk_len
+        }
+        Ok(OfferRequest::Piece { stage_in, .. }) => (1..100).contains(&stage_in) && seen.bulk_len > 0,
+        Err(_) => false,
+    }
 }
 
-fn reads(seen: &Seen<'_>) -> bool {
-    asks(seen, |request| matches!(request, Request::Read { .. }))
+fn reads(seen: &OutgoingRequest<'_>) -> bool {
+    asks(seen, |request| matches!(request, Request::Read(ReadRequest::Chunks { .. })))
 }
 
 fn found(session: &Inside, hop: Hop) -> u64 {
@@ -131,7 +138,9 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
     session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
-        Ok(Request::Read { chunks, .. }) if flipped.lock().unwrap().insert(chunks[0]) => Some(Fault::FlipOnWire),
+        Ok(Request::Read(ReadRequest::Chunks { chunks, .. })) if flipped.lock().unwrap().insert(chunks[0]) => {
+            Some(Fault::FlipOnWire)
+        }
         _ => None,
     });
     let view = session.view(0);
@@ -313,7 +322,8 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     let held = Arc::new(AtomicUsize::new(0));
     let count = held.clone();
     session.meddle(move |seen| {
-        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+        let is_late =
+            seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         count.fetch_add(usize::from(is_late), Ordering::SeqCst);
         is_late.then_some(Fault::Delay(Duration::from_secs(4)))
     });
@@ -344,7 +354,8 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     session.stage(&session.write(&LENS)).unwrap();
     let other = session.write_in("other", &LENS, 100);
     session.meddle(|seen| {
-        let is_late = seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::Commit { .. }));
+        let is_late =
+            seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         is_late.then_some(Fault::Delay(Duration::from_secs(4)))
     });
     let first = session.view(0);
@@ -378,7 +389,7 @@ fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_b
     let session = Arc::new(Inside::new(3, false));
     let folder = session.write(&LENS);
     session.meddle(|seen| {
-        let is_commit = asks(seen, |request| matches!(request, Request::Commit { .. }));
+        let is_commit = asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         match seen.peer.0 {
             1 if is_commit => Some(Fault::Delay(Duration::from_secs(1))),
             2 if is_commit => Some(Fault::Refuse),

@@ -1,5 +1,5 @@
-//! How sessions are started and kept: along a tree, without those that do not come, by whom and for whom, and until when.
-//! What takes a cluster is in `tests/slurm/jobs`.
+//! How sessions start, live and end: servers start along a tree, the session starts without missing nodes, supervisors hold leases,
+//! and jobs find their own sessions. What needs a cluster is in `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,8 +16,8 @@ use dayfly_meta::limits::TREE_WIDTH;
 use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
-/// A ground whose `ssh` runs what it is given on this machine, each host with a runtime folder of its own, and notes who asked.
-/// Of hosts: `silent` never answers, `broken` cannot be reached.
+/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and the calling process.
+/// The host `silent` never answers, and the host `broken` cannot be reached.
 struct Hosts(Ground);
 
 impl Hosts {
@@ -67,28 +67,28 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
         *asked.entry(line.split(' ').nth(1).unwrap().to_owned()).or_default() += 1;
     }
     assert!(asked.values().sum::<usize>() == 40 && asked.len() > 10, "{asked:?}");
-    assert!(asked.values().all(|&servers| servers <= TREE_WIDTH), "nobody starts many: {asked:?}");
+    assert!(asked.values().all(|&servers| servers <= TREE_WIDTH), "no process starts many servers: {asked:?}");
     fs::write(cluster.at("f"), "a sample").unwrap();
     cluster.stage(&[&cluster.at("f")], "/dayfly/d");
     cluster.ok(&["verify", "--from-every-node"]);
     let supervisor = cluster.location().supervisor().unwrap();
     signal(supervisor, Signal::SIGKILL);
-    wait_until("all have ended, and cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
+    wait_until("all processes have ended and cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
     cluster.ground.assert_clean();
 }
 
 #[test]
-fn who_does_not_come_is_named_in_time() {
+fn a_node_that_does_not_join_is_named_in_time() {
     let hosts = Hosts::new();
     for (list, word) in [
         ("h1,broken", "no session: broken: its server did not start: ssh: connect to host broken port 22: No route"),
-        ("h1,silent", "no session: silent: no server came from it within 2 s"),
+        ("h1,silent", "no session: silent: its server did not join within 2 s"),
     ] {
         let start = Instant::now();
         let output = harness::output_of(&mut hosts.command(&["up", "--hosts", list, "--start-timeout", "2"]));
         assert!(!output.status.success() && text(&output.stderr).contains(word), "{}", text(&output.stderr));
         assert!(start.elapsed() < Duration::from_secs(9));
-        // What hangs is killed after a while.
+        // A launcher that hangs is killed after a while.
         wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
         hosts.0.assert_clean();
     }
@@ -101,47 +101,47 @@ fn who_does_not_come_is_named_in_time() {
         "--start-timeout",
         "2",
     ]));
-    assert!(text(&output.stderr).contains("1 came, --min-nodes 2"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("1 joined, and --min-nodes asks for 2"), "{}", text(&output.stderr));
     for (list, without) in [("h1,broken,h2", "broken"), ("h1,silent,h2", "silent")] {
         let (cluster, said) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
-        assert!(said.contains(&format!("going on without {without}")), "{said}");
+        assert!(said.contains(&format!("continuing without {without}")), "{said}");
         assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
         cluster.down();
     }
-    // One that was to start others, which come all the same.
+    // If a host that was to start others cannot be reached, the others join anyway.
     let list: Vec<String> = (0..34).map(|host| if host == 3 { "broken".to_owned() } else { format!("h{host}") }).collect();
     let (cluster, said) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
-    assert!(said.contains("going on without broken"), "{said}");
+    assert!(said.contains("continuing without broken"), "{said}");
     assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 33);
     cluster.down();
     let said = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
-    assert!(said.contains("--min-nodes asks for more"), "{said}");
+    assert!(said.contains("--min-nodes asks for 2"), "{said}");
 }
 
 #[test]
-fn a_server_whose_start_fails_says_why() {
+fn a_server_that_fails_to_start_reports_why() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--hosts", "h1,h2", "--data-dir", "/no/such/dir"]));
     let said = text(&output.stderr);
     assert!(said.contains("no session: h") && said.contains("cannot use the data dir '/no/such/dir'"), "{said}");
     hosts.0.assert_clean();
     let said = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
-    assert!(said.contains("'no-such' is not there"), "{said}");
+    assert!(said.contains("'no-such' does not exist"), "{said}");
     hosts.0.assert_clean();
 }
 
 #[test]
-fn a_session_lives_as_long_as_its_supervisor_is_heard_of() {
+fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     let cluster = Ground::new().up(2);
     let (supervisor, servers) = (cluster.location().supervisor().unwrap(), cluster.pids());
-    // A job that is suspended, longer than a lease lasts, goes on.
+    // The session of a job that is suspended for longer than a lease continues.
     let all: Vec<i32> = servers.values().copied().chain([supervisor]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
     std::thread::sleep(Deadlines::DEFAULT.lease + Duration::from_secs(2));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(cluster.pids(), servers);
-    // Whose supervisor alone says nothing, as if its machine were gone, does not.
+    // A session whose supervisor alone is silent, as if its machine were gone, ends.
     signal(supervisor, Signal::SIGSTOP);
     let start = Instant::now();
     wait_until("the servers have ended", || cluster.pids().is_empty());
@@ -152,7 +152,7 @@ fn a_session_lives_as_long_as_its_supervisor_is_heard_of() {
 }
 
 #[test]
-fn up_in_the_foreground_is_the_session() {
+fn up_in_the_foreground_lives_as_long_as_its_session() {
     let ground = Ground::new();
     for (number, status) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130)] {
         let mut child = ground.dayfly().args(["up", "--foreground", "--local", "2"]).stdout(Stdio::null()).spawn().unwrap();
@@ -162,7 +162,8 @@ fn up_in_the_foreground_is_the_session() {
         ground.assert_clean();
     }
     let mut child = ground.dayfly().args(["up", "--foreground"]).stdout(Stdio::piped()).spawn().unwrap();
-    // Servers answer a moment before their supervisor has heard that they are ready; ended then, they have not started.
+    // Servers answer a moment before their supervisor knows that they are ready, and a session that ends then has failed to start.
+    // So wait for the id.
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut id).unwrap();
     ground.ok(&["down"]);
@@ -171,16 +172,16 @@ fn up_in_the_foreground_is_the_session() {
 }
 
 #[test]
-fn interrupted_while_it_starts_nothing_is_left() {
+fn an_interrupted_start_leaves_nothing() {
     let hosts = Hosts::new();
     for (command, rest) in [("up", &[][..]), ("run", &["--", "true"])] {
         let mut child = hosts.command(&[command, "--hosts", "h1,silent"]).args(rest).spawn().unwrap();
-        wait_until("it waits", || hosts.0.at("notes").exists());
+        wait_until("it waits for the silent host", || hosts.0.at("notes").exists());
         std::thread::sleep(Duration::from_millis(300));
         signal(child.id() as i32, Signal::SIGTERM);
         let ended = wait_for(&mut child, Duration::from_secs(15)).expect("it ends");
         assert!(!ended.success());
-        // Of `up`, the one in the background ends when nobody waits for it any more.
+        // The background process of `up` ends when its parent is gone.
         wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
         hosts.0.assert_clean();
         fs::remove_file(hosts.0.at("notes")).unwrap();
@@ -188,7 +189,7 @@ fn interrupted_while_it_starts_nothing_is_left() {
 }
 
 #[test]
-fn within_a_job_its_session_is_meant() {
+fn commands_in_a_job_use_the_session_of_that_job() {
     let ground = Ground::new();
     let of_job = |job: &str, arguments: &[&str]| {
         let mut command = ground.dayfly();
@@ -205,14 +206,14 @@ fn within_a_job_its_session_is_meant() {
     assert_eq!(session("7").unwrap(), seven);
     assert_eq!(session("8").unwrap(), eight);
     let (_, said, is_done) = of_job("9", &["status"]);
-    assert!(!is_done && said.contains("no session of yours"), "another job's is not meant: {said}");
+    assert!(!is_done && said.contains("no session of yours"), "a session of another job is not used: {said}");
     assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
     assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
     ground.assert_clean();
 }
 
 #[test]
-fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
+fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     let ground = Ground::new();
     let in_job = |job: &str, arguments: &[&str]| harness::output_of(ground.dayfly().args(arguments).env("SLURM_JOB_ID", job));
     for wait in [false, true] {
@@ -225,7 +226,7 @@ fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
         signal(supervisor, Signal::SIGKILL);
         wait_until("the next job finds it", || in_job("8", &["status"]).status.success());
         if wait {
-            wait_until("its time is over", || fs::read_dir(ground.runtime.path()).unwrap().next().is_none());
+            wait_until("the time of --keep is over", || fs::read_dir(ground.runtime.path()).unwrap().next().is_none());
         } else {
             assert!(in_job("8", &["down"]).status.success());
         }
@@ -238,12 +239,12 @@ fn what_is_kept_is_found_by_the_next_job_and_ends_in_time() {
             .env("SLURM_JOB_ID", "7")
             .env("SLURM_JOB_NODELIST", "n1"),
     );
-    assert!(text(&said.stderr).contains("ends with the job"), "{}", text(&said.stderr));
+    assert!(text(&said.stderr).contains("end with the job"), "{}", text(&said.stderr));
 }
 
-/// Stand-ins for launchers that were not to be had: they start what they are given as these do, here once for each slot.
+/// Uses stand-ins for launchers that are not available here. They start programs as the real ones do; `pbsdsh` once for each slot.
 #[test]
-fn each_manager_is_asked_in_its_own_way() {
+fn each_manager_is_used_through_its_own_commands_and_variables() {
     let name = nix::unistd::gethostname().unwrap().into_string().unwrap();
     for (program, script, variables, job) in [
         (
@@ -281,13 +282,13 @@ fn each_manager_is_asked_in_its_own_way() {
 }
 
 #[test]
-fn a_session_that_did_not_begin_is_not_kept() {
+fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--keep", "1h", "--hosts", "h1,broken"]));
     assert!(!output.status.success());
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
-    // Nor one whose supervisor is told to end it.
+    // It does not apply either if the supervisor gets a signal.
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
@@ -298,29 +299,29 @@ fn a_session_that_did_not_begin_is_not_kept() {
 }
 
 #[test]
-fn a_killed_start_leaves_no_key() {
+fn the_key_file_of_a_killed_start_is_removed_by_clean() {
     let ground = Ground::new();
     let mut up = ground.dayfly();
     up.args(["up", "--foreground", "--launcher", "manual", "--nodes", "2", "--key-file", "here.key"]);
     let mut up = up.spawn().unwrap();
     let key = ground.at("here.key");
-    wait_until("the key is there", || key.exists());
+    wait_until("the key file exists", || key.exists());
     up.kill().unwrap();
     up.wait().unwrap();
     assert!(key.exists());
     ground.ok(&["clean"]);
-    assert!(!key.exists(), "what comes next removes it");
+    assert!(!key.exists(), "clean removes it");
     ground.assert_clean();
 }
 
 #[test]
-fn servers_may_be_started_by_hand() {
+fn servers_can_be_started_by_hand() {
     let ground = Ground::new();
     let key = ground.at("key");
     let mut up = ground.dayfly();
     up.args(["up", "--launcher", "manual", "--nodes", "2", "--memory", "32MiB", "--key-file"]).arg(&key);
     let mut up = up.stdout(Stdio::piped()).spawn().unwrap();
-    wait_until("the key is there", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}\n")));
+    wait_until("the key file exists", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}\n")));
     assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
     let copy = ground.at("copy");
     fs::copy(&key, &copy).unwrap();
@@ -334,9 +335,9 @@ fn servers_may_be_started_by_hand() {
     let mut first = ground.dayfly().args(["serve", "--key-file"]).arg(&key).spawn().unwrap();
     let user = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
     let of_first = format!("starting-{}.lock", first.id());
-    wait_until("it has come", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
+    wait_until("the first server has joined", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
     for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // Of the job, and not for a server that waits for others.
+        // These signals are for the job, and a server that waits for others ignores them.
         signal(first.id() as i32, number);
     }
     let mut second = ground
@@ -346,23 +347,23 @@ fn servers_may_be_started_by_hand() {
         .spawn()
         .unwrap();
     assert!(wait_for(&mut up, Duration::from_secs(10)).unwrap().success());
-    assert!(!key.exists(), "nobody needs it any more");
+    assert!(!key.exists(), "the key file is removed once all servers have joined");
     ground.ok(&["verify", "--from-every-node"]);
     ground.ok(&["down"]);
     for server in [&mut first, &mut second] {
         assert!(wait_for(server, Duration::from_secs(10)).unwrap().success());
     }
     ground.assert_clean();
-    // One that comes too late, and ones that are told nothing.
+    // A server that comes too late, and servers without an invitation.
     let late = harness::output_of(ground.dayfly().args(["serve", "--key-file"]).arg(&copy));
-    assert!(text(&late.stderr).contains("cannot reach who started it"), "{}", text(&late.stderr));
-    assert!(ground.fails(2, &["serve"]).contains("is told what to serve by 'dayfly up'"));
+    assert!(text(&late.stderr).contains("cannot reach the supervisor"), "{}", text(&late.stderr));
+    assert!(ground.fails(2, &["serve"]).contains("needs the invitation that 'dayfly up' writes"));
     assert!(ground.fails(1, &["serve", "--key-file", "missing"]).contains("'missing'"));
     assert!(ground.fails(2, &["up", "--launcher", "manual"]).contains("--nodes"));
 }
 
 #[test]
-fn an_encrypted_session_is_as_any_other() {
+fn an_encrypted_session_works_like_any_other() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
     (0..300_usize).for_each(|number| fs::write(ground.at(format!("d/{number}")), vec![number as u8; 1000 * number]).unwrap());
@@ -374,13 +375,14 @@ fn an_encrypted_session_is_as_any_other() {
     cluster.down();
 }
 
-/// Whether a process runs; one that has ended and waits to be collected does not.
+/// Whether a process runs. A zombie does not.
 fn runs(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
 }
 
-/// The processes of a session, killed when a test fails: without its folder nothing else finds them.
+/// The processes of a session. Dropping it kills them, because without the session's folder nothing else would find them after a
+/// failed test.
 struct Pids(Vec<i32>);
 
 impl Pids {
@@ -396,13 +398,13 @@ impl Pids {
 impl Drop for Pids {
     fn drop(&mut self) {
         for &pid in self.0.iter().filter(|&&pid| runs(pid)) {
-            // It may have ended just now.
+            // The process may have ended just now.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
 }
 
-/// Ways to take a session's files from under it.
+/// A way to remove files that a session needs.
 type Removal = (&'static str, fn(&std::path::Path));
 
 const REMOVALS: [Removal; 7] = [
@@ -427,7 +429,7 @@ const REMOVALS: [Removal; 7] = [
 ];
 
 #[test]
-fn a_session_whose_folder_or_lock_is_removed_ends_and_leaves_nothing() {
+fn a_session_ends_and_leaves_nothing_when_its_folder_or_lock_is_removed() {
     for nodes in [1, 4] {
         for (what, remove) in REMOVALS {
             let cluster = Ground::new().up_with(nodes, &["--memory", "32MiB"]);
@@ -443,8 +445,8 @@ fn a_session_whose_folder_or_lock_is_removed_ends_and_leaves_nothing() {
 }
 
 #[test]
-fn run_ends_its_command_and_says_why_when_its_folder_is_removed() {
-    let script = "trap 'echo told > told; exit 0' TERM; echo > ready; while :; do sleep 0.05; done";
+fn run_ends_its_command_and_prints_why_when_the_sessions_folder_is_removed() {
+    let script = "trap 'echo ended > ended; exit 0' TERM; echo > ready; while :; do sleep 0.05; done";
     for (nodes, is_staging) in [("1", false), ("4", false), ("1", true), ("4", true)] {
         let ground = Ground::new();
         fs::write(ground.at("large"), vec![1; 40 << 20]).unwrap();
@@ -456,14 +458,14 @@ fn run_ends_its_command_and_says_why_when_its_folder_is_removed() {
         let mut child = command.args(["--", "sh", "-c", script]).stderr(Stdio::piped()).spawn().unwrap();
         let _killed = Pids(vec![child.id() as i32]);
         let location = || dayfly_client::locate::all(&dayfly_client::locate::runtime_dir_in(ground.runtime.path())).unwrap();
-        let said = |file: &str| ground.at(file).exists();
+        let exists = |file: &str| ground.at(file).exists();
         if is_staging {
-            wait_until("it stages in", || {
+            wait_until("the stage-in runs", || {
                 location().first().is_some_and(|location| location.live_nodes().len().to_string() == nodes)
             });
             std::thread::sleep(Duration::from_millis(500));
         } else {
-            wait_until("CMD runs", || said("ready"));
+            wait_until("CMD runs", || exists("ready"));
         }
         let location = location().remove(0);
         let pids = Pids::of(&location);
@@ -473,15 +475,15 @@ fn run_ends_its_command_and_says_why_when_its_folder_is_removed() {
         std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut errors).unwrap();
         assert_eq!(status.code(), Some(125), "{errors}");
         assert!(errors.contains(location.folder.to_str().unwrap()) && errors.contains("was removed"), "{errors}");
-        assert!(is_staging || said("told"), "CMD is told to end: {errors}");
-        assert!(!is_staging || !said("ready"), "CMD is not started");
+        assert!(is_staging || exists("ended"), "CMD gets SIGTERM: {errors}");
+        assert!(!is_staging || !exists("ready"), "CMD is not started");
         assert!(pids.all_ended());
         ground.assert_clean();
     }
 }
 
 #[test]
-fn up_in_the_foreground_says_why_it_ends() {
+fn up_in_the_foreground_prints_why_it_ends() {
     let ground = Ground::new();
     let mut command = ground.dayfly();
     command.args(["up", "--foreground", "--local", "2"]).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -496,12 +498,12 @@ fn up_in_the_foreground_says_why_it_ends() {
     ground.assert_clean();
 }
 
-/// Hosts whose runtime folders are their own: each server lives in a mount namespace, in which another file system lies there.
+/// Each server lives in a mount namespace of its own, with another file system at the runtime folder, as on separate machines.
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     if !nix::unistd::geteuid().is_root() {
         use std::io::Write;
-        let _ = writeln!(std::io::stderr(), "Nodes with folders of their own were NOT played: that takes root.");
+        let _ = writeln!(std::io::stderr(), "Nodes with separate folders were NOT simulated: that needs root.");
         return;
     }
     for keep in [&[][..], &["--keep", "60s"]] {
@@ -518,7 +520,7 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
         let _killed = Pids(vec![supervisor]);
         let ours = format!("/proc/{}/root{}", std::process::id(), location.folder.display());
         assert!(fs::read_dir(&ours).unwrap().all(|entry| entry.unwrap().file_name().to_str().unwrap().starts_with("supervisor")));
-        // Servers are found by the folders that they see.
+        // Find the servers by the folders that they see.
         let mut servers = Vec::new();
         for entry in fs::read_dir("/proc").unwrap() {
             let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
@@ -548,9 +550,9 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 reads the sources. Where this machine is none of the nodes, what it sees of them tells nothing.
+/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in advance.
 #[test]
-fn run_looks_for_sources_only_where_they_will_be_read() {
+fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();
     let hosts = Hosts::new();
     let said = |list: &str, runtime: &std::path::Path| {
@@ -560,8 +562,11 @@ fn run_looks_for_sources_only_where_they_will_be_read() {
         text(&output.stderr)
     };
     let nowhere = hosts.0.at("no-such-folder");
-    assert!(said(&own, &nowhere).contains("no file or directory matches"), "it is known before a session begins");
-    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "it is not known before");
+    assert!(
+        said(&own, &nowhere).contains("no file or directory matches"),
+        "the missing source is reported before the session starts"
+    );
+    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "the source is not checked before the session starts");
     let late = said("elsewhere", hosts.0.runtime.path());
     assert!(late.contains("no file or directory matches"), "{late}");
     hosts.0.assert_clean();

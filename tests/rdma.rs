@@ -140,7 +140,7 @@ fn a_whole_session_goes_by_rdma() {
 }
 
 #[test]
-fn auto_takes_rdma_where_it_is_and_tcp_declines() {
+fn auto_uses_rdma_where_it_exists_and_tcp_does_not() {
     if !has_card() {
         return;
     }
@@ -162,7 +162,7 @@ fn auto_takes_rdma_where_it_is_and_tcp_declines() {
 
 /// What keeps a node from RDMA is found at the start, by its own name. This changes the whole (virtual) machine, and puts it back.
 #[test]
-fn what_is_missing_is_named() {
+fn a_missing_prerequisite_of_rdma_is_named() {
     if !has_card() {
         return;
     }
@@ -198,7 +198,7 @@ fn what_is_missing_is_named() {
 }
 
 #[test]
-fn without_a_card_auto_takes_tcp_and_says_why_and_rdma_is_refused() {
+fn without_a_card_auto_uses_tcp_and_names_the_reason_and_rdma_fails() {
     let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     let absent = ["--rdma-device", "absent0"];
     let cluster = Ground::new().up_with(2, &[&absent, &SMALL[..]].concat());

@@ -282,7 +282,7 @@ fn commands_answer_as_those_of_coreutils() {
         "{long}"
     );
     let stat = cluster.ok(&["stat", "/dayfly/t/sub/3.bin"]);
-    assert!(stat.contains("Access: 4750/-rwsr-x---") && stat.contains("Origin: tree"), "{stat}");
+    assert!(stat.contains("Access: 4750/-rwsr-x---") && stat.contains("Origin: directory"), "{stat}");
     for (status, arguments) in [
         (1, &["cat", "/dayfly/t/none"][..]),
         (1, &["cat", "/dayfly/t/sub"]),
@@ -294,7 +294,7 @@ fn commands_answer_as_those_of_coreutils() {
     }
     assert!(cluster.fails(1, &["cp", "/dayfly/t/sub", "/tmp"]).contains("-r"));
     assert!(cluster.ok(&["df"]).lines().count() == 4);
-    assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 samples"));
+    assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 sample "));
     assert!(cluster.fails(1, &["verify", "/dayfly/none"]).contains("no such file"));
     cluster.down();
 }
@@ -325,7 +325,7 @@ fn sessions_are_told_apart() {
     assert!(message.contains(&first) && message.contains(&second) && message.contains("DAYFLY_SESSION"), "{message}");
     assert!(ground.fails(1, &["down"]).contains(&first));
     let down = |session: &str| text(&output_of(ground.dayfly().arg("down").env("DAYFLY_SESSION", session)).stdout);
-    assert!(down(&second).contains("1 nodes ended"));
+    assert!(down(&second).contains("1 node ended"));
     assert!(down(&second).contains("nothing to do"));
     assert!(ground.ok(&["status"]).contains(&first));
     // One that lives elsewhere but shares the data dir is not swept away, though its folders look empty.
@@ -339,7 +339,7 @@ fn sessions_are_told_apart() {
     for session in
         ground.fails(1, &["down"]).split(|character: char| !character.is_ascii_hexdigit()).filter(|word| word.len() == 16)
     {
-        assert!(down(session).contains("1 nodes ended"));
+        assert!(down(session).contains("1 node ended"));
     }
     ground.assert_clean();
     other.assert_clean();
@@ -443,7 +443,7 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
     assert_eq!(line, "ready\ntold\n");
     assert_eq!(harness::wait_for(&mut child, harness::COMMAND_TIMEOUT).unwrap().code(), Some(3));
     let message = ground.fails(2, &["run", "--stage-in", "a.tar:/dayfly/x", "--stage-in", "b.tar:/dayfly/x", "--", "true"]);
-    assert!(message.contains("'/dayfly/x' is staged in to twice"), "{message}");
+    assert!(message.contains("'/dayfly/x' is the target of two --stage-in"), "{message}");
     ground.assert_clean();
 }
 
@@ -475,7 +475,7 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
         (126, "cannot run './not-executable': Permission denied", &["good.tar:/dayfly/a"], &["--", "./not-executable"]),
         (126, "cannot run './tree'", &[], &["--", "./tree"]),
         // Targets.
-        (2, "'/dayfly/a' is staged in to twice", &["good.tar:/dayfly/a", "tree:/dayfly/a/"], &["--", "true"]),
+        (2, "'/dayfly/a' is the target of two --stage-in", &["good.tar:/dayfly/a", "tree:/dayfly/a/"], &["--", "true"]),
         (2, "targets '/dayfly/a' and '/dayfly/a/b' overlap", &["good.tar:/dayfly/a", "tree:/dayfly//a/b"], &["--", "true"]),
         (2, "targets '/dayfly/a' and '/dayfly' overlap", &["good.tar:/dayfly/a", "tree:/dayfly"], &["--", "true"]),
         (2, "a target begins with /dayfly/", &["good.tar:/dayfly/a", "tree:/elsewhere"], &["--", "true"]),

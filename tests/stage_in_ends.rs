@@ -82,7 +82,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
         let start = Instant::now();
         let message = cluster.fails(1, &["stage-in", source, "/dayfly/x"]);
         assert!(start.elapsed() >= Duration::from_secs(2), "{message}");
-        for word in ["nothing went forward", "2 s", "--stage-in-timeout", "node ", "reading", held] {
+        for word in ["no progress", "2 s", "--stage-in-timeout", "node ", "reading", held] {
             assert!(message.contains(word), "{word:?} is not in {message}");
         }
         drop(holding);
@@ -294,7 +294,7 @@ fn samples_that_are_archives_give_a_hint() {
     let hint = |options: &[&str], target: &str| {
         let output = cluster.output(&[&["stage-in"], options, &["train.tar", target]].concat());
         assert!(output.status.success(), "{}", text(&output.stderr));
-        text(&output.stderr).contains("hint: 10 of 10 samples are archives by their names; --nested")
+        text(&output.stderr).contains("hint: 10 of 10 samples have names of archives; --nested")
     };
     assert!(hint(&[], "/dayfly/plain"));
     assert!(!hint(&["--nested"], "/dayfly/nested"));

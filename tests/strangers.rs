@@ -1,5 +1,5 @@
-//! Another local user tries to see or to reach what is a session's; and another process of its own user to see the key. Takes root, to be
-//! several users.
+//! Another local user tries to see or reach what belongs to a session, and another process of the owner tries to read the key.
+//! These tests need root, to act as several users.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 const OWNER: u32 = 65_532;
 const STRANGER: u32 = 65_531;
 
-/// Folders that everyone may use, as `/tmp` and a node's drive are, and the program where everyone may run it.
+/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that everyone may run.
 struct Commons {
     folder: TempDir,
 }
@@ -24,9 +24,9 @@ struct Commons {
 impl Commons {
     fn new() -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
-            // Not captured: it must be seen.
+            // Written directly, because the test harness captures prints, and this must be visible.
             use std::io::Write;
-            let _ = writeln!(std::io::stderr(), "Other users were NOT played: that takes root.");
+            let _ = writeln!(std::io::stderr(), "Other users were NOT simulated: that needs root.");
             return None;
         }
         let folder = tempfile::Builder::new().prefix("df").tempdir().unwrap();
@@ -57,7 +57,7 @@ impl Commons {
         self.run(user, &self.at("dayfly"), arguments)
     }
 
-    /// What a user's Python makes of it: `refused` if the kernel does not allow it.
+    /// Runs a line of Python as a user. Returns `done`, or `refused` if the kernel denies permission.
     fn python(&self, user: u32, script: &str, path: &Path) -> String {
         let script = format!(
             "import os, socket, sys\npath = sys.argv[1]\ntry:\n    {script}\n    print('done')\nexcept PermissionError:\n    print('refused')"
@@ -70,7 +70,7 @@ impl Commons {
 
 impl Drop for Commons {
     fn drop(&mut self) {
-        // Where a test has failed before it did so.
+        // If the test failed, its session still runs.
         drop(self.dayfly(OWNER, &["down"]));
     }
 }
@@ -90,7 +90,7 @@ fn another_user_sees_and_reaches_nothing() {
     assert_eq!(shared_memory(), before, "shared memory has no names");
     let mut tried = 0;
     let mut check = |script: &str, path: &Path| {
-        // As its owner may, or else nothing is shown by a refusal.
+        // The owner may do it; otherwise the refusal below would prove nothing.
         if !path.starts_with("/proc") {
             assert_eq!(commons.python(OWNER, script, path), "done", "{script} {}", path.display());
         }
@@ -114,21 +114,21 @@ fn another_user_sees_and_reaches_nothing() {
             check("os.readlink(path)", &process.join(file));
         }
         check("os.listdir(path)", &process.join("fd"));
-        // Segments, catalogs and the arena among them.
+        // Among these are segments, catalogs and the arena.
         for descriptor in fs::read_dir(process.join("fd")).unwrap() {
             check("os.open(path, os.O_RDONLY)", &descriptor.unwrap().path());
         }
         check("os.kill(int(path.split('/')[2]), 0)", &process);
-        // Not even other processes of its own user look into those that have the key; nor does a core file.
-        assert_eq!(fs::metadata(process.join("environ")).unwrap().uid(), 0, "it can be dumped");
+        // Processes that have the key are protected even from other processes of the owner, and write no core file.
+        assert_eq!(fs::metadata(process.join("environ")).unwrap().uid(), 0, "the process can be dumped");
         for file in ["environ", "mem", "maps"] {
             assert_eq!(commons.python(OWNER, "open(path, 'rb').read(1)", &process.join(file)), "refused", "{file}");
         }
     }
     assert!(tried > 50, "{tried}");
     let named = fs::read_to_string("/proc/net/unix").unwrap();
-    assert!(!named.lines().any(|line| line.contains('@') && line.contains("dayfly")), "no socket that has no folder");
-    // It has sessions of its own, and only those.
+    assert!(!named.lines().any(|line| line.contains('@') && line.contains("dayfly")), "there is no abstract socket");
+    // The stranger's commands find only the stranger's own sessions.
     let down = commons.dayfly(STRANGER, &["down"]);
     assert!(text(&down.stdout).contains("nothing to do"), "{}", text(&down.stderr));
     assert!(commons.dayfly(OWNER, &["down"]).status.success());
@@ -145,13 +145,13 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         ("os.mkdir(path); os.chmod(path, 0)", "belongs to user 65531"),
         ("open(path, 'w').close()", "is no directory of user 65531"),
         ("os.mkfifo(path)", "is no directory of user 65531"),
-        // Neither is it followed elsewhere.
+        // A symbolic link is not followed.
         (
             "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)",
             "is a symbolic link of user 65531",
         ),
     ];
-    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {
         let trap = commons.at(&format!("{place}/dayfly-{OWNER}"));
         for (script, what) in traps {
             assert_eq!(commons.python(STRANGER, script, &trap), "done");
@@ -159,7 +159,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
                 let output = commons.dayfly(OWNER, &[command]);
                 let said = text(&output.stderr);
                 if command == "clean" && place == "drive" {
-                    assert!(output.status.success(), "there is nothing of the owner's in it: {said}");
+                    assert!(output.status.success(), "nothing in it belongs to the owner: {said}");
                     continue;
                 }
                 assert!(!output.status.success(), "{script}: {said}");
@@ -175,13 +175,13 @@ fn a_folder_that_another_user_made_first_is_not_used() {
                 let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
             }
         }
-        // One's own, but open.
+        // The owner's own folder, which others may enter.
         assert_eq!(commons.python(OWNER, "os.mkdir(path); os.chmod(path, 0o755)", &trap), "done");
         let said = text(&commons.dayfly(OWNER, &["up"]).stderr);
         assert!(said.contains("its mode is 0755") && said.contains("'chmod 700'") && !said.contains("only user"), "{said}");
         fs::remove_dir(&trap).unwrap();
     }
-    // Nor waited for: what is no folder never opens.
+    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were opened.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
     commons.python(
         STRANGER,
@@ -195,7 +195,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
 fn a_folder_that_others_could_move_away_is_refused() {
     let Some(commons) = Commons::new() else { return };
     let mode = |place: &str, mode: u32| fs::set_permissions(commons.at(place), fs::Permissions::from_mode(mode)).unwrap();
-    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "name another by --data-dir")] {
+    for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {
         mode(place, 0o777);
         let up = commons.dayfly(OWNER, &["up"]);
         let said = text(&up.stderr);
@@ -204,7 +204,7 @@ fn a_folder_that_others_could_move_away_is_refused() {
             assert!(said.contains(word), "no '{word}' in: {said}");
         }
         mode(place, 0o1777);
-        // One that is not to be written to at all.
+        // A folder that the owner may not write to.
         mode(place, 0o755);
         let up = commons.dayfly(OWNER, &["up"]);
         let said = text(&up.stderr);
@@ -212,7 +212,7 @@ fn a_folder_that_others_could_move_away_is_refused() {
         assert!(said.contains("Permission denied") && said.contains(way_out), "{said}");
         mode(place, 0o1777);
     }
-    // A folder of one's own there is a way out, with a warning.
+    // The owner's own folder inside an open one works, with a warning.
     let own = commons.at("drive/own");
     assert_eq!(commons.python(OWNER, "os.mkdir(path, 0o700)", &own), "done");
     mode("drive", 0o777);

@@ -21,7 +21,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Version of all messages and frames. Any change to them raises it. Both ends must have the same
 /// version, because a session is one binary, started together.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Bytes that are not a message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -99,15 +99,15 @@ mod tests {
 
     #[test]
     fn a_flipped_bit_in_a_sealed_message_is_detected() {
-        let message = peer::Reply::Shipped { arrival: Some(7) };
+        let message = peer::OfferReply::Stored { first_arrival: 7 };
         let bytes = encode_sealed(&message);
-        assert_eq!(decode_sealed::<peer::Reply>(&bytes).as_ref(), Ok(&message));
+        assert_eq!(decode_sealed::<peer::OfferReply>(&bytes).as_ref(), Ok(&message));
         for bit in 0..bytes.len() * 8 {
             let mut damaged = bytes.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(decode_sealed::<peer::Reply>(&damaged), Err(InvalidMessage), "bit {bit}");
+            assert_eq!(decode_sealed::<peer::OfferReply>(&damaged), Err(InvalidMessage), "bit {bit}");
         }
-        (0..bytes.len()).for_each(|len| assert_eq!(decode_sealed::<peer::Reply>(&bytes[..len]), Err(InvalidMessage)));
+        (0..bytes.len()).for_each(|len| assert_eq!(decode_sealed::<peer::OfferReply>(&bytes[..len]), Err(InvalidMessage)));
     }
 
     proptest! {
@@ -116,16 +116,17 @@ mod tests {
             let _ = decode::<local::FromClient>(&bytes);
             let _ = decode::<local::FromServer>(&bytes);
             let _ = decode::<peer::Request>(&bytes);
-            let _ = decode::<peer::Reply>(&bytes);
+            let _ = decode::<peer::OfferRequest>(&bytes);
+            let _ = decode::<peer::Answered<peer::CoordinatorReply>>(&bytes);
         }
 
         #[test]
         fn damaged_messages_are_never_a_fault(at in 0_usize..200, flip in 1_u8..) {
-            let message = peer::Request::Ship { stage: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5, rival: peer::Rival::default() }; 3] };
+            let message = peer::OfferRequest::Batch { stage_in: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5, rival: peer::Rival::default() }; 3] };
             let mut bytes = encode(&message);
             let at = at % bytes.len();
             bytes[at] ^= flip;
-            let _ = decode::<peer::Request>(&bytes);
+            let _ = decode::<peer::OfferRequest>(&bytes);
         }
     }
 }

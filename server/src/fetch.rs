@@ -33,9 +33,9 @@ use std::time::Instant;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
 use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
-use dayfly_transport::{Answer, Piece, Slot};
+use dayfly_transport::{Piece, Slot};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -302,12 +302,12 @@ impl Fetcher {
     ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
-        let request = Request::Read { dataset: dataset.id(), chunks: chunks.to_vec() };
+        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec() };
         let start = Instant::now();
-        let pulled = self.peers.pull_pieces(owner, &request, slots, self.peers.deadlines().request).await;
+        let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
         let reply = match pulled {
-            Ok((Reply::Read { missing }, pulled)) if pulled.slots.len() == count => {
+            Ok((ReadReply::Chunks { missing }, pulled)) if pulled.slots.len() == count => {
                 OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread }
             }
             Ok(_) => return Err(ReadError::WrongReply(owner)),
@@ -326,8 +326,9 @@ impl Fetcher {
         reply.verify(&*self.blocking, dataset, chunks).await
     }
 
-    /// Answers a peer that reads chunks of which this node is the owner.
-    pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> Answer {
+    /// Answers a peer that reads chunks of which this node is the owner. Returns which chunks are missing here, and a piece
+    /// for each chunk.
+    pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> (Vec<u32>, Vec<Piece>) {
         let mut missing = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
         dataset.prefetch(chunks);
@@ -338,7 +339,7 @@ impl Fetcher {
             }));
         }
         self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        Answer { message: dayfly_meta::wire::encode_sealed(&Reply::Read { missing }), pieces }
+        (missing, pieces)
     }
 }
 

@@ -76,8 +76,6 @@ pub(crate) enum IngestError {
     Malformed,
     #[error("the batch is damaged: block {} has the checksum {:08x}, and had {:08x} at its source", .0.at, .0.found, .0.expected)]
     Damaged(Damaged),
-    #[error("{0}")]
-    Room(String),
     #[error("a piece arrived for a block that has no reservation")]
     NotReserved,
     #[error("one node cannot store this many blocks in one stage-in; stage the sources into several datasets")]

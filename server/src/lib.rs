@@ -1,8 +1,82 @@
-//! One node of a session: what it holds, how it gets the rest, and what it does for its processes and its peers.
+//! The server: one node of a session. It holds its share of all blocks, fetches the rest from other nodes for the processes
+//! of its node, and takes part in stage-ins.
 //!
-//! [`Server`] ties the parts together; each part is a module that knows only those below it:
-//! `store` (drives, segments, datasets) ← `arena` ← `keep` ← `fetch` ← `prefetch`; `ingest` and `stage` (this node's part of a stage-in);
-//! `coordinator` (the coordinator's part); `peers` (the other nodes); `clients` (the processes of this node).
+//! [`Node`] is the composition. Each other module is a part that takes the parts it uses, and never the node:
+//!
+//! | module | what it does | uses |
+//! |---|---|---|
+//! | `blocking` | runs work that waits for drives | |
+//! | `stats` | counts reads, latencies and damage | |
+//! | `store` | drives, segments, datasets, cached blocks | |
+//! | `processes` | attached processes and their counters | |
+//! | `arena` | shared memory for chunks, with leases | `store` |
+//! | `cache_writer` | writes copies of other nodes' blocks | `arena`, `store` |
+//! | `peers` | the roster, and requests to any node, this one included | `blocking`, `stats` |
+//! | `fetch` | the read path | `arena`, `cache_writer`, `peers`, `store` |
+//! | `prefetch` | reads ahead along sample orders | `arena`, `fetch`, `store` |
+//! | `room` | room for stage-ins and for cached blocks | `prefetch`, `processes`, `store` |
+//! | `ingest` | stores the blocks that arrive in a stage-in | `store` |
+//! | `stage_in` | this node's part of a stage-in | `arena`, `ingest`, `peers`, `room`, `store` |
+//! | `coordinator` | plans stage-ins, merges, publishes (on node 0) | `peers`, `room`, `stage_in`, `store` |
+//! | `membership` | start and end of the session | `peers`, `store` |
+//! | `status` | the status of the node and of the session | all of the above but `coordinator` and `membership` |
+//! | `service` | answers peers, one file for each kind of request | `coordinator`, `fetch`, `membership`, `room`, `stage_in`, `status`, `store` |
+//! | `clients` | answers processes of this node | `coordinator`, `fetch`, `membership`, `peers`, `prefetch`, `status`, `store` |
+//! | `node` | composes all of them | all |
+//!
+//! # Invariants
+//!
+//! - Every wait has a deadline (`dayfly_meta::deadlines`), and every queue a bound (`dayfly_meta::limits`).
+//! - Work that waits for drives runs on [`blocking::Blocking`], never on a runtime thread.
+//! - A node asks itself like any peer: `peers` has a loopback connection to the node's own service. The one exception, for
+//!   speed, is named in `stage_in::sink`.
+//!
+//! # What is not here
+//!
+//! The network (`dayfly-transport`), the reading of sources (`dayfly-stagein`), formats and messages (`dayfly-meta`), and
+//! everything that starts servers or reads the command line. This crate prints nothing; it logs with `tracing`.
+//!
+//! # Example
+//!
+//! A session of one node:
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use dayfly_meta::deadlines::Deadlines;
+//! use dayfly_meta::id::{NodeId, SessionId};
+//! use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (runtime_dir, data_dir) = (tempfile::tempdir()?, tempfile::tempdir()?);
+//! let config = Config {
+//!     session: SessionId([7; 8]),
+//!     key: Arc::new(Key::new([3; 32])),
+//!     encrypt: false,
+//!     node: NodeId(0),
+//!     listen: "127.0.0.1:0".parse()?,
+//!     network: Options { preference: Preference::Tcp, ..Options::default() },
+//!     runtime_dir: runtime_dir.path().to_owned(),
+//!     data_dirs: vec![data_dir.path().to_owned()],
+//!     capacity: 64 << 20,
+//!     memory: 64 << 20,
+//!     prefix: b"/dayfly".to_vec(),
+//!     verify_reads: false,
+//!     workers: 1,
+//!     decoders: 1,
+//!     stage_memory: 256 << 20,
+//!     deadlines: Deadlines::DEFAULT,
+//! };
+//! let node = Node::start(config).await?;
+//! node.join(&[node.address()], Agreement::Tcp { why: "an example".to_owned() }).await?;
+//! // Programs can attach now.
+//! assert!(runtime_dir.path().join("node-0.sock").exists());
+//! assert_eq!(node.give_up(), 0, "nothing was staged in, so no bytes are freed");
+//! node.close();
+//! # Ok(())
+//! # }
+//! ```
 
 mod arena;
 pub mod blocking;
@@ -11,11 +85,16 @@ mod clients;
 mod coordinator;
 mod fetch;
 mod ingest;
+mod membership;
+mod node;
 mod peers;
 mod prefetch;
-mod server;
-mod stage;
+mod processes;
+mod room;
+mod service;
+mod stage_in;
 mod stats;
+mod status;
 mod store;
 
 use std::net::SocketAddr;
@@ -27,43 +106,44 @@ use dayfly_meta::id::{NodeId, SessionId};
 
 pub use dayfly_stagein::StageInError;
 pub use dayfly_stagein::plan::check_sources;
-pub use dayfly_transport::{Ability, Agreement, Choice, Key, Options, Preference, agree, channel};
-pub use server::{Server, StartError};
+pub use dayfly_transport::{Ability, Agreement, Choice, Key, Obstacle, Options, Preference, agree, channel};
+pub use membership::JoinError;
+pub use node::{Node, StartError};
 
-/// What a server is told when it starts.
+/// The configuration of one node.
 #[derive(Clone)]
 pub struct Config {
-    /// The session.
+    /// The session that the node belongs to.
     pub session: SessionId,
-    /// Its key.
+    /// The session's key, which peers prove to each other.
     pub key: Arc<Key>,
-    /// Whether all that goes between nodes is encrypted.
+    /// Whether everything that travels between nodes is encrypted.
     pub encrypt: bool,
-    /// This node.
+    /// This node's number.
     pub node: NodeId,
-    /// Where peers reach it; port 0 for any.
+    /// The address at which peers reach it; port 0 for any port.
     pub listen: SocketAddr,
-    /// By what it reaches them.
+    /// How it reaches peers: RDMA or TCP, and over which card.
     pub network: Options,
-    /// The session's folder: 0700, with each node's socket and lock.
+    /// The session's folder, with mode 0700, which holds each node's socket and lock.
     pub runtime_dir: PathBuf,
-    /// Where blocks are kept.
+    /// The directories in which blocks are stored, each on a drive.
     pub data_dirs: Vec<PathBuf>,
-    /// Bytes that may be taken there, all together.
+    /// Bytes that may be used in all data dirs together.
     pub capacity: u64,
-    /// Size of the arena.
+    /// Size of the arena in bytes.
     pub memory: u64,
     /// The path below which programs see the namespace.
     pub prefix: Vec<u8>,
-    /// Whether clients verify what they read.
+    /// Whether clients verify the checksum of everything they read.
     pub verify_reads: bool,
-    /// Stage-in workers.
+    /// Worker threads of each stage-in.
     pub workers: usize,
     /// Threads that decode one compressed source.
     pub decoders: usize,
-    /// Bytes of memory for all stage-ins.
+    /// Bytes of memory for all stage-ins of this node.
     pub stage_memory: u64,
-    /// How long each wait may take.
+    /// The deadlines and intervals of the session.
     pub deadlines: Deadlines,
 }
 

@@ -1,163 +1,239 @@
-//! The other nodes: where they are, and the connections to them, made when first needed.
+//! The nodes of the session as one node sees them: their addresses, and a way to ask each of them something.
+//!
+//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this
+//! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
+//! same messages, the same deadlines, the same errors, and no caller has to tell the two apart.
+//!
+//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts towards it. The loopback
+//! refers to the service weakly, so that it does not keep a closed node alive.
+//!
+//! This module knows messages, not what they mean: what a peer does with a request is up to [`crate::service`].
 
-mod line;
+mod dialer;
+mod loopback;
+mod pull_bytes;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use dayfly_meta::checksum::Mismatch;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
-use dayfly_meta::wire::peer::{Reply, Request};
-use dayfly_meta::wire::{decode_sealed, encode_sealed};
-use dayfly_transport::{Connection, Offered, Pulled, Slot, Transport, TransportError, Unread};
+use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
+use dayfly_meta::wire::peer::{Answered, OfferReply, OfferRequest, Rejection, RejectionKind, RequestKind};
+use dayfly_meta::wire::{InvalidMessage, decode_sealed, encode_sealed};
+use dayfly_transport::{Connection, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
 use tokio::time::Instant;
 
-use line::Line;
+use crate::blocking::Blocking;
+use crate::stats::Damage;
+use dialer::Dialer;
+use loopback::Loopback;
 
-/// Why a peer could not be asked, or what it said.
+/// Why a peer could not be asked, or why it did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PeerError {
-    #[error("{0}")]
+    /// The request did not get through, or its answer did not get back.
+    #[error(transparent)]
     Transport(#[from] TransportError),
+    /// The peer answered that it will not do it.
+    #[error("node {node}: {rejection}")]
+    Rejected {
+        node: NodeId,
+        #[source]
+        rejection: Rejection,
+    },
+    /// The peer could not read some of the wanted bytes from its drive.
     #[error("node {node}: {reason}")]
-    Failed { node: NodeId, reason: String },
-    #[error("node {0} answers with what is no message of this version")]
-    Invalid(NodeId),
-    #[error("node {0} is not of this session")]
-    Unknown(NodeId),
-    #[error("this server does not know its peers yet")]
+    Unread { node: NodeId, reason: String },
+    /// The wanted bytes arrived damaged each time.
+    #[error("node {node}: what it sent arrived damaged {FETCH_ATTEMPTS_MAX} times in a row: {mismatch}")]
+    Damaged { node: NodeId, mismatch: Mismatch },
+    /// This node has no memory free for the answer's bytes.
+    #[error("node {node} is too busy to read from its peers")]
+    Busy { node: NodeId },
+    /// The answer cannot be decoded, or does not belong to the request.
+    #[error("node {0} sent an answer that does not belong to the request, or is damaged")]
+    InvalidAnswer(NodeId),
+    /// The node is not in the roster.
+    #[error("node {0} is not a member of this session")]
+    NotAMember(NodeId),
+    /// The session has not started yet.
+    #[error("this server does not have the roster yet")]
     NoRoster,
 }
 
-/// The roster, and a connection to each other node.
+impl PeerError {
+    /// Passes a peer's rejection on. Everything else is a failure of the peer, to whoever asked this node.
+    pub(crate) fn into_rejection(self) -> Rejection {
+        let kind = match &self {
+            Self::Rejected { rejection, .. } => rejection.kind,
+            Self::Busy { .. } => RejectionKind::Busy,
+            Self::Damaged { .. } => RejectionKind::Damaged,
+            Self::NoRoster => RejectionKind::NotReady,
+            _ => RejectionKind::PeerFailed,
+        };
+        Rejection::new(kind, self)
+    }
+}
+
+/// The roster, and a connection to each node.
 pub(crate) struct Peers {
-    me: NodeId,
+    node: NodeId,
     transport: Arc<dyn Transport>,
-    roster: OnceLock<Vec<Line>>,
+    roster: OnceLock<Vec<Dialer>>,
+    loopback: OnceLock<Arc<Loopback>>,
+    /// Memory for the bytes of runs and catalogs, which do not belong in the arena.
+    exchange: Region,
+    damage: Arc<Damage>,
     deadlines: Deadlines,
 }
 
 impl Peers {
-    pub(crate) fn new(me: NodeId, transport: Arc<dyn Transport>, deadlines: Deadlines) -> Self {
-        Self { me, transport, roster: OnceLock::new(), deadlines }
+    /// `exchange` is where the bytes of runs and catalogs land.
+    pub(crate) fn new(
+        node: NodeId,
+        transport: Arc<dyn Transport>,
+        exchange: Region,
+        damage: Arc<Damage>,
+        deadlines: Deadlines,
+    ) -> Self {
+        Self { node, transport, roster: OnceLock::new(), loopback: OnceLock::new(), exchange, damage, deadlines }
+    }
+
+    /// This node.
+    pub(crate) fn own_node(&self) -> NodeId {
+        self.node
     }
 
     pub(crate) fn deadlines(&self) -> &Deadlines {
         &self.deadlines
     }
 
-    /// Takes the roster, once.
-    pub(crate) fn set(&self, addresses: &[SocketAddr]) {
-        let line = |(node, &address)| Line::new(NodeId(node), address, &self.deadlines);
-        // Whoever tells it a second time tells the same.
-        let _ = self.roster.set((0..).zip(addresses).map(line).collect());
+    /// Has requests to this very node answered by its own service.
+    pub(crate) fn set_loopback(&self, address: SocketAddr, service: Weak<dyn Service>, blocking: Arc<dyn Blocking>) {
+        // A node has one service for its whole life, so a second call sets the same.
+        let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
-    /// Connects to those whom this node meets at the start.
+    /// Sets the roster. The first call counts: the roster never changes, and every later call has the same.
+    pub(crate) fn set_roster(&self, addresses: &[SocketAddr]) {
+        let dialer = |(node, &address)| Dialer::new(NodeId(node), address, &self.deadlines);
+        let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
+    }
+
+    /// Connects to the peers that this node meets at the start of a session.
     pub(crate) async fn meet(&self) -> Result<(), PeerError> {
-        let meeting = neighbours(self.me.index(), self.count());
-        let meeting =
-            meeting.into_iter().map(|node| async move { self.connection(NodeId(node as u16), START_TIMEOUT).await.map(drop) });
-        futures_util::future::try_join_all(meeting).await.map(drop)
+        let connecting = met_at_start(self.node.index(), self.count())
+            .into_iter()
+            .map(|node| async move { self.connection(NodeId(node as u16), START_TIMEOUT).await.map(drop) });
+        futures_util::future::try_join_all(connecting).await.map(drop)
     }
 
+    /// Number of nodes in the session, this one included; 0 before the roster is known.
     pub(crate) fn count(&self) -> usize {
         self.roster.get().map_or(0, Vec::len)
     }
 
+    /// All nodes of the session, this one included.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.count() as u16).map(NodeId)
     }
 
     pub(crate) fn address(&self, node: NodeId) -> Option<SocketAddr> {
-        self.roster.get()?.get(node.index()).map(|peer| peer.address)
+        self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Whether the node was reached once and is lost now.
+    /// Whether a connection to the node was lost, and no new one has been made. Dialing again is not a loss: how that ends
+    /// shows at the next call.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
-        node != self.me && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Line::is_lost)
+        node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }
 
-    /// A connection, and what is left of `limit` for the request itself.
+    /// Returns a connection, and what is left of `limit` for the request itself.
     async fn connection(&self, node: NodeId, limit: Duration) -> Result<(Arc<dyn Connection>, Duration), PeerError> {
+        if node == self.node {
+            let loopback = self.loopback.get().ok_or(PeerError::NoRoster)?;
+            return Ok((loopback.clone(), limit));
+        }
         let start = Instant::now();
         let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
-        let line = roster.get(node.index()).filter(|_| node != self.me).ok_or(PeerError::Unknown(node))?;
-        let connection = line.connection(&self.transport, limit / 4 * 3).await?;
-        // A connection that was there already takes nothing.
+        let dialer = roster.get(node.index()).ok_or(PeerError::NotAMember(node))?;
+        let connection = dialer.connection(&self.transport, limit / 4 * 3).await?;
+        // A connection that already existed takes no time.
         let took = start.elapsed();
         let left = if took < self.deadlines.look_interval { limit } else { limit.saturating_sub(took).max(limit / 4) };
         Ok((connection, left))
     }
 
-    /// A request whose answer is a message alone.
-    pub(crate) async fn ask(&self, node: NodeId, request: &Request, timeout: Duration) -> Result<Reply, PeerError> {
+    /// Sends a request whose answer is a message alone.
+    pub(crate) async fn ask<R: RequestKind>(&self, node: NodeId, request: R, timeout: Duration) -> Result<R::Reply, PeerError> {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
     }
 
-    /// A request whose answer's bytes land in slots. All of them, or it fails.
-    pub(crate) async fn pull(
+    /// Sends a request whose answer's bytes land in `slots`. Fails if any of them cannot be read.
+    pub(crate) async fn pull<R: RequestKind>(
         &self,
         node: NodeId,
-        request: &Request,
+        request: R,
         slots: Vec<Slot>,
         timeout: Duration,
-    ) -> Result<(Reply, Pulled), PeerError> {
+    ) -> Result<(R::Reply, Pulled), PeerError> {
         let (reply, pulled) = self.pull_pieces(node, request, slots, timeout).await?;
         if pulled.unread.pieces.is_empty() { Ok((reply, pulled)) } else { Err(unread(node, &pulled.unread)) }
     }
 
-    /// As [`Self::pull`], but pieces that the peer cannot read are left to the caller to find.
-    pub(crate) async fn pull_pieces(
+    /// Like [`Self::pull`], but leaves it to the caller to look for pieces that the peer could not read.
+    pub(crate) async fn pull_pieces<R: RequestKind>(
         &self,
         node: NodeId,
-        request: &Request,
+        request: R,
         slots: Vec<Slot>,
         timeout: Duration,
-    ) -> Result<(Reply, Pulled), PeerError> {
+    ) -> Result<(R::Reply, Pulled), PeerError> {
         let (connection, left) = self.connection(node, timeout).await?;
-        let pulled = connection.pull(encode_sealed(request), slots, left).await?;
-        Ok((reply(node, &pulled.message)?, pulled))
+        let pulled = connection.pull(encode_sealed(&request.into()), slots, left).await?;
+        Ok((reply(node, R::decode_answer(&pulled.message))?, pulled))
     }
 
-    /// A request with bytes for the peer.
+    /// Offers the first `len` bytes of `payload`, and returns `payload` with the reply.
     pub(crate) async fn offer(
         &self,
         node: NodeId,
-        request: &Request,
+        request: &OfferRequest,
         payload: Slot,
         len: usize,
-    ) -> Result<(Reply, Slot), PeerError> {
+    ) -> Result<(OfferReply, Slot), PeerError> {
         let (connection, left) = self.connection(node, self.deadlines.offer).await?;
         let Offered { message, payload } = connection.offer(encode_sealed(request), payload, len, left).await?;
-        Ok((reply(node, &message)?, payload))
+        Ok((reply(node, decode_sealed(&message))?, payload))
     }
 }
 
-/// Tells the user of pieces that a peer could not read.
+/// The error of pieces that a peer could not read.
 pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
-    PeerError::Failed { node, reason: unread.reason.clone() }
+    PeerError::Unread { node, reason: unread.reason.clone() }
 }
 
-fn reply(node: NodeId, message: &[u8]) -> Result<Reply, PeerError> {
-    match decode_sealed(message) {
-        Ok(Reply::Failed { reason }) => Err(PeerError::Failed { node, reason }),
-        Ok(reply) => Ok(reply),
-        Err(_) => Err(PeerError::Invalid(node)),
+fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Result<T, PeerError> {
+    match decoded {
+        Ok(Ok(reply)) => Ok(reply),
+        Ok(Err(rejection)) => Err(PeerError::Rejected { node, rejection }),
+        Err(InvalidMessage) => Err(PeerError::InvalidAnswer(node)),
     }
 }
 
-/// Whom a node meets at the start: everyone, while that are few; else those 1, 2, 4, 8 ... places on, so that connections grow with the
-/// logarithm of the number of nodes, and near and far ways are tried.
-fn neighbours(me: usize, count: usize) -> Vec<usize> {
+/// The peers that a node meets at the start: all, in a small session. In a large one, those 1, 2, 4, 8 ... numbers further
+/// on, so that the number of connections grows with the logarithm of the number of nodes, and near and far paths through
+/// the network are tried.
+fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
-        return (0..count).filter(|&node| node != me).collect();
+        return (0..count).filter(|&peer| peer != node).collect();
     }
-    std::iter::successors(Some(1), |step| Some(step * 2))
-        .take_while(|&step| step < count)
-        .map(|step| (me + step) % count)
+    std::iter::successors(Some(1), |distance| Some(distance * 2))
+        .take_while(|&distance| distance < count)
+        .map(|distance| (node + distance) % count)
         .collect()
 }
 
@@ -167,9 +243,9 @@ mod tests {
 
     #[test]
     fn few_meet_all_and_many_meet_a_few() {
-        assert_eq!(neighbours(1, 3), [0, 2]);
-        assert_eq!(neighbours(0, 1), []);
-        assert_eq!(neighbours(15, 17), [16, 0, 2, 6, 14]);
-        assert_eq!(neighbours(4095, 4096).len(), 12);
+        assert_eq!(met_at_start(1, 3), [0, 2]);
+        assert_eq!(met_at_start(0, 1), []);
+        assert_eq!(met_at_start(15, 17), [16, 0, 2, 6, 14]);
+        assert_eq!(met_at_start(4095, 4096).len(), 12);
     }
 }

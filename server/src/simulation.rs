@@ -1,8 +1,17 @@
-//! Whole sessions in one thread, over a network and a clock that are simulated: a seed decides how long each message takes, in which
-//! order blocking work goes on, and what goes wrong when. What runs is what ships: the coordinator, the stage-in's workers, the
-//! fetcher, the arena and the peers' side, put together by [`crate::Server::start_on`].
+//! Simulates whole sessions, each on one thread, with a simulated network and clock. A seed decides how long each message takes,
+//! in which order blocking jobs proceed, and which faults happen when. The code under test is the code that ships: the
+//! coordinator, the stage-in workers, the fetcher, the arena and the service for peers.
 //!
-//! `DAYFLY_SIMULATION_SEED=7` runs one seed and tells each message; `DAYFLY_SIMULATION_SEEDS` says how many run, or which (`5000..9000`).
+//! `DAYFLY_SIMULATION_SEED=7` runs one seed and prints each message. `DAYFLY_SIMULATION_SEEDS` is the number of seeds to run, or
+//! a range of them (`5000..9000`).
+//!
+//! # Parts
+//!
+//! - [`session`]: the sequence of events in one session, and the promises that are checked.
+//! - [`net`]: the simulated network. [`faults`]: what goes wrong, and when.
+//! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
+//! - [`planted`]: deliberate bugs that the simulation must find.
+//! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
 mod faults;
 mod jobs;
@@ -24,13 +33,13 @@ use planted::Planted;
 use session::{Outcome, run};
 use source::Sources;
 
-/// The variable that names a single seed, of which each message is told.
-const ONE: &str = "DAYFLY_SIMULATION_SEED";
-/// Seeds of one test run, unless it is told otherwise.
+/// The environment variable that selects one seed, whose messages are printed.
+const ONE_SEED: &str = "DAYFLY_SIMULATION_SEED";
+/// Seeds of one test run by default.
 const SEEDS: u64 = 5000;
-/// A planted bug is found within so many.
+/// A planted bug must be found within this many seeds.
 const SEEDS_TO_FIND: u64 = 20;
-/// What a seed has at least, so that it counts.
+/// Reads and faults that each seed must have at least, so that no seed is too easy.
 const READS_MIN: u64 = 50;
 const FAULTS_MIN: u64 = 3;
 
@@ -38,10 +47,10 @@ fn number(value: &str) -> u64 {
     value.parse().expect("a number")
 }
 
-/// The seeds that the environment names: one, a number of them, or `FROM..TO`.
+/// The seeds that the environment selects: one seed, the first N, or `FROM..TO`.
 fn seeds() -> Range<u64> {
     let variable = |name: &str| std::env::var(name).ok();
-    match (variable(ONE), variable("DAYFLY_SIMULATION_SEEDS")) {
+    match (variable(ONE_SEED), variable("DAYFLY_SIMULATION_SEEDS")) {
         (Some(one), _) => number(&one)..number(&one) + 1,
         (None, Some(seeds)) => match seeds.split_once("..") {
             Some((from, to)) => number(from)..number(to),
@@ -51,7 +60,7 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// The cores that this process may use, each as a set of its own.
+/// The cores that this process may use, each as its own set.
 fn cores() -> Vec<CpuSet> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
     let alone = |core| {
@@ -61,15 +70,15 @@ fn cores() -> Vec<CpuSet> {
     (0..CpuSet::count()).filter(|&core| allowed.is_set(core).unwrap_or(false)).map(|core| alone(core).unwrap()).collect()
 }
 
-/// Runs seeds on all cores; each with what came of it, in order. The threads of a seed take turns, and stay on one core: waking the
-/// next one on another core takes more time than all that it does.
-fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcome> {
+/// Runs seeds on all cores, and returns their outcomes in order. The threads of a seed run one at a time and stay on one core,
+/// because waking a thread on another core takes longer than the work it then does.
+fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Outcome> {
     let (sources, next, outcomes) = (Sources::write(), AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for core in cores() {
             let (sources, next, outcomes, seeds) = (&sources, &next, &outcomes, &seeds);
             scope.spawn(move || {
-                // Without leave to do so it only takes longer.
+                // If this is not permitted, the run only takes longer.
                 let _ = sched_setaffinity(Pid::from_raw(0), &core);
                 let pool = Pool::default();
                 loop {
@@ -77,7 +86,7 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcom
                     if !seeds.contains(&seed) {
                         return;
                     }
-                    let outcome = run(seed, sources, &pool, bug, is_told);
+                    let outcome = run(seed, sources, &pool, bug, is_verbose);
                     outcomes.lock().unwrap().push(outcome);
                 }
             });
@@ -91,10 +100,10 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_told: bool) -> Vec<Outcom
 #[test]
 fn thousands_of_seeded_sessions_keep_every_promise() {
     let start = Instant::now();
-    let outcomes = run_all(seeds(), None, std::env::var_os(ONE).is_some());
+    let outcomes = run_all(seeds(), None, std::env::var_os(ONE_SEED).is_some());
     let sum = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     eprintln!(
-        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of their time, traces {:016x}",
+        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of simulated time, traces {:016x}",
         outcomes.len(),
         start.elapsed().as_secs_f64(),
         sum(|outcome| outcome.reads),
@@ -106,7 +115,7 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
         outcomes.iter().map(|outcome| outcome.took.as_secs_f64()).sum::<f64>(),
         outcomes.iter().fold(0_u64, |all, outcome| all.wrapping_add(outcome.trace)),
     );
-    let broken: Vec<String> = outcomes.iter().filter_map(Outcome::told).collect();
+    let broken: Vec<String> = outcomes.iter().filter_map(Outcome::failure).collect();
     assert!(broken.is_empty(), "{} seeds broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
     for outcome in &outcomes {
         assert!(outcome.reads >= READS_MIN && outcome.faults >= FAULTS_MIN, "seed {} is too easy: {outcome:?}", outcome.seed);
@@ -114,7 +123,7 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
 }
 
 #[test]
-fn a_seed_reproduces() {
+fn a_seed_reproduces_its_session() {
     let seeds = || 1_000_000..1_000_040;
     let (first, second) = (run_all(seeds(), None, false), run_all(seeds(), None, false));
     for (first, second) in first.iter().zip(&second) {
@@ -123,10 +132,10 @@ fn a_seed_reproduces() {
 }
 
 #[test]
-fn three_planted_bugs_are_found() {
+fn each_planted_bug_is_found() {
     for bug in Planted::ALL {
         let outcomes = run_all(0..SEEDS_TO_FIND, Some(bug), false);
-        let found: Vec<String> = outcomes.iter().filter_map(Outcome::told).collect();
+        let found: Vec<String> = outcomes.iter().filter_map(Outcome::failure).collect();
         assert!(!found.is_empty(), "{bug:?} was not found");
         eprintln!("{bug:?} was found by {} of {SEEDS_TO_FIND} seeds; first: {:.200}", found.len(), found[0]);
     }

@@ -43,7 +43,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
-pub(crate) use dataset::{ChunkInfo, Dataset};
+pub(crate) use dataset::{ChunkInfo, Dataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
 pub(crate) use segment::{Segments, room_for};
 

@@ -36,7 +36,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("No space left on device", Cause::Full),
     ("no node has room left", Cause::Full),
     ("no room for", Cause::Full),
-    ("it has just been given up", Cause::Gone),
+    ("it was deleted while it was being read", Cause::Gone),
     ("cannot write", Cause::Drive),
     ("failed to fill whole buffer", Cause::Drive),
     ("unexpected end of file", Cause::Drive),
@@ -62,7 +62,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
     ("not there (any more)", Cause::Gone),
-    ("refuses", Cause::Drive),
+    ("refused the request", Cause::Drive),
     ("No such file or directory", Cause::NoName),
     ("no such file or directory", Cause::NoName),
 ];

@@ -14,9 +14,9 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
 use dayfly_meta::wire::control::{Command, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::status::NodeStatus;
-use dayfly_server::{Agreement, Config, Key, Options, Preference, Server};
+use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
 use dayfly_transport::Transport;
-use dayfly_transport::fault::{Fault, Faulty, Plan, Seen};
+use dayfly_transport::fault::{Fault, FaultSchedule, Faulty, OutgoingRequest};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
@@ -26,12 +26,12 @@ use super::samples::content;
 const NEEDLE_LEN: usize = 64;
 
 /// What happens to requests, until the test says otherwise.
-pub(crate) type Meddle = Box<dyn Fn(&Seen<'_>) -> Option<Fault> + Send + Sync>;
+pub(crate) type Meddle = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
 /// A session in this process.
 pub(crate) struct Inside {
     runtime: Runtime,
-    servers: Vec<Arc<Server>>,
+    servers: Vec<Arc<Node>>,
     location: Location,
     data: Vec<TempDir>,
     pub(crate) work: TempDir,
@@ -81,11 +81,11 @@ impl Inside {
                 deadlines: Deadlines::DEFAULT,
             };
             let known = meddle.clone();
-            let plan: Plan = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
+            let plan: FaultSchedule = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
             let decorate = |inner: Arc<dyn Transport>| -> Arc<dyn Transport> { Arc::new(Faulty::new(inner, plan)) };
-            runtime.block_on(Server::start_over(config, decorate)).unwrap()
+            runtime.block_on(Node::start_over(config, decorate)).unwrap()
         };
-        let servers: Vec<Arc<Server>> = (0..nodes).map(start).collect();
+        let servers: Vec<Arc<Node>> = (0..nodes).map(start).collect();
         let addresses: Vec<_> = servers.iter().map(|server| server.address()).collect();
         for server in &servers {
             runtime.block_on(server.join(&addresses, Agreement::Tcp { why: "a test".to_owned() })).unwrap();
@@ -94,7 +94,7 @@ impl Inside {
     }
 
     /// From now on.
-    pub(crate) fn meddle(&self, meddle: impl Fn(&Seen<'_>) -> Option<Fault> + Send + Sync + 'static) {
+    pub(crate) fn meddle(&self, meddle: impl Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync + 'static) {
         *self.meddle.lock().unwrap() = Some(Box::new(meddle));
     }
 

@@ -1,5 +1,7 @@
-//! The library that shows the namespace to unchanged programs: where it is, and whether it can be used. The loader passes over
-//! one that is absent or broken with at most a warning, and the program would see no namespace; so it is tried first.
+//! The preload library, which shows the namespace to unchanged programs: where it is, and whether it can be loaded.
+//!
+//! The loader skips a library that is missing or broken with at most a warning, and the program would then see no namespace. So this
+//! program tries to load it first.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -13,11 +15,12 @@ use dayfly_client::locate::{PREFIX_VARIABLE, SESSION_VARIABLE};
 
 use crate::failure::Failure;
 
+/// The library's file name.
 const NAME: &str = "libdayfly_preload.so";
-/// What makes the loader load a library before all others.
+/// The variable that makes the loader load a library before all others.
 pub(crate) const VARIABLE: &str = "LD_PRELOAD";
 
-/// Where the library is, having seen that it loads.
+/// Finds the library, and checks that it can be loaded.
 pub(crate) fn library() -> Result<PathBuf, Failure> {
     let program = env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
@@ -25,8 +28,8 @@ pub(crate) fn library() -> Result<PathBuf, Failure> {
     let Some(library) = places.iter().find(|place| place.is_file()) else {
         let places: Vec<String> = places.iter().map(|place| format!("'{}'", place.display())).collect();
         return Err(Failure::new(format!(
-            "{NAME} is not there, without which CMD would not see the namespace; build it by 'cargo build --release', or put it beside \
-             dayfly (looked for: {})",
+            "cannot find {NAME}, without which CMD would not see the namespace; build it with 'cargo build --release', or put it \
+             beside dayfly (searched: {})",
             places.join(", ")
         )));
     };
@@ -34,14 +37,14 @@ pub(crate) fn library() -> Result<PathBuf, Failure> {
     if library.as_os_str().as_bytes().iter().any(|&byte| byte == b':' || byte.is_ascii_whitespace()) {
         let path = library.display();
         return Err(Failure::new(format!(
-            "'{path}' has a blank or a colon in its path, at which the loader would part it; move it"
+            "the path '{path}' contains a space or a colon, where the loader would split it; move the library"
         )));
     }
     try_to_load(&program, &library)?;
     Ok(library)
 }
 
-/// Runs this program with the library, and has it look whether it is there.
+/// Runs this program with the library, and has it check whether the library is loaded.
 fn try_to_load(program: &Path, library: &Path) -> Result<(), Failure> {
     let mut trial = Command::new(program);
     trial.arg(TRIAL).env(VARIABLE, library).env_remove(SESSION_VARIABLE).env_remove(PREFIX_VARIABLE);
@@ -51,19 +54,19 @@ fn try_to_load(program: &Path, library: &Path) -> Result<(), Failure> {
     }
     let reason = String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
     let path = library.display();
-    Err(Failure::new(format!("'{path}' cannot be loaded, without which CMD would not see the namespace: {reason}")))
+    Err(Failure::new(format!("cannot load '{path}', without which CMD would not see the namespace: {reason}")))
 }
 
-/// The hidden command of [`try_to_load`].
+/// The hidden command that [`try_to_load`] runs.
 const TRIAL: &str = "is-preloaded";
 
-/// Whether the library is in this process.
+/// Whether the library is loaded into this process.
 pub(crate) fn is_loaded() -> bool {
     let maps = fs::read("/proc/self/maps").unwrap_or_default();
     maps.windows(NAME.len()).any(|window| window == NAME.as_bytes())
 }
 
-/// `LD_PRELOAD` with the library first, before what was asked for already.
+/// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked for.
 pub(crate) fn value(library: &Path) -> OsString {
     let mut value = library.as_os_str().to_owned();
     let before = env::var_os(VARIABLE).unwrap_or_default();
@@ -75,18 +78,19 @@ pub(crate) fn value(library: &Path) -> OsString {
     value
 }
 
-/// Whether a program is an ELF that asks for no loader: then nothing is loaded before it. `false` where that cannot be told.
+/// Whether a program is a static ELF file, into which no library can be preloaded. `false` if that is unknown.
 pub(crate) fn is_static(program: &OsStr) -> bool {
     let path = Path::new(program);
     let in_path =
         env::var_os("PATH").map(|folders| env::split_paths(&folders).map(|folder| folder.join(path)).collect::<Vec<_>>());
     let candidates = if program.as_bytes().contains(&b'/') { vec![path.to_owned()] } else { in_path.unwrap_or_default() };
     let found = candidates.into_iter().find(|candidate| candidate.is_file());
-    found.and_then(|path| asks_for_no_loader(&path)).unwrap_or(false)
+    found.and_then(|path| has_no_interpreter(&path)).unwrap_or(false)
 }
 
-/// Looks through a 64-bit ELF's program headers, which come within its first page or so.
-fn asks_for_no_loader(path: &Path) -> Option<bool> {
+/// Searches the program headers of a 64-bit ELF file, which are in its first 8 KiB, for an interpreter. `None` if the file is not
+/// such a file.
+fn has_no_interpreter(path: &Path) -> Option<bool> {
     const INTERPRETER: u32 = 3;
     let mut start = Vec::new();
     fs::File::open(path).ok()?.take(8192).read_to_end(&mut start).ok()?;
@@ -100,7 +104,7 @@ fn asks_for_no_loader(path: &Path) -> Option<bool> {
         let at = table.checked_add(number * len)?;
         Some(u32::from_le_bytes(start.get(at..at.checked_add(4)?)?.try_into().ok()?))
     });
-    // A shared object is run by a loader, too.
+    // Headers that are cut off count as an interpreter.
     Some(!kinds.any(|kind| kind.is_none_or(|kind| kind == INTERPRETER)))
 }
 
@@ -109,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_that_ask_for_a_loader_are_told_from_others() {
+    fn a_program_without_an_interpreter_is_static() {
         let folder = std::env::temp_dir().join(format!("dayfly-static-{}", std::process::id()));
         let fake = |kind: u8| {
             let mut elf = vec![0; 128];

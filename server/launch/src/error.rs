@@ -267,7 +267,7 @@ pub enum LaunchError {
     CannotConnect(String),
     /// RDMA was demanded and some node lacks it.
     #[error("no session over RDMA, as --transport rdma demands: {0}")]
-    NoRdma(String),
+    NoRdma(#[source] dayfly_server::Obstacle),
     /// Not all servers reached each other in time.
     #[error(
         "not all nodes reach each other within {seconds} s (--start-timeout); 'dayfly doctor --hosts ...' shows which do not"

@@ -3,11 +3,14 @@
 use std::fmt::{self, Debug, Display};
 use std::sync::Arc;
 
+/// Shows one notice.
+type Show = dyn Fn(&dyn Display) + Send + Sync;
+
 /// Passes messages for the user to the program that embeds this crate.
 ///
 /// The crate itself never writes to standard error. A notice is not an error: the operation that gave it continues.
 #[derive(Clone)]
-pub struct Notices(Arc<dyn Fn(&dyn Display) + Send + Sync>);
+pub struct Notices(Arc<Show>);
 
 impl Notices {
     /// Calls `show` with each notice, on whatever thread it arises.

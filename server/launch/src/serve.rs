@@ -18,7 +18,7 @@ use dayfly_client::locate::{Location, Watch};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
-use dayfly_server::{Choice, Config, Key, Options, Server};
+use dayfly_server::{Choice, Config, Key, Node, Options};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{dup2_stderr, dup2_stdout};
@@ -247,7 +247,7 @@ async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchE
 
 /// A server that listens, and what it holds.
 struct Serving {
-    server: Arc<Server>,
+    server: Arc<Node>,
     location: Location,
     watch: Watch,
     locks: Vec<Flock<File>>,
@@ -305,7 +305,7 @@ async fn start(
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);
-    let server = Server::start(config).await.map_err(|error| LaunchError::Server(error.to_string()))?;
+    let server = Node::start(config).await.map_err(|error| LaunchError::Server(error.to_string()))?;
     let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
     data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
@@ -399,12 +399,7 @@ enum Parting {
 }
 
 /// Carries out the supervisor's instructions and sends heartbeats, until the supervisor ends the session or is lost.
-async fn follow_supervisor(
-    server: &Arc<Server>,
-    sender: &mut Sender,
-    mut receiver: Receiver,
-    invitation: &Invitation,
-) -> Parting {
+async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver: Receiver, invitation: &Invitation) -> Parting {
     let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
     let (instruction_sender, mut instructions) = mpsc::channel(INSTRUCTIONS_WAITING_MAX);
     // The receiver runs on its own task. Inside the select below, a message that is partly read would be lost whenever a tick comes
@@ -435,11 +430,11 @@ async fn follow_supervisor(
                 }
                 Some(FromSupervisor::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
                     Ok(fallen_back) => FromServer::Met { fallen_back },
-                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                    Err(error) => FromServer::Failed { names: Vec::new(), reason: error.to_string() },
                 },
                 Some(FromSupervisor::Agree(agreement)) => match server.agree(agreement).await {
                     Ok(()) => FromServer::Ready,
-                    Err(reason) => FromServer::Failed { names: Vec::new(), reason },
+                    Err(error) => FromServer::Failed { names: Vec::new(), reason: error.to_string() },
                 },
                 Some(FromSupervisor::JoinAs { .. } | FromSupervisor::Surplus) => continue,
             },

@@ -26,11 +26,17 @@ pub fn show_bytes(bytes: u64) -> String {
 /// assert_eq!(dayfly_launch::units::counted(0, "bad copy"), "0 bad copies");
 /// ```
 pub fn counted(count: u64, noun: &str) -> String {
-    if count == 1 {
-        return format!("1 {noun}");
-    }
     match noun.strip_suffix('y').filter(|stem| !stem.ends_with(['a', 'e', 'i', 'o', 'u'])) {
-        Some(stem) => format!("{count} {stem}ies"),
-        None => format!("{count} {noun}s"),
+        Some(stem) => counted_as(count, noun, &format!("{stem}ies")),
+        None => counted_as(count, noun, &format!("{noun}s")),
     }
+}
+
+/// Like [`counted`], for nouns with an unusual plural.
+///
+/// ```
+/// assert_eq!(dayfly_launch::units::counted_as(2, "leaf", "leaves"), "2 leaves");
+/// ```
+pub fn counted_as(count: u64, singular: &str, plural: &str) -> String {
+    format!("{count} {}", if count == 1 { singular } else { plural })
 }

@@ -1,5 +1,5 @@
-//! Messages on a Unix socket, with descriptors beside them. What comes and what goes are apart, so that a client is heard also while
-//! it is being sent something: if both sides only sent, both would wait for ever.
+//! Messages on a Unix socket, with descriptors beside them. Receiving and sending are separate, so that the server reads
+//! from a client while it sends to it: if both sides only sent, both would wait forever.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -15,31 +15,31 @@ use tokio::io::Interest;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-/// Read with one call: nearly all requests fit.
+/// Bytes to read with one call. Nearly all requests fit.
 const BUFFER_LEN: usize = 16 << 10;
 
-/// What comes from a client.
+/// Receives a client's messages.
 pub(super) struct Receiver {
     stream: Arc<UnixStream>,
-    /// What was read and not looked at yet.
+    /// Bytes that were read but not decoded yet.
     buffer: Vec<u8>,
 }
 
-/// What goes to it.
+/// Sends messages to a client.
 pub(super) struct Sender {
     stream: Arc<UnixStream>,
-    /// A client that takes no bytes for so long is stuck or stopped.
+    /// A client that takes a message for longer than this is stuck or stopped.
     patience: Duration,
 }
 
-/// The two sides of a connection.
+/// Splits a connection into its two directions.
 pub(super) fn split(stream: UnixStream, patience: Duration) -> (Receiver, Sender) {
     let stream = Arc::new(stream);
     (Receiver { stream: stream.clone(), buffer: Vec::with_capacity(BUFFER_LEN) }, Sender { stream, patience })
 }
 
 impl Receiver {
-    /// The next message; `None` at the end. Dropped before it is done, it loses nothing.
+    /// Returns the next message, or `None` at the end. Dropping the future loses nothing.
     pub(super) async fn receive(&mut self) -> io::Result<Option<Vec<u8>>> {
         loop {
             if let Some((&header, rest)) = self.buffer.split_first_chunk::<LOCAL_HEADER_LEN>() {
@@ -58,7 +58,7 @@ impl Receiver {
                 Ok(0) if self.buffer.is_empty() => return Ok(None),
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(_) => {}
-                // Readiness may be left over from the message before; only a read tells.
+                // The readiness may be left over from the previous message; only a read shows whether there are bytes.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
@@ -67,13 +67,14 @@ impl Receiver {
 }
 
 impl Sender {
-    /// Sends a message; the descriptors travel with its first byte. A client that takes nothing for long is given up.
+    /// Sends a message. The descriptors travel with its first byte. Fails if the client does not take it in time.
     pub(super) async fn send(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let send = self.send_patiently(message, files);
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
-    /// The same, for as long as it takes: the caller sees to it that a client which takes nothing keeps nothing from others.
+    /// Like [`Self::send`], but waits as long as it takes. The caller must see to it that the client holds nothing meanwhile
+    /// that others need.
     pub(super) async fn send_patiently(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let message = encode(message);
         let header = encode_local(message.len()).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;

@@ -1,4 +1,5 @@
-//! Samples of one path in several sources: which of them are a conflict, found while sources are read or by the merge.
+//! Path conflicts: samples of one path in several sources that must not have one. They are found while sources are read, or
+//! at the latest by the merge.
 
 use std::collections::HashMap;
 
@@ -7,10 +8,24 @@ use dayfly_meta::limits::{NOTES_SHOWN_MAX, QUESTIONS_MAX, SIGHTINGS_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Question, Rivalry, Sighting};
 
-/// Which sources may not have a path in common, by source.
+/// Two rival sources contain different samples of one path.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "'{path}' is in '{first}' and, with other content, in '{second}', and one pattern or list names both; --prefix-by-source \
+     gives each archive a directory of its own, and --on-conflict replace lets the later sample win"
+)]
+pub(crate) struct PathConflict {
+    path: String,
+    first: String,
+    second: String,
+}
+
+/// Which sources must not contain the same path.
 #[derive(Default)]
 pub(super) struct Rivals {
+    /// By source.
     rivalries: Vec<Rivalry>,
+    /// Paths of the sources.
     paths: Vec<Vec<u8>>,
 }
 
@@ -19,7 +34,7 @@ impl Rivals {
         Self { rivalries, paths: sources.iter().map(|source| source.path.clone()).collect() }
     }
 
-    /// Whether one pattern names both.
+    /// Whether two sources are different matches of one pattern.
     fn are_rivals(&self, left: u32, right: u32) -> bool {
         let rivalry = |source: u32| self.rivalries.get(source as usize).copied().unwrap_or_default();
         let (left, right) = (rivalry(left), rivalry(right));
@@ -30,25 +45,22 @@ impl Rivals {
         self.paths.get(source as usize).map_or_else(|| format!("source {source}"), |path| display(path))
     }
 
-    fn told(&self, path: &[u8], left: u32, right: u32) -> String {
-        format!(
-            "'{}' is in '{}' and, with other content, in '{}', which one pattern or list names: --prefix-by-source gives each archive a directory of its name, --on-conflict replace lets the later one win",
-            display(path),
-            self.name(left),
-            self.name(right)
-        )
+    fn path_conflict(&self, path: &[u8], first: u32, second: u32) -> PathConflict {
+        PathConflict { path: display(path), first: self.name(first), second: self.name(second) }
     }
 
-    /// Why the members that happened to one path, in this order, are a conflict, if they are.
-    pub(super) fn conflict(&self, members: &[Member]) -> Option<String> {
-        let pair = members
-            .windows(2)
-            .find(|pair| self.are_rivals(pair[0].key.source, pair[1].key.source) && differ(&pair[0], &pair[1]))?;
-        Some(self.told(&pair[0].path, pair[0].key.source, pair[1].key.source))
+    /// Checks all members of one path, in order.
+    pub(super) fn check(&self, members: &[Member]) -> Result<(), PathConflict> {
+        let is_conflict =
+            |pair: &&[Member]| self.are_rivals(pair[0].key.source, pair[1].key.source) && differ(&pair[0], &pair[1]);
+        match members.windows(2).find(is_conflict) {
+            Some(pair) => Err(self.path_conflict(&pair[0].path, pair[0].key.source, pair[1].key.source)),
+            None => Ok(()),
+        }
     }
 }
 
-/// Whether it matters which of two members of one path stands.
+/// Whether it matters which of two members of one path wins.
 fn differ(left: &Member, right: &Member) -> bool {
     match (&left.kind, &right.kind) {
         (
@@ -59,40 +71,41 @@ fn differ(left: &Member, right: &Member) -> bool {
     }
 }
 
-/// Samples that a later one of their path took the place of; all are counted, the first few named.
+/// Samples that were replaced by a later, different one of their path. All are counted, and the first few are named.
 #[derive(Default)]
-pub(super) struct Replaced {
+pub(super) struct ReplacedSamples {
     pub(super) count: u64,
-    pub(super) names: Vec<String>,
+    pub(super) notes: Vec<String>,
 }
 
-impl Replaced {
-    /// Of what happened to one path, `standing` is what it ends as.
-    pub(super) fn see(&mut self, members: &[Member], standing: &Member, rivals: &Rivals) {
+impl ReplacedSamples {
+    /// Counts those of `members`, all of one path, that `winner` replaces.
+    pub(super) fn count_all(&mut self, members: &[Member], winner: &Member, rivals: &Rivals) {
         for member in members {
             let is_sample = matches!(member.kind, MemberKind::File { .. });
-            if !is_sample || member.key == standing.key || !differ(member, standing) {
+            if !is_sample || member.key == winner.key || !differ(member, winner) {
                 continue;
             }
             self.count += 1;
-            if self.names.len() < NOTES_SHOWN_MAX {
-                let (of, by) = (rivals.name(member.key.source), rivals.name(standing.key.source));
-                self.names.push(format!("'{}' of '{of}' is replaced by that of '{by}'", display(&member.path)));
+            if self.notes.len() < NOTES_SHOWN_MAX {
+                let (of, by) = (rivals.name(member.key.source), rivals.name(winner.key.source));
+                self.notes.push(format!("'{}' of '{of}' was replaced by the one of '{by}'", display(&member.path)));
             }
         }
     }
 }
 
-/// What owners suspect and workers have seen.
+/// What owners suspect and what workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     questions: Vec<Question>,
+    /// By the hash of a question.
     sightings: HashMap<u64, Vec<Sighting>>,
 }
 
 impl Suspicions {
-    /// Takes what a node tells.
-    pub(super) fn take(&mut self, suspects: Vec<Question>, sightings: Vec<Sighting>) {
+    /// Adds a node's suspicions and sightings. Sightings that answer no question are dropped.
+    pub(super) fn add(&mut self, suspects: Vec<Question>, sightings: Vec<Sighting>) {
         for question in suspects {
             if self.questions.len() < QUESTIONS_MAX && !self.questions.contains(&question) {
                 self.questions.push(question);
@@ -109,13 +122,13 @@ impl Suspicions {
         }
     }
 
-    /// What all workers are to look for.
+    /// The paths that all workers look for.
     pub(super) fn questions(&self) -> Vec<Question> {
         self.questions.clone()
     }
 
-    /// The first two sightings that are a conflict, told; `is_certain` says whether what a ticket found will count.
-    pub(super) fn conflict(&self, rivals: &Rivals, is_certain: impl Fn(u32) -> bool) -> Option<String> {
+    /// The first two sightings that are a conflict. `is_certain` says whether the members of an assignment will count.
+    pub(super) fn conflict(&self, rivals: &Rivals, is_certain: impl Fn(u32) -> bool) -> Option<PathConflict> {
         for of_hash in self.sightings.values() {
             for (at, left) in of_hash.iter().enumerate() {
                 let is_conflict = |right: &&Sighting| {
@@ -127,7 +140,7 @@ impl Suspicions {
                 };
                 if let Some(right) = of_hash[at + 1..].iter().find(is_conflict) {
                     let (first, second) = (left.source.min(right.source), left.source.max(right.source));
-                    return Some(rivals.told(&left.path, first, second));
+                    return Some(rivals.path_conflict(&left.path, first, second));
                 }
             }
         }
@@ -150,7 +163,7 @@ mod tests {
         let rivals = Rivals { rivalries, paths: ["a", "b", "c", "d"].map(|name| name.as_bytes().to_vec()).to_vec() };
         let check = |left: Sighting, right: Sighting, expect: bool| {
             let mut suspicions = Suspicions::default();
-            suspicions.take(vec![Question { hash: 7, pattern: 1 }], vec![left.clone(), right.clone()]);
+            suspicions.add(vec![Question { hash: 7, pattern: 1 }], vec![left.clone(), right.clone()]);
             let found = suspicions.conflict(&rivals, |ticket| ticket < 10);
             assert_eq!(found.is_some(), expect, "{left:?} {right:?}: {found:?}");
         };
@@ -161,7 +174,7 @@ mod tests {
         check(sighting("x", 0, 1, 1), sighting("x", 3, 2, 2), false);
         check(sighting("x", 0, 1, 1), sighting("x", 1, 10, 2), false);
         let mut suspicions = Suspicions::default();
-        suspicions.take(Vec::new(), vec![sighting("x", 0, 1, 1), sighting("x", 1, 2, 2)]);
-        assert!(suspicions.conflict(&rivals, |_| true).is_none() && suspicions.sightings.is_empty(), "nobody asked");
+        suspicions.add(Vec::new(), vec![sighting("x", 0, 1, 1), sighting("x", 1, 2, 2)]);
+        assert!(suspicions.conflict(&rivals, |_| true).is_none() && suspicions.sightings.is_empty(), "no question was asked");
     }
 }

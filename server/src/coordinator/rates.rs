@@ -1,11 +1,13 @@
-//! How much each node read in each stretch of time, in memory that does not grow with time.
+//! How many source bytes each node read in each interval. The memory it takes does not grow with time: intervals double
+//! in length when they become too many.
 
 use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
 
-/// Intervals of all nodes together, so that they fit a summary, and those of one node.
+/// Intervals of all nodes together, so that they fit a summary.
 const ALL_INTERVALS_MAX: usize = 32 << 10;
+/// Intervals of one node, at most and at least.
 const INTERVALS_MAX: usize = 512;
 const INTERVALS_MIN: usize = 8;
 
@@ -42,7 +44,7 @@ impl Rates {
         rates[number] += bytes;
     }
 
-    /// By node, and the length of an interval in milliseconds.
+    /// Returns the bytes by node and interval, and the length of an interval in milliseconds.
     pub(super) fn read(&self) -> (Vec<Vec<u64>>, u64) {
         (self.nodes.clone(), self.interval.as_millis() as u64)
     }

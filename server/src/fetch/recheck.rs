@@ -68,7 +68,7 @@ impl Fetcher {
         let (Some(lease), Some(expected)) = (self.arena.find(&key), dataset.catalog().chunk_checksum(chunk)) else { return };
         if let Err(mismatch) = check(lease.bytes(), expected) {
             let Some(owner) = dataset.catalog().owner(chunk.block) else { return };
-            self.damage.record(Hop::Arena, owner, &ChunkName::new(dataset, chunk), mismatch);
+            self.damage.record(Hop::Arena, owner, ChunkName::new(dataset, chunk), mismatch);
             self.arena.discard(&key, &lease);
         }
     }

@@ -1,4 +1,4 @@
-//! What goes wrong, and when: drawn from the seed before a session begins.
+//! What goes wrong in a session, and when. The seed decides it before the session begins.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,32 +10,32 @@ use tokio::time::sleep;
 use super::net::Net;
 use super::random::Random;
 
-/// A fault, with how long it lasts where it does.
+/// A fault. If it lasts for a time, that is its last field.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
-    /// Nothing gets through between two nodes.
+    /// No message gets through between two nodes.
     Silence(NodeId, NodeId, Duration),
-    /// All between two nodes takes longer.
+    /// Each message between two nodes takes longer, by the first duration.
     Slow(NodeId, NodeId, Duration, Duration),
-    /// Connections between two nodes break.
+    /// The connections between two nodes break.
     Reset(NodeId, NodeId),
-    /// So many requests between two nodes are refused.
+    /// This many requests between two nodes are refused.
     Refuse(NodeId, NodeId, u32),
-    /// So many transfers between two nodes have a bit flipped.
+    /// One bit flips in each of this many transfers between two nodes.
     Flip(NodeId, NodeId, u32),
-    /// A node stands still.
-    Still(NodeId, Duration),
-    /// So many pieces cannot be read from a node's drive.
+    /// A node neither sends nor receives.
+    Freeze(NodeId, Duration),
+    /// This many pieces cannot be read from a node's drive.
     Unreadable(NodeId, u32),
     /// A node is killed.
     Kill(NodeId),
     /// The stage-in is cancelled.
     Cancel,
-    /// A source of the stage-in loses its end.
+    /// A source of the stage-in is truncated.
     Shrink,
 }
 
-/// When each comes, in order.
+/// Draws the faults of a session, with the time at which each begins, in order of time.
 pub(super) fn draw(random: &mut Random, nodes: u16) -> Vec<(Duration, Fault)> {
     let count = 3 + random.below(4);
     let mut faults: Vec<(Duration, Fault)> = Vec::new();
@@ -53,9 +53,9 @@ pub(super) fn draw(random: &mut Random, nodes: u16) -> Vec<(Duration, Fault)> {
             5..7 => Fault::Reset(one, other),
             7 | 8 => Fault::Refuse(one, other, few),
             9 | 10 => Fault::Flip(one, other, few),
-            11 | 12 => Fault::Still(one, lasting),
+            11 | 12 => Fault::Freeze(one, lasting),
             13 => Fault::Unreadable(one, few),
-            // These at most once: who is killed stays so, and a stage-in is cancelled or cut short but once.
+            // Each of these happens at most once: a killed node stays dead, and only one stage-in is disturbed.
             14 if once.insert("kill") => Fault::Kill(one),
             15 if once.insert("source") => {
                 if random.is_one_in(2) {
@@ -72,29 +72,29 @@ pub(super) fn draw(random: &mut Random, nodes: u16) -> Vec<(Duration, Fault)> {
     faults
 }
 
-/// Makes a fault happen on the network, and ends it when its time is over.
-pub(super) async fn happen(net: &Arc<Net>, fault: Fault) {
+/// Applies a fault to the network, and ends it when its time is over.
+pub(super) async fn apply(net: &Arc<Net>, fault: Fault) {
     match fault {
         Fault::Silence(one, other, lasting) => {
-            net.trouble(one, other, |trouble| trouble.is_silent = true);
+            net.change_link(one, other, |link| link.is_silent = true);
             sleep(lasting).await;
-            net.trouble(one, other, |trouble| trouble.is_silent = false);
+            net.change_link(one, other, |link| link.is_silent = false);
         }
         Fault::Slow(one, other, slow, lasting) => {
-            net.trouble(one, other, |trouble| trouble.slow = slow);
+            net.change_link(one, other, |link| link.slow = slow);
             sleep(lasting).await;
-            net.trouble(one, other, |trouble| trouble.slow = Duration::ZERO);
+            net.change_link(one, other, |link| link.slow = Duration::ZERO);
         }
         Fault::Reset(one, other) => net.reset(one, other),
-        Fault::Refuse(one, other, count) => net.trouble(one, other, |trouble| trouble.refused += count),
-        Fault::Flip(one, other, count) => net.trouble(one, other, |trouble| trouble.flipped += count),
-        Fault::Still(node, lasting) => {
-            net.ail(node, |ailment| ailment.is_still = true);
+        Fault::Refuse(one, other, count) => net.change_link(one, other, |link| link.refused += count),
+        Fault::Flip(one, other, count) => net.change_link(one, other, |link| link.flipped += count),
+        Fault::Freeze(node, lasting) => {
+            net.change_node(node, |health| health.is_frozen = true);
             sleep(lasting).await;
-            net.ail(node, |ailment| ailment.is_still = false);
+            net.change_node(node, |health| health.is_frozen = false);
         }
-        Fault::Unreadable(node, count) => net.ail(node, |ailment| ailment.unreadable += count),
-        Fault::Kill(node) => net.ail(node, |ailment| ailment.is_killed = true),
+        Fault::Unreadable(node, count) => net.change_node(node, |health| health.unreadable += count),
+        Fault::Kill(node) => net.change_node(node, |health| health.is_killed = true),
         Fault::Cancel | Fault::Shrink => {}
     }
 }

@@ -1,12 +1,12 @@
-//! Blocking work as coroutines: each job has a thread of its own, but a single baton goes from thread to thread, so that exactly one
-//! of them runs at a time, and the runtime's clock stands still while a job does. In which order jobs begin, the seed decides.
+//! Runs blocking jobs as coroutines. Each job has its own thread, but the threads pass a baton, so that exactly one of them runs
+//! at a time. The simulated clock stands still while a job runs. The seed decides in which order jobs begin.
 
 use std::any::Any;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
@@ -15,44 +15,48 @@ use tokio::runtime::Handle;
 use super::random::Random;
 use crate::blocking::{Blocking, Job};
 
-/// Who has the baton.
+/// Where the baton is.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Turn {
-    Runtime,
-    Job,
+enum BatonState {
+    /// The runtime has it, and may run.
+    WithRuntime,
+    /// The job has it, and may run.
+    WithJob,
     /// The job has ended.
     Done,
-    /// The runtime ends: the job is to unwind.
+    /// The runtime shuts down, so the job has to unwind.
     Abandoned,
 }
 
-/// Between a job's thread and the task that stands for it.
+/// Synchronizes a job's thread with the task that represents the job in the runtime.
 struct Baton {
-    turn: Mutex<Turn>,
+    state: Mutex<BatonState>,
     passed: Condvar,
+    /// Wakes the task.
     waker: Mutex<Option<Waker>>,
 }
 
 impl Baton {
-    fn pass(&self, to: Turn, until: impl Fn(Turn) -> bool) -> Turn {
-        let mut turn = self.turn.lock().unwrap();
-        *turn = to;
+    /// Passes the baton on, and waits until its state satisfies `until`.
+    fn pass(&self, to: BatonState, until: impl Fn(BatonState) -> bool) -> BatonState {
+        let mut state = self.state.lock().unwrap();
+        *state = to;
         self.passed.notify_one();
-        self.wait(turn, until)
+        self.wait(state, until)
     }
 
-    fn wait(&self, mut turn: std::sync::MutexGuard<'_, Turn>, until: impl Fn(Turn) -> bool) -> Turn {
-        while !until(*turn) {
-            turn = self.passed.wait(turn).unwrap();
+    fn wait(&self, mut state: MutexGuard<'_, BatonState>, until: impl Fn(BatonState) -> bool) -> BatonState {
+        while !until(*state) {
+            state = self.passed.wait(state).unwrap();
         }
-        *turn
+        *state
     }
 
-    /// On the runtime's thread: lets the job run until it waits or ends.
+    /// Called on the runtime's thread: lets the job run until it waits or ends.
     fn resume(&self, context: &Context<'_>) -> Poll<()> {
         *self.waker.lock().unwrap() = Some(context.waker().clone());
-        match self.pass(Turn::Job, |turn| matches!(turn, Turn::Runtime | Turn::Done)) {
-            Turn::Done => Poll::Ready(()),
+        match self.pass(BatonState::WithJob, |state| matches!(state, BatonState::WithRuntime | BatonState::Done)) {
+            BatonState::Done => Poll::Ready(()),
             _ => Poll::Pending,
         }
     }
@@ -67,11 +71,11 @@ impl Wake for Baton {
 }
 
 thread_local! {
-    /// The job that this thread runs.
+    /// The baton of the job that this thread runs.
     static CURRENT: RefCell<Option<Arc<Baton>>> = const { RefCell::new(None) };
 }
 
-/// What a thread is to do.
+/// A job for a thread.
 struct Task {
     job: Job,
     baton: Arc<Baton>,
@@ -79,10 +83,10 @@ struct Task {
     panics: Arc<Mutex<Vec<String>>>,
 }
 
-/// Why a job unwinds when its runtime ends.
+/// The panic payload of a job that unwinds because its runtime shuts down.
 struct Abandoned;
 
-/// Threads that wait for jobs, of one session after another.
+/// Idle threads. They serve one session after another.
 #[derive(Clone, Default)]
 pub(super) struct Pool(Arc<Mutex<Vec<Sender<Task>>>>);
 
@@ -98,7 +102,7 @@ impl Jobs {
         Arc::new(Self { random: Mutex::new(random), pool, panics: Arc::default() })
     }
 
-    /// What jobs panicked with.
+    /// The messages of jobs that panicked.
     pub(super) fn panics(&self) -> Vec<String> {
         self.panics.lock().unwrap().clone()
     }
@@ -112,31 +116,31 @@ impl Pool {
         let (sender, tasks) = channel::<Task>();
         std::thread::spawn(move || {
             for Task { job, baton, runtime, panics } in tasks {
-                let turn = baton.wait(baton.turn.lock().unwrap(), |turn| turn != Turn::Runtime);
-                if turn == Turn::Job {
+                let state = baton.wait(baton.state.lock().unwrap(), |state| state != BatonState::WithRuntime);
+                if state == BatonState::WithJob {
                     let _runtime = runtime.enter();
                     CURRENT.set(Some(baton.clone()));
                     if let Err(panic) = catch_unwind(AssertUnwindSafe(job)) {
-                        note(&panics, &*panic);
+                        record(&panics, &*panic);
                     }
                     CURRENT.set(None);
                 } else {
                     drop(job);
                 }
                 drop(runtime);
-                baton.pass(Turn::Done, |_| true);
+                baton.pass(BatonState::Done, |_| true);
             }
         });
         sender
     }
 }
 
-fn note(panics: &Mutex<Vec<String>>, panic: &(dyn Any + Send)) {
+fn record(panics: &Mutex<Vec<String>>, panic: &(dyn Any + Send)) {
     if panic.is::<Abandoned>() {
         return;
     }
-    let words = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-    panics.lock().unwrap().push(words.unwrap_or("without a word").to_owned());
+    let message = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    panics.lock().unwrap().push(message.unwrap_or("without a message").to_owned());
 }
 
 impl Blocking for Jobs {
@@ -149,9 +153,10 @@ impl Blocking for Jobs {
                 Duration::ZERO
             }
         };
-        let baton = Arc::new(Baton { turn: Mutex::new(Turn::Runtime), passed: Condvar::new(), waker: Mutex::new(None) });
+        let baton =
+            Arc::new(Baton { state: Mutex::new(BatonState::WithRuntime), passed: Condvar::new(), waker: Mutex::new(None) });
         let task = Task { job, baton: baton.clone(), runtime: Handle::current(), panics: self.panics.clone() };
-        // It begins when it gets the baton.
+        // The job begins when it gets the baton.
         let thread = self.pool.take();
         thread.send(task).unwrap();
         let running = Running { baton, thread, pool: self.pool.clone() };
@@ -164,17 +169,19 @@ impl Blocking for Jobs {
     }
 
     fn wait(&self, mut future: Pin<&mut dyn Future<Output = ()>>) {
-        let baton = CURRENT.with_borrow(|current| current.clone()).expect("only a job waits");
+        let baton = CURRENT.with_borrow(|current| current.clone()).expect("only a job may wait");
         let waker = Waker::from(baton.clone());
         while future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
-            if baton.pass(Turn::Runtime, |turn| matches!(turn, Turn::Job | Turn::Abandoned)) == Turn::Abandoned {
+            if baton.pass(BatonState::WithRuntime, |state| matches!(state, BatonState::WithJob | BatonState::Abandoned))
+                == BatonState::Abandoned
+            {
                 resume_unwind(Box::new(Abandoned));
             }
         }
     }
 }
 
-/// The task that stands for a job. When the runtime ends before the job has, the job unwinds.
+/// The task that represents a job in the runtime. If the runtime shuts down before the job has ended, the job unwinds.
 struct Running {
     baton: Arc<Baton>,
     thread: Sender<Task>,
@@ -183,9 +190,9 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        let turn = *self.baton.turn.lock().unwrap();
-        if turn != Turn::Done {
-            self.baton.pass(Turn::Abandoned, |turn| turn == Turn::Done);
+        let state = *self.baton.state.lock().unwrap();
+        if state != BatonState::Done {
+            self.baton.pass(BatonState::Abandoned, |state| state == BatonState::Done);
         }
         self.pool.0.lock().unwrap().push(self.thread.clone());
     }

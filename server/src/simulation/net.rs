@@ -1,5 +1,6 @@
-//! A network in memory. Messages take as long as the seed says; pairs of nodes fall silent, slow down, break, refuse and flip bits;
-//! nodes stand still and are killed. It keeps what the contract of a transport promises, and nothing more.
+//! A network in memory. The seed decides how long each message takes. Links between two nodes fall silent, slow down, break,
+//! refuse requests and flip bits; nodes freeze and are killed. The network keeps the promises of the transport's contract, and no
+//! others.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher;
@@ -13,6 +14,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::decode_sealed;
+use dayfly_meta::wire::peer::{OfferRequest, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_transport::{
     Ability, Agreement, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Region, Service, Serving,
@@ -25,53 +28,54 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::random::Random;
 
-/// Slots of a region: fewer than production has, for their table is made anew for each seed.
+/// Slots of a region. Fewer than in production, because each seed makes new tables of them.
 const SLOTS_MAX: u32 = 512;
 
-/// What is wrong between two nodes, whichever of them speaks.
+/// What is wrong with the link between two nodes, in both directions.
 #[derive(Clone, Default)]
-pub(super) struct Trouble {
-    /// Nothing gets through.
+pub(super) struct LinkHealth {
+    /// No message gets through.
     pub(super) is_silent: bool,
     /// Each message takes this much longer.
     pub(super) slow: Duration,
-    /// So many requests are refused.
+    /// How many of the next requests are refused.
     pub(super) refused: u32,
-    /// So many bulk transfers have a bit flipped.
+    /// In how many of the next bulk transfers a bit flips.
     pub(super) flipped: u32,
 }
 
 /// What is wrong with a node.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Ailment {
-    /// It neither hears nor says anything, for now.
-    pub(super) is_still: bool,
-    /// It is gone.
+pub(super) struct NodeHealth {
+    /// For now, it neither receives nor sends.
+    pub(super) is_frozen: bool,
     pub(super) is_killed: bool,
-    /// So many pieces of files cannot be read from its drive.
+    /// How many of the next pieces cannot be read from its drive.
     pub(super) unreadable: u32,
 }
 
-/// The network.
+/// The network of one session.
 pub(super) struct Net {
-    state: Mutex<State>,
-    /// Something got better, or worse.
+    state: Mutex<NetState>,
+    /// Notified when the health of a link or node changes.
     changed: Notify,
     pub(super) deadlines: Deadlines,
     start: Instant,
-    is_told: bool,
-    /// Folders of this run, which are no part of what happened.
+    /// Whether each message and each fault is printed.
+    is_verbose: bool,
+    /// The folders of this run. Their names differ from run to run, so they must not enter the trace.
     folders: Vec<String>,
 }
 
-struct State {
+struct NetState {
     random: Random,
     services: BTreeMap<NodeId, Arc<dyn Service>>,
-    ailments: BTreeMap<NodeId, Ailment>,
-    troubles: BTreeMap<(NodeId, NodeId), Trouble>,
+    nodes: BTreeMap<NodeId, NodeHealth>,
+    links: BTreeMap<(NodeId, NodeId), LinkHealth>,
     connections: Vec<Weak<SimConnection>>,
-    /// All memory that was made, to see at the end that nobody holds any of it.
+    /// All regions that were made, to check at the end that all of their slots were freed.
     regions: Vec<(NodeId, Region)>,
+    /// A hash of everything that happened.
     trace: FxHasher,
     messages: u64,
 }
@@ -81,64 +85,64 @@ fn pair(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
 }
 
 impl Net {
-    /// `is_told` says whether each message and each fault is printed.
-    pub(super) fn new(random: Random, deadlines: Deadlines, folders: Vec<String>, is_told: bool) -> Arc<Self> {
-        let state = State {
+    /// With `is_verbose`, prints each message and each fault.
+    pub(super) fn new(random: Random, deadlines: Deadlines, folders: Vec<String>, is_verbose: bool) -> Arc<Self> {
+        let state = NetState {
             random,
             services: BTreeMap::new(),
-            ailments: BTreeMap::new(),
-            troubles: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            links: BTreeMap::new(),
             connections: Vec::new(),
             regions: Vec::new(),
             trace: FxHasher::default(),
             messages: 0,
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Notify::new(), deadlines, start: Instant::now(), is_told, folders })
+        Arc::new(Self { state: Mutex::new(state), changed: Notify::new(), deadlines, start: Instant::now(), is_verbose, folders })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, NetState> {
         self.state.lock().unwrap()
     }
 
-    /// What happened, in one number, and how many messages there were.
+    /// A hash of everything that happened, and the number of messages.
     pub(super) fn trace(&self) -> (u64, u64) {
         let state = self.state();
         (state.trace.finish(), state.messages)
     }
 
-    /// Nodes of which a piece of memory was never given back.
+    /// The nodes that did not free all of their slots.
     pub(super) fn leaks(&self) -> Vec<NodeId> {
         let regions = std::mem::take(&mut self.state().regions);
         regions.into_iter().filter(|(_, region)| region.slot(region.len()).is_none()).map(|(node, _)| node).collect()
     }
 
-    /// Notes what happens.
+    /// Adds an event to the trace.
     pub(super) fn note(&self, what: &str) {
         let now = self.start.elapsed();
         let mut state = self.state();
         state.trace.write_u64(now.as_micros() as u64);
         let what = self.folders.iter().fold(what.to_owned(), |what, folder| what.replace(folder, "FOLDER"));
-        // A catalog has the time and the sources' paths in it, so its checksum is no part of what happened either.
+        // A catalog contains the time and the sources' paths, so its checksum must not enter the trace either.
         state.trace.write(what.split("its checksum is").next().unwrap_or_default().as_bytes());
-        if self.is_told {
+        if self.is_verbose {
             eprintln!("{:>12.6} {what}", now.as_secs_f64());
         }
     }
 
-    /// Changes what is wrong between two nodes.
-    pub(super) fn trouble(self: &Arc<Self>, one: NodeId, other: NodeId, change: impl FnOnce(&mut Trouble)) {
-        change(self.state().troubles.entry(pair(one, other)).or_default());
+    /// Changes the health of the link between two nodes.
+    pub(super) fn change_link(self: &Arc<Self>, one: NodeId, other: NodeId, change: impl FnOnce(&mut LinkHealth)) {
+        change(self.state().links.entry(pair(one, other)).or_default());
         self.changed.notify_waiters();
         self.watch();
     }
 
-    /// Changes what is wrong with a node.
-    pub(super) fn ail(self: &Arc<Self>, node: NodeId, change: impl FnOnce(&mut Ailment)) {
+    /// Changes the health of a node.
+    pub(super) fn change_node(self: &Arc<Self>, node: NodeId, change: impl FnOnce(&mut NodeHealth)) {
         let is_killed = {
             let mut state = self.state();
-            let ailment = state.ailments.entry(node).or_default();
-            change(ailment);
-            let is_killed = ailment.is_killed;
+            let health = state.nodes.entry(node).or_default();
+            change(health);
+            let is_killed = health.is_killed;
             if is_killed {
                 state.services.remove(&node);
             }
@@ -156,19 +160,20 @@ impl Net {
         self.lose(|from, to| pair(from, to) == pair(one, other), &LossCause::ended(io::ErrorKind::ConnectionReset.into()));
     }
 
-    /// All is well again, but for who was killed.
+    /// Ends all faults. Killed nodes stay dead.
     pub(super) fn heal(&self) {
         let mut state = self.state();
-        state.troubles.clear();
-        state.ailments.values_mut().for_each(|ailment| *ailment = Ailment { is_killed: ailment.is_killed, ..Ailment::default() });
+        state.links.clear();
+        state.nodes.values_mut().for_each(|node| *node = NodeHealth { is_killed: node.is_killed, ..NodeHealth::default() });
         drop(state);
         self.changed.notify_waiters();
     }
 
+    /// Whether messages get through from one node to another.
     fn is_open(&self, from: NodeId, to: NodeId) -> bool {
         let state = self.state();
-        let is_still = |node| state.ailments.get(&node).is_some_and(|ailment| ailment.is_still || ailment.is_killed);
-        !is_still(from) && !is_still(to) && !state.troubles.get(&pair(from, to)).is_some_and(|trouble| trouble.is_silent)
+        let is_down = |node| state.nodes.get(&node).is_some_and(|health| health.is_frozen || health.is_killed);
+        !is_down(from) && !is_down(to) && !state.links.get(&pair(from, to)).is_some_and(|link| link.is_silent)
     }
 
     fn live(&self) -> Vec<Arc<SimConnection>> {
@@ -185,7 +190,7 @@ impl Net {
         }
     }
 
-    /// A connection on which nothing is heard for too long is lost, as pings find.
+    /// Loses each connection on which nothing gets through for too long, as the pings of a real transport do.
     fn watch(self: &Arc<Self>) {
         for connection in self.live() {
             if self.is_open(connection.from, connection.peer)
@@ -196,14 +201,14 @@ impl Net {
             }
             let net = self.clone();
             tokio::spawn(async move {
-                let heard = async {
+                let opened = async {
                     while !net.is_open(connection.from, connection.peer) && !connection.is_lost() {
                         net.changed.notified().await;
                     }
                 };
-                // How long ago the last ping was, chance decides.
+                // The time since the last ping is random.
                 let ago = net.state().random.duration(Duration::ZERO, net.deadlines.ping_interval);
-                if timeout(net.deadlines.peer_lost - ago, heard).await.is_err() {
+                if timeout(net.deadlines.peer_lost - ago, opened).await.is_err() {
                     connection.lose(LossCause::Silent(net.deadlines.peer_lost));
                 }
                 connection.is_watched.store(false, Ordering::Relaxed);
@@ -211,13 +216,13 @@ impl Net {
         }
     }
 
-    /// A message's way, and what it says of itself.
+    /// Delays a message as long as it takes to travel, and adds it to the trace.
     async fn travel(&self, from: NodeId, to: NodeId, bytes: usize, what: &str) {
         let delay = {
             let mut state = self.state();
             let usual = state.random.log_duration(Duration::from_micros(20), Duration::from_millis(2));
-            let slow = state.troubles.get(&pair(from, to)).map_or(Duration::ZERO, |trouble| trouble.slow);
-            // A gigabyte in a second.
+            let slow = state.links.get(&pair(from, to)).map_or(Duration::ZERO, |link| link.slow);
+            // One nanosecond per byte: a gigabyte per second.
             usual + slow + Duration::from_nanos(bytes as u64)
         };
         sleep(delay).await;
@@ -236,41 +241,43 @@ impl Net {
         state.trace.write_u64(now.as_micros() as u64);
         state.trace.write_u32(u32::from(from.0) << 16 | u32::from(to.0));
         state.trace.write(what.as_bytes());
-        if self.is_told {
+        if self.is_verbose {
             eprintln!("{:>12.6} {from} > {to} {what} {bytes}", now.as_secs_f64());
         }
     }
 
+    /// Whether the next request between two nodes is to be refused.
     fn takes_refusal(&self, from: NodeId, to: NodeId) -> bool {
         let mut state = self.state();
-        let refused = state.troubles.get_mut(&pair(from, to)).map(|trouble| &mut trouble.refused);
+        let refused = state.links.get_mut(&pair(from, to)).map(|link| &mut link.refused);
         refused.filter(|count| **count > 0).map(|count| *count -= 1).is_some()
     }
 
-    /// Flips a bit, if that is to be.
-    fn pass_through(&self, from: NodeId, to: NodeId, bytes: &mut [u8]) {
+    /// Flips a bit of a transfer if a fault asks for it.
+    fn corrupt(&self, from: NodeId, to: NodeId, bytes: &mut [u8]) {
         let mut state = self.state();
-        let flipped = state.troubles.get_mut(&pair(from, to)).map(|trouble| &mut trouble.flipped);
+        let flipped = state.links.get_mut(&pair(from, to)).map(|link| &mut link.flipped);
         if !bytes.is_empty() && flipped.filter(|count| **count > 0).map(|count| *count -= 1).is_some() {
             let at = state.random.below(bytes.len() as u64 * 8) as usize;
             bytes[at / 8] ^= 1 << (at % 8);
         }
     }
 
+    /// Reads a piece of an answer, from memory or from the node's drive.
     fn read(&self, node: NodeId, piece: &Piece, out: &mut [u8]) -> Result<(), String> {
         match piece {
             Piece::Bytes(bytes) => out.copy_from_slice(bytes),
             Piece::File { file, offset, revoked, .. } => {
                 {
                     let mut state = self.state();
-                    let unreadable = state.ailments.get_mut(&node).map(|ailment| &mut ailment.unreadable);
+                    let unreadable = state.nodes.get_mut(&node).map(|health| &mut health.unreadable);
                     if unreadable.filter(|count| **count > 0).map(|count| *count -= 1).is_some() {
                         return Err("its drive cannot be read: Input/output error (os error 5)".to_owned());
                     }
                 }
                 file.read_exact_at(out, *offset).map_err(|error| format!("its drive cannot be read: {error}"))?;
                 if revoked.load(Ordering::Acquire) {
-                    return Err("what was asked for is given up".to_owned());
+                    return Err("the dataset was freed meanwhile".to_owned());
                 }
             }
         }
@@ -278,7 +285,7 @@ impl Net {
     }
 }
 
-/// One node's way into the network.
+/// The transport of one node.
 pub(super) struct SimTransport {
     pub(super) net: Arc<Net>,
     pub(super) me: NodeId,
@@ -340,7 +347,7 @@ impl Transport for SimTransport {
     }
 }
 
-/// Ends a node's listener, and all that it accepted.
+/// Ends a node's listener and the connections that it accepted, when it is dropped.
 struct Closing {
     net: Arc<Net>,
     me: NodeId,
@@ -362,7 +369,7 @@ struct SimConnection {
     lost: OnceLock<LossCause>,
     ended: Notify,
     is_watched: AtomicBool,
-    /// Requests under way, with what they hold.
+    /// Requests in flight. Dropping them frees their slots.
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -380,7 +387,7 @@ impl SimConnection {
         TransportError::Lost { peer: self.peer, address: self.address, cause }
     }
 
-    /// Has a request go on by itself, whether its asker waits for it or not.
+    /// Runs a request as a task of its own, which continues even if the caller stops waiting.
     fn begin(&self, request: impl Future<Output = ()> + Send + 'static) -> Result<(), TransportError> {
         if self.lost.get().is_some() {
             return Err(self.lost_by());
@@ -402,12 +409,16 @@ impl SimConnection {
     }
 }
 
-/// The first word of a message, for who reads along.
+/// The first word of a message, for the trace.
 fn name(message: &[u8]) -> String {
-    match dayfly_meta::wire::decode_sealed::<dayfly_meta::wire::peer::Request>(message) {
-        Ok(request) => format!("{request:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned(),
-        Err(_) => "?".to_owned(),
-    }
+    let words = match decode_sealed::<Request>(message) {
+        Ok(Request::Read(request)) => format!("{request:?}"),
+        Ok(Request::Coordinator(request)) => format!("{request:?}"),
+        Ok(Request::NodeStageIn(request)) => format!("{request:?}"),
+        Ok(Request::Administration(request)) => format!("{request:?}"),
+        Err(_) => decode_sealed::<OfferRequest>(message).map_or_else(|_| "?".to_owned(), |request| format!("{request:?}")),
+    };
+    words.split([' ', '{', '(']).next().unwrap_or_default().to_owned()
 }
 
 #[async_trait]
@@ -430,7 +441,7 @@ impl Connection for SimConnection {
             let Some(service) = service else { return std::future::pending().await };
             if net.takes_refusal(from, to) {
                 net.travel(to, from, 0, "refusal").await;
-                return drop(done.send(Err("told to refuse".into())));
+                return drop(done.send(Err("the simulation refuses it".into())));
             }
             let room = slots.iter().map(|slot| slot.len() as u64).collect();
             let answered = service.pulled(from, message, room).await;
@@ -442,7 +453,7 @@ impl Connection for SimConnection {
                         unread.pieces.push(number);
                         unread.reason = reason;
                     }
-                    net.pass_through(to, from, out);
+                    net.corrupt(to, from, out);
                     lens.push(piece.len());
                 }
                 Ok((answer.message, lens, unread))
@@ -469,7 +480,7 @@ impl Connection for SimConnection {
             let Some(service) = service else { return std::future::pending().await };
             if net.takes_refusal(from, to) {
                 net.travel(to, from, 0, "refusal").await;
-                return drop(done.send(Err("told to refuse".into())));
+                return drop(done.send(Err("the simulation refuses it".into())));
             }
             let payload = Arc::new(Mutex::new(Some(payload)));
             let landing = SimLanding { net: net.clone(), from, to, payload: payload.clone(), len };
@@ -502,7 +513,7 @@ impl Landing for SimLanding {
         let payload = self.payload.lock().unwrap();
         let bytes = &payload.as_ref().ok_or(io::ErrorKind::ConnectionReset)?[..self.len];
         slot[..self.len].copy_from_slice(bytes);
-        self.net.pass_through(self.from, self.to, &mut slot[..self.len]);
+        self.net.corrupt(self.from, self.to, &mut slot[..self.len]);
         Ok(slot)
     }
 }

@@ -1,4 +1,4 @@
-//! Bugs that are planted for the simulation to find: decorators that break what the rest relies on.
+//! Deliberate bugs that the simulation must find: decorators of the transport that break what the server relies on.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::peer::{Reply, Request};
+use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest, ReadRequest, Rejection, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
@@ -16,14 +16,14 @@ use dayfly_transport::{
     TransportError,
 };
 
-/// A bug, in one node.
+/// A bug in one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Planted {
-    /// An owner answers a read with another chunk than the one that was asked for.
+    /// An owner answers a read with the wrong chunks.
     WrongChunk,
-    /// A connection takes an answer in and tells nobody, nor that time is up.
+    /// A connection receives an answer but never returns it, not even a timeout.
     SwallowedAnswer,
-    /// A node says that it shows a dataset, and does not.
+    /// A node confirms that it has made a dataset visible, but has not.
     UndoneCommit,
 }
 
@@ -86,7 +86,7 @@ impl Connection for BuggyConnection {
     }
 
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
-        let is_read = matches!(decode_sealed::<Request>(&message), Ok(Request::Read { .. }));
+        let is_read = matches!(decode_sealed::<Request>(&message), Ok(Request::Read(ReadRequest::Chunks { .. })));
         let pulled = self.inner.pull(message, slots, timeout).await;
         if self.bug == Planted::SwallowedAnswer && is_read && self.reads.fetch_add(1, Ordering::Relaxed) == 3 {
             return std::future::pending().await;
@@ -108,11 +108,11 @@ struct BuggyService {
 impl Service for BuggyService {
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let request = decode_sealed::<Request>(&message);
-        if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::Commit { .. })) {
-            return Ok(Answer { message: encode_sealed(&Reply::Done), pieces: Vec::new() });
+        if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::NodeStageIn(NodeStageInRequest::Commit { .. }))) {
+            return Ok(Answer { message: encode_sealed(&Ok::<_, Rejection>(NodeStageInReply::Done)), pieces: Vec::new() });
         }
         let mut answer = self.inner.pulled(from, message, room).await?;
-        if self.bug == Planted::WrongChunk && matches!(request, Ok(Request::Read { .. })) {
+        if self.bug == Planted::WrongChunk && matches!(request, Ok(Request::Read(ReadRequest::Chunks { .. }))) {
             let [Piece::File { offset, .. }, .., Piece::File { offset: other, .. }] = &mut answer.pieces[..] else {
                 return Ok(answer);
             };

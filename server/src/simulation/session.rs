@@ -17,17 +17,17 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::faults::{Fault, draw, happen};
+use super::faults::{Fault, apply, draw};
 use super::jobs::{Jobs, Pool};
 use super::net::{Net, SimTransport};
 use super::planted::{Buggy, Planted};
 use super::random::Random;
 use super::source::{Files, Source, Sources, scratch};
 use crate::blocking::Blocking;
-use crate::clients::EVENTS_QUEUE_LEN;
+use crate::coordinator::EVENTS_QUEUE_LEN;
 use crate::fetch::Fetched;
 use crate::store::Dataset;
-use crate::{Config, Server};
+use crate::{Config, Node};
 
 /// Longer than any session takes: what is not over by then hangs.
 const HANG: Duration = Duration::from_secs(1800);
@@ -56,7 +56,7 @@ pub(super) struct Outcome {
 
 impl Outcome {
     /// The promises that were broken, in words.
-    pub(super) fn told(&self) -> Option<String> {
+    pub(super) fn failure(&self) -> Option<String> {
         (!self.broken.is_empty()).then(|| format!("seed {}: {}", self.seed, self.broken.join("; ")))
     }
 }
@@ -155,7 +155,7 @@ impl Session<'_> {
         self.net.heal();
         self.net.note("all heals");
         sleep(QUIET).await;
-        let alive: Vec<Arc<Server>> = servers.iter().filter(|server| !killed.contains(&server.config().node)).cloned().collect();
+        let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !killed.contains(&server.parts.node)).cloned().collect();
         self.look(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files, &killed).await;
         // Without its coordinator a session is over; what is half shown then, nobody can take back.
@@ -178,7 +178,7 @@ impl Session<'_> {
         self.end(servers).await;
     }
 
-    async fn start(&self, nodes: u16, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Server>> {
+    async fn start(&self, nodes: u16, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Node>> {
         let mut servers = Vec::new();
         let buggy = NodeId(1 + random.below(u64::from(nodes) - 1) as u16);
         for node in (0..nodes).map(NodeId) {
@@ -209,14 +209,14 @@ impl Session<'_> {
                 _ => Arc::new(transport),
             };
             let jobs: Arc<dyn Blocking> = jobs.clone();
-            servers.push(Server::start_on(config, transport, address, jobs).await.unwrap());
+            servers.push(Node::start_on(config, transport, address, jobs).await.unwrap());
         }
         servers
     }
 
     async fn stage_in(
         &self,
-        server: &Arc<Server>,
+        server: &Arc<Node>,
         sources: &[&Source],
         target: &[u8],
         cancelled: impl Future<Output = ()>,
@@ -229,7 +229,7 @@ impl Session<'_> {
             ..StageInRequest::default()
         };
         let start = Instant::now();
-        let stage_in = tokio::spawn(crate::coordinator::stage_in(server.clone(), request, sender));
+        let stage_in = tokio::spawn(crate::coordinator::stage_in(server.parts.peers.clone(), request, sender));
         let end = async {
             loop {
                 match events.recv().await {
@@ -271,15 +271,15 @@ impl Session<'_> {
                 file.set_len(file.metadata().unwrap().len() / 3).unwrap();
             }
             let net = self.net.clone();
-            under_way.spawn(async move { happen(&net, fault).await });
+            under_way.spawn(async move { apply(&net, fault).await });
         }
         while under_way.join_next().await.is_some() {}
     }
 
     /// Whether all of these nodes show the dataset, and what its catalog says.
-    async fn look(&self, servers: &[Arc<Server>], target: &[u8], files: &Files) {
+    async fn look(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         for server in servers {
-            let node = server.config().node;
+            let node = server.parts.node;
             let Some(dataset) = dataset(server, target) else {
                 self.broken(format!("node {node} does not show {}", String::from_utf8_lossy(target)));
                 continue;
@@ -291,7 +291,7 @@ impl Session<'_> {
     }
 
     /// Reads all files on all nodes, which nothing keeps from it but that an owner was killed.
-    async fn read_all(&self, servers: &[Arc<Server>], target: &[u8], files: &Files, killed: &[NodeId]) {
+    async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files, killed: &[NodeId]) {
         let mut reading = JoinSet::new();
         for server in servers {
             let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
@@ -310,32 +310,32 @@ impl Session<'_> {
     }
 
     /// Ends the session; nothing is left of it.
-    async fn end(&self, servers: Vec<Arc<Server>>) {
+    async fn end(&self, servers: Vec<Arc<Node>>) {
         // What came last is kept on drives a little later, once it is synced.
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
-            let node = server.config().node;
-            if server.stages().is_any() {
+            let node = server.parts.node;
+            if server.parts.stage_ins.is_any() {
                 self.broken(format!("node {node} still has a stage-in"));
             }
-            if (1..4).any(|number| server.coordinator().stage(number).is_some()) {
+            if (1..4).any(|number| server.parts.coordinator.is_running(number)) {
                 self.broken(format!("node {node} still leads a stage-in"));
             }
-            let (_, leases) = server.arena().usage();
+            let (_, leases) = server.parts.arena.usage();
             if leases != 0 {
                 self.broken(format!("node {node} has {leases} leases that nobody holds"));
             }
             server.give_up();
-            if server.store().used() != 0 {
-                self.broken(format!("node {node} has {} bytes of room that nobody uses", server.store().used()));
+            if server.parts.store.used() != 0 {
+                self.broken(format!("node {node} has {} bytes of room that nobody uses", server.parts.store.used()));
             }
         }
-        let weak: Vec<_> = servers.iter().map(|server| (server.config().node, Arc::downgrade(server))).collect();
+        let weak: Vec<_> = servers.iter().map(|server| (server.parts.node, Arc::downgrade(&server.parts.peers))).collect();
         servers.iter().for_each(|server| server.close());
         drop(servers);
         sleep(QUIET).await;
-        for (node, server) in weak {
-            if server.strong_count() > 0 {
+        for (node, peers) in weak {
+            if peers.strong_count() > 0 {
                 self.broken(format!("a task of node {node} goes on after its end"));
             }
         }
@@ -355,14 +355,14 @@ impl Session<'_> {
     }
 }
 
-fn dataset(server: &Server, target: &[u8]) -> Option<Arc<Dataset>> {
-    server.store().datasets().into_iter().find(|dataset| dataset.target() == target)
+fn dataset(server: &Node, target: &[u8]) -> Option<Arc<Dataset>> {
+    server.parts.store.datasets().into_iter().find(|dataset| dataset.target() == target)
 }
 
 /// A process of a node, as far as the server sees it.
 struct Reader {
     net: Arc<Net>,
-    server: Arc<Server>,
+    server: Arc<Node>,
     report: Arc<Mutex<Outcome>>,
 }
 
@@ -389,7 +389,7 @@ impl Reader {
 
     /// Reads files at once and compares them; returns why some could not be read.
     async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
-        let (start, node) = (Instant::now(), self.server.config().node);
+        let (start, node) = (Instant::now(), self.server.parts.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
         // What takes longer is a hang, and told below.
         let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;
@@ -436,7 +436,7 @@ impl Reader {
                 break;
             }
             let named: Vec<Chunk> = wanted.iter().map(|&at| chunks[at].1).collect();
-            let mut fetching = self.server.fetcher().begin(&dataset, &named, self.server.arena().len() / 4).await;
+            let mut fetching = self.server.parts.fetcher.begin(&dataset, &named, self.server.parts.arena.len() / 4).await;
             while let Some(part) = fetching.next().await {
                 for (at, fetched) in part {
                     let at = wanted[at as usize];

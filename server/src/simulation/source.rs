@@ -1,4 +1,4 @@
-//! What is staged in: archives that are written once, and what each of their files holds.
+//! The archives that the simulated sessions stage in. They are written once; the contents of their files are known.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,25 +6,26 @@ use std::path::{Path, PathBuf};
 
 use super::random::Random;
 
-/// Files by path below the dataset's root.
+/// The contents of files, by path below the dataset's root.
 pub(super) type Files = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// A source and its files.
+/// An archive, and the files in it.
 pub(super) struct Source {
     pub(super) path: PathBuf,
     pub(super) files: Files,
 }
 
-/// All sources; the folder goes with it.
+/// All sources. Dropping this removes their folder.
 pub(super) struct Sources {
     folder: tempfile::TempDir,
-    /// One archive of small files.
+    /// One archive of small files, for the stage-in without faults.
     pub(super) first: Source,
-    /// Archives and a tree for the stage-in that meets faults.
+    /// Archives for the stage-in during which faults happen.
     pub(super) second: Vec<Source>,
 }
 
-/// Memory, if this machine has a file system there: a seed makes many files, and a drive is not what is simulated.
+/// A temporary folder, in memory if this machine has a file system there: a seed makes many files, and real drives only slow
+/// the simulation down.
 pub(super) fn scratch() -> tempfile::TempDir {
     let builder = || {
         let mut builder = tempfile::Builder::new();
@@ -52,7 +53,7 @@ impl Sources {
         Self { folder, first, second }
     }
 
-    /// A copy of a source, for one who is going to change it.
+    /// Copies a source, so that a fault can change the copy.
     pub(super) fn copy(source: &Source, into: &Path) -> Source {
         let path = into.join(source.path.file_name().unwrap());
         fs::copy(&source.path, &path).unwrap();
@@ -70,7 +71,7 @@ fn file(archive: &str, number: usize, len: usize) -> (Vec<u8>, Vec<u8>) {
     (format!("{archive}/{number}").into_bytes(), words.flatten().take(len).collect())
 }
 
-/// A plain archive.
+/// An uncompressed tar archive of `files`.
 fn tar(files: &Files) -> Vec<u8> {
     let mut archive = Vec::new();
     for (path, bytes) in files {

@@ -295,7 +295,7 @@ impl Welcome {
         let failed = Arc::new(Mutex::new(false));
         let landing =
             AsyncLanding { buffers: self.buffers(from)?, place, failed: failed.clone(), patience: self.deadlines.request };
-        let answered = self.service.offered(from, message.to_vec(), Incoming { len, landing: Box::new(landing) }).await;
+        let answered = self.service.offered(from, message.to_vec(), Incoming::new(len, Box::new(landing))).await;
         let has_failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
         let (message, moved) = match answered {
             Ok(message) => (message, Moved::Yes(Vec::new())),

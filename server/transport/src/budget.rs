@@ -1,6 +1,6 @@
-//! How much of our memory one peer may hold. A request's slots stay with it until nothing can land in them any more, which may be long
-//! after its asker has gone: so each peer has a share, and one that lets its requests run past their deadlines is asked no more until
-//! it has answered them.
+//! Bounds the memory that one peer can hold. A request's slots stay with it until no more bytes can land in them, which may be
+//! long after its caller has given up. Therefore each peer has a share of every region, and a peer that lets requests run past
+//! their deadlines gets no new ones until it has answered.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -13,9 +13,10 @@ use dayfly_meta::limits::{PEER_SHARE, STUCK_REQUESTS_MAX, STUCK_SHARE};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use crate::{Slot, TransportError};
+use crate::error::TransportError;
+use crate::region::Slot;
 
-/// When a request last made progress.
+/// The time at which a request last made progress; clones share it.
 #[derive(Clone)]
 pub(crate) struct Progress(Arc<Mutex<Instant>>);
 
@@ -33,59 +34,59 @@ impl Progress {
     }
 }
 
-/// What one peer holds of our memory.
-pub(crate) struct Budget {
-    /// Between two looks at what is overdue.
+/// The memory of this node that one peer holds.
+pub(crate) struct PeerBudget {
+    /// Time between two checks for overdue requests.
     look_interval: Duration,
-    state: Mutex<State>,
+    state: Mutex<BudgetState>,
     changed: Notify,
 }
 
 #[derive(Default)]
-struct State {
+struct BudgetState {
     next: u64,
-    requests: HashMap<u64, Entry>,
-    /// By where the slots are from.
-    regions: HashMap<usize, InRegion>,
+    requests: HashMap<u64, RequestShare>,
+    /// The shares of each region, by the region's number: see [`Slot::home`].
+    regions: HashMap<usize, RegionShare>,
 }
 
-struct Entry {
+struct RequestShare {
     region: usize,
     len: u64,
     progress: Progress,
     limit: Duration,
-    /// As the last look found.
+    /// Whether the last check found the request past its deadline.
     is_overdue: bool,
 }
 
 #[derive(Default)]
-struct InRegion {
+struct RegionShare {
     bytes: u64,
-    looked: Option<Instant>,
-    /// So many looks in a row found too much overdue.
-    looks: u32,
+    checked: Option<Instant>,
+    /// Number of checks in a row that found too much overdue.
+    checks: u32,
     overdue: Overdue,
 }
 
-/// Requests past their deadlines whose slots the peer still holds.
+/// The requests past their deadlines whose slots the peer still holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Overdue {
     pub(crate) requests: u32,
     pub(crate) bytes: u64,
 }
 
-/// Why a request may not be made.
+/// Why a request may not be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Denied {
-    /// The peer holds too much that is overdue.
+    /// Overdue requests hold too much memory.
     Stuck(Overdue),
-    /// The peer's share was not free within the deadline.
+    /// The peer's share had no room within the request's deadline.
     Late,
 }
 
 impl Denied {
-    /// Tells it to the asker.
-    pub(crate) fn tell(self, peer: NodeId, address: SocketAddr, timeout: Duration) -> TransportError {
+    /// The error for the caller of the request.
+    pub(crate) fn into_error(self, peer: NodeId, address: SocketAddr, timeout: Duration) -> TransportError {
         match self {
             Self::Stuck(Overdue { requests, bytes }) => TransportError::Stuck { peer, address, requests, bytes },
             Self::Late => TransportError::Timeout { peer, address, timeout },
@@ -93,28 +94,28 @@ impl Denied {
     }
 }
 
-/// A request's part of the budget, until it is dropped: that is for whoever has its slots.
-pub(crate) struct Held {
-    budget: Arc<Budget>,
+/// A request's share of the budget, returned when it is dropped. Whoever has the request's slots keeps it.
+pub(crate) struct BudgetShare {
+    budget: Arc<PeerBudget>,
     number: u64,
 }
 
-impl Budget {
+impl PeerBudget {
     pub(crate) fn new(look_interval: Duration) -> Arc<Self> {
         Arc::new(Self { look_interval, state: Mutex::default(), changed: Notify::new() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, BudgetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the peer's share has room for these slots.
+    /// Waits until the peer's share has room for these slots. Requests without slots need no share.
     pub(crate) async fn take(
         self: &Arc<Self>,
         slots: &[Slot],
         progress: &Progress,
         limit: Duration,
-    ) -> Result<Option<Held>, Denied> {
+    ) -> Result<Option<BudgetShare>, Denied> {
         let Some((region, region_len)) = slots.first().map(Slot::home) else { return Ok(None) };
         let len = slots.iter().map(|slot| slot.len() as u64).sum();
         loop {
@@ -123,19 +124,21 @@ impl Budget {
             changed.as_mut().enable();
             {
                 let mut state = self.lock();
-                state.look(region, self.look_interval);
+                state.check_overdue(region, self.look_interval);
                 let here = state.regions.entry(region).or_default();
                 let is_stuck = here.overdue.requests >= STUCK_REQUESTS_MAX || here.overdue.bytes > region_len / STUCK_SHARE;
-                here.looks = if is_stuck { here.looks.max(1) } else { 0 };
-                if here.looks >= Deadlines::LOOKS_MIN {
+                here.checks = if is_stuck { here.checks.max(1) } else { 0 };
+                if here.checks >= Deadlines::LOOKS_MIN {
                     return Err(Denied::Stuck(here.overdue));
                 }
                 if !is_stuck && (here.bytes == 0 || here.bytes + len <= region_len / PEER_SHARE) {
                     here.bytes += len;
                     let number = state.next;
                     state.next += 1;
-                    state.requests.insert(number, Entry { region, len, progress: progress.clone(), limit, is_overdue: false });
-                    return Ok(Some(Held { budget: self.clone(), number }));
+                    state
+                        .requests
+                        .insert(number, RequestShare { region, len, progress: progress.clone(), limit, is_overdue: false });
+                    return Ok(Some(BudgetShare { budget: self.clone(), number }));
                 }
             }
             let left = limit.saturating_sub(progress.age());
@@ -147,16 +150,17 @@ impl Budget {
     }
 }
 
-impl State {
-    /// Counts what is overdue, now and then. Who stood still finds that time has passed, and the answers unread: only looks in a row count.
-    fn look(&mut self, region: usize, interval: Duration) {
+impl BudgetState {
+    /// Counts overdue requests, at most once an interval. Only several checks in a row count: a process that was suspended finds
+    /// at first that time has passed and that the answers, which have arrived, are still unread.
+    fn check_overdue(&mut self, region: usize, interval: Duration) {
         let Self { requests, regions, .. } = self;
         let here = regions.entry(region).or_default();
-        let since = here.looked.map(|looked| looked.elapsed());
+        let since = here.checked.map(|checked| checked.elapsed());
         if since.is_some_and(|since| since < interval) {
             return;
         }
-        here.looked = Some(Instant::now());
+        here.checked = Some(Instant::now());
         here.overdue = Overdue::default();
         for entry in requests.values_mut().filter(|entry| entry.region == region) {
             entry.is_overdue = entry.progress.age() >= entry.limit;
@@ -164,14 +168,14 @@ impl State {
             here.overdue.bytes += if entry.is_overdue { entry.len } else { 0 };
         }
         let is_in_a_row = since.is_some_and(|since| since < interval * Deadlines::LOOKS_MIN);
-        here.looks = if is_in_a_row { here.looks + 1 } else { 0 };
+        here.checks = if is_in_a_row { here.checks + 1 } else { 0 };
     }
 }
 
-impl Drop for Held {
+impl Drop for BudgetShare {
     fn drop(&mut self) {
         let mut state = self.budget.lock();
-        let Some(Entry { region, len, is_overdue, .. }) = state.requests.remove(&self.number) else { return };
+        let Some(RequestShare { region, len, is_overdue, .. }) = state.requests.remove(&self.number) else { return };
         let is_last = state.regions.get_mut(&region).is_some_and(|here| {
             here.bytes -= len;
             if is_overdue {
@@ -191,36 +195,36 @@ impl Drop for Held {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Region;
+    use crate::region::Region;
 
     const SHORT: Duration = Duration::from_millis(20);
     const LOOKS: Duration = Duration::from_millis(100);
     const LONG: Duration = Duration::from_secs(60);
 
-    async fn take(budget: &Arc<Budget>, region: &Region, len: u64, limit: Duration) -> Result<Option<Held>, Denied> {
+    async fn take(budget: &Arc<PeerBudget>, region: &Region, len: u64, limit: Duration) -> Result<Option<BudgetShare>, Denied> {
         let slot = region.slot(len).unwrap();
         budget.take(&[slot], &Progress::new(), limit).await
     }
 
     /// `docs/SEMANTICS.md`: what one peer holds of the arena is bounded, and so is how long others wait for it.
     #[tokio::test]
-    async fn a_peer_holds_its_share_and_one_that_is_stuck_is_asked_no_more() {
-        let (budget, region, other) = (Budget::new(LOOKS), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());
+    async fn a_peer_holds_at_most_its_share_and_a_stuck_peer_gets_no_new_requests() {
+        let (budget, region, other) = (PeerBudget::new(LOOKS), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());
         let mut all = Vec::new();
         for _ in 0..4 {
             all.push(take(&budget, &region, 1 << 20, LONG).await.unwrap());
         }
-        assert_eq!(take(&budget, &region, 1, SHORT).await.err(), Some(Denied::Late), "its share is taken");
-        assert!(take(&budget, &other, 1 << 20, SHORT).await.is_ok(), "of another region it has a share of its own");
+        assert_eq!(take(&budget, &region, 1, SHORT).await.err(), Some(Denied::Late), "its share is used up");
+        assert!(take(&budget, &other, 1 << 20, SHORT).await.is_ok(), "every region has a share of its own");
         assert!(budget.take(&[], &Progress::new(), SHORT).await.is_ok());
-        // Room that comes back is taken by who waits.
+        // A waiting request gets the room that another returns.
         let waiting = take(&budget, &region, 1 << 20, LONG);
         tokio::pin!(waiting);
         assert!(timeout(SHORT, &mut waiting).await.is_err());
         all.pop();
         all.push(waiting.await.unwrap());
         all.clear();
-        // What is overdue makes it stuck, until it is answered.
+        // Overdue requests make the peer stuck until they are answered.
         for _ in 0..2 {
             all.push(take(&budget, &region, 1 << 20, SHORT).await.unwrap());
         }
@@ -234,10 +238,10 @@ mod tests {
         assert!(take(&budget, &region, 1, LONG).await.is_ok(), "it answers again");
     }
 
-    /// As after a process was stopped: time has passed, and the answers lie unread.
+    /// The situation after a process was suspended: time has passed, and the answers are unread.
     #[tokio::test]
-    async fn who_stood_still_finds_no_peer_stuck() {
-        let (budget, region) = (Budget::new(LOOKS), Region::new(16 << 20).unwrap());
+    async fn a_suspended_process_finds_no_peer_stuck() {
+        let (budget, region) = (PeerBudget::new(LOOKS), Region::new(16 << 20).unwrap());
         let held = take(&budget, &region, 4 << 20, SHORT).await.unwrap();
         std::thread::sleep(LOOKS * 2);
         let answers = tokio::spawn(async move {

@@ -1,5 +1,7 @@
-//! A sealed connection for messages between two that have the session's key: who starts servers, and the servers, before and beside
-//! what these say to each other.
+//! The control channel: an encrypted connection for messages between two processes that hold the session's key. The supervisor
+//! listens and the servers dial it, before and beside their connections to each other.
+//!
+//! A channel carries no bulk bytes and is never replaced: when it fails, its user decides what that means.
 
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
@@ -12,66 +14,78 @@ use dayfly_meta::limits::CHANNEL_MESSAGE_LEN_MAX;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{sleep, timeout};
 
-use crate::Key;
-use crate::tcp::door::Door;
+use crate::key::Key;
+use crate::tcp::handshake_limiter::HandshakeLimiter;
 use crate::tcp::seal::{Keys, ReadHalf, WriteHalf, split};
-use crate::tcp::{Identity, Purpose, handshake, is_pushed_out};
+use crate::tcp::{Identity, Purpose, handshake};
 
-/// Names of the two ends in the handshake; no node has them.
-const GUEST: NodeId = NodeId(u16::MAX);
-const HOST: NodeId = NodeId(u16::MAX - 1);
+/// Stands for the dialing end in the handshake, since a candidate server has no node number yet. No node has this number.
+const DIALER: NodeId = NodeId(u16::MAX);
+/// Stands for the listening end in the handshake. No node has this number.
+const LISTENER: NodeId = NodeId(u16::MAX - 1);
 
-/// An address has so long before the next is tried beside it.
+/// The head start of each address over the next in the list.
 const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Sends messages.
-pub struct Sender(WriteHalf, Duration);
+/// The sending half of a channel.
+pub struct Sender {
+    half: WriteHalf,
+    /// Longest time to send one message.
+    timeout: Duration,
+}
 
-/// Receives messages.
+/// The receiving half of a channel.
 pub struct Receiver(ReadHalf);
 
-/// A connection just made.
+/// An established channel.
 pub struct Channel {
-    /// To the far end.
+    /// The half that sends.
     pub sender: Sender,
-    /// From the far end.
+    /// The half that receives.
     pub receiver: Receiver,
-    /// Our address on it: others on its network reach us there.
+    /// This end's address. Other nodes on the same network reach this node there.
     pub local: IpAddr,
-    /// The far end's.
+    /// The other end's address.
     pub far: IpAddr,
 }
 
 impl Channel {
     fn new(stream: TcpStream, keys: Keys, deadlines: &Deadlines) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        // As it is, where the listener takes both versions.
+        // A listener for both IP versions reports IPv4 addresses as mapped ones.
         let (local, far) = (stream.local_addr()?.ip().to_canonical(), stream.peer_addr()?.ip().to_canonical());
         let (read, write) = split(stream, Some(keys));
-        Ok(Self { sender: Sender(write, deadlines.peer_lost), receiver: Receiver(read), local, far })
+        let sender = Sender { half: write, timeout: deadlines.peer_lost };
+        Ok(Self { sender, receiver: Receiver(read), local, far })
     }
 }
 
 impl Sender {
     /// Sends one message.
+    ///
+    /// # Errors
+    /// The message is too long, the other end takes no bytes in time, or the channel has failed.
     pub async fn send(&mut self, message: &[u8]) -> io::Result<()> {
         if message.len() > CHANNEL_MESSAGE_LEN_MAX {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "the message is too long"));
         }
         let len = (message.len() as u32).to_le_bytes();
         let mut slices = [IoSlice::new(&len), IoSlice::new(message)];
-        timeout(self.1, self.0.write_all(&mut slices)).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
+        timeout(self.timeout, self.half.write_all(&mut slices)).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 }
 
 impl Receiver {
-    /// The next message; an error where there is none any more. To be awaited to its end: what was read of a message is lost otherwise.
+    /// Receives the next message. This is not cancellation-safe: a dropped future loses the part of a message that it has read.
+    ///
+    /// # Errors
+    /// The channel has ended or failed, or the message is too long.
     pub async fn receive(&mut self) -> io::Result<Vec<u8>> {
         let mut len = [0; 4];
         self.0.read_exact(&mut len).await?;
         let len = u32::from_le_bytes(len) as usize;
         if len > CHANNEL_MESSAGE_LEN_MAX {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "an overlong message"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the other end sent a message that is too long"));
         }
         let mut message = vec![0; len];
         self.0.read_exact(&mut message).await?;
@@ -79,22 +93,25 @@ impl Receiver {
     }
 }
 
-/// Where guests come in.
+/// Accepts channels.
 pub struct Listener {
-    door: Door<Channel>,
+    limiter: HandshakeLimiter<Channel>,
     identity: Identity,
 }
 
 impl Listener {
-    /// Binds it, at any port.
+    /// Binds a listener at a free port of `address`, and returns the port.
+    ///
+    /// # Errors
+    /// `address` is not an address of this machine.
     pub async fn bind(session: SessionId, key: Arc<Key>, deadlines: Deadlines, address: IpAddr) -> io::Result<(Self, u16)> {
         let listener = TcpListener::bind(SocketAddr::new(address, 0)).await?;
         let port = listener.local_addr()?.port();
-        let identity = Identity { session, key, node: HOST, purpose: Purpose::Channel, deadlines };
-        Ok((Self { door: Door::new(listener, deadlines.handshake), identity }, port))
+        let identity = Identity { session, key, node: LISTENER, purpose: Purpose::Channel, deadlines };
+        Ok((Self { limiter: HandshakeLimiter::new(listener, deadlines.handshake), identity }, port))
     }
 
-    /// The next guest who has the key.
+    /// Waits for the next dialer that holds the key.
     pub async fn accept(&mut self) -> Channel {
         let identity = &self.identity;
         let shake = |mut stream: TcpStream| {
@@ -104,34 +121,37 @@ impl Listener {
                 Channel::new(stream, keys, &identity.deadlines)
             }
         };
-        self.door.admit(shake).await
+        self.limiter.accept(shake).await
     }
 }
 
-/// Comes to a listener as a guest, at the first of its addresses at which it is to be found. An error of the kind `ConnectionReset` says
-/// that there is one, which did not let us in: it has another key, or more guests than it can listen to at once.
+/// Dials a listener at the first of its addresses that answers.
+///
+/// # Errors
+/// No address answers. The kind `ConnectionReset` means that a listener answered but ended the handshake: it has another key, or
+/// too many handshakes are under way on it.
 pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addresses: &[SocketAddr]) -> io::Result<Channel> {
-    let mut dialling = tokio::task::JoinSet::new();
+    let mut dialing = tokio::task::JoinSet::new();
     for (place, &address) in addresses.iter().enumerate() {
-        let identity = Identity { session, key: key.clone(), node: GUEST, purpose: Purpose::Channel, deadlines };
-        dialling.spawn(async move {
-            // In their order, if the first are there: so all guests come by the same network.
+        let identity = Identity { session, key: key.clone(), node: DIALER, purpose: Purpose::Channel, deadlines };
+        dialing.spawn(async move {
+            // The order of the addresses decides if several answer, so that all servers use the same network.
             sleep(ADDRESS_INTERVAL * place as u32).await;
             let at = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
             let late = |_| io::Error::from(io::ErrorKind::TimedOut);
             let connecting = timeout(deadlines.connect, TcpStream::connect(address)).await.map_err(late).flatten();
             let mut stream = connecting.map_err(at)?;
             let shaking =
-                timeout(deadlines.handshake, handshake::dial(&mut stream, &identity, HOST)).await.map_err(late).flatten();
+                timeout(deadlines.handshake, handshake::dial(&mut stream, &identity, LISTENER)).await.map_err(late).flatten();
             Channel::new(stream, shaking.map_err(at)?, &deadlines)
         });
     }
     let (mut failed, mut kind) = (Vec::new(), io::ErrorKind::NotConnected);
-    while let Some(dialled) = dialling.join_next().await {
-        match dialled.map_err(io::Error::other).flatten() {
+    while let Some(dialed) = dialing.join_next().await {
+        match dialed.map_err(io::Error::other).flatten() {
             Ok(channel) => return Ok(channel),
             Err(error) => {
-                if is_pushed_out(&error) {
+                if handshake::is_pushed_out(&error) {
                     kind = io::ErrorKind::ConnectionReset;
                 }
                 failed.push(error.to_string());
@@ -150,7 +170,7 @@ mod tests {
             Listener::bind(SessionId([1; 8]), Arc::new(Key::new([key; 32])), Deadlines::DEFAULT, IpAddr::from([127, 0, 0, 1]))
                 .await
                 .unwrap();
-        // Nobody is at the first.
+        // Nothing listens at the first address.
         (listener, vec!["127.0.0.2:1".parse().unwrap(), SocketAddr::from(([127, 0, 0, 1], port))])
     }
 
@@ -175,13 +195,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_has_another_key_is_not_let_in() {
+    async fn a_dialer_with_another_key_is_rejected() {
         let (mut listener, addresses) = listener(1).await;
         let stranger = Arc::new(Key::new([2; 32]));
         let accepting = tokio::time::timeout(Duration::from_millis(500), listener.accept());
-        let (dialled, accepted) = tokio::join!(dial(SessionId([1; 8]), &stranger, Deadlines::DEFAULT, &addresses), accepting);
+        let (dialed, accepted) = tokio::join!(dial(SessionId([1; 8]), &stranger, Deadlines::DEFAULT, &addresses), accepting);
         assert!(accepted.is_err());
-        let why = dialled.err().unwrap().to_string();
-        assert!(why.contains("127.0.0.2:1"), "every address is told of: {why}");
+        let why = dialed.err().unwrap().to_string();
+        assert!(why.contains("127.0.0.2:1"), "every address is named: {why}");
     }
 }

@@ -1,6 +1,9 @@
 //! What every transport promises: one body, run over TCP, plain and sealed, over the fault decorator, and over RDMA.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -9,10 +12,13 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 
-use super::*;
-use crate::Key;
-use crate::fault::{Fault, Faulty, Plan};
+use crate::contract::{Answer, Incoming, Piece, Service, Transport};
+use crate::error::{Refusal, TransportError};
+use crate::fault::{Fault, FaultSchedule, Faulty};
+use crate::key::Key;
 use crate::rdma::{Choice, Rdma};
+use crate::region::Region;
+use crate::selection::Preference;
 use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -203,7 +209,7 @@ async fn sealed_tcp_conforms() {
 
 /// As a suspended job does, or one whose node is starved: all its threads at once.
 #[tokio::test]
-async fn who_stood_still_loses_no_peer() {
+async fn a_suspended_process_loses_no_peer() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
@@ -250,7 +256,7 @@ async fn tap(to: SocketAddr, change_at: Option<usize>) -> (SocketAddr, Arc<Mutex
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
+async fn sealed_bytes_reveal_nothing_and_cannot_be_changed() {
     let secret = pattern(100_000);
     for (purpose, is_plain) in [(Purpose::Peer, true), (Purpose::SealedPeer, false)] {
         let ((ours, _), (theirs, address)) = (tcp_for(0, purpose).await, tcp_for(1, purpose).await);
@@ -269,7 +275,7 @@ async fn sealed_bytes_tell_nothing_and_are_not_to_be_changed() {
         let (tapped, _) = tap(address, Some(50_000)).await;
         match pull(tapped).await {
             Ok(is_right) => assert!(is_plain && !is_right, "what is plain can be changed"),
-            Err(error) => assert!(!is_plain && error.to_string().contains("changed on its way"), "{error}"),
+            Err(error) => assert!(!is_plain && error.to_string().contains("changed in transit"), "{error}"),
         }
     }
     let (sealed, _) = tcp_for(0, Purpose::SealedPeer).await;
@@ -360,7 +366,8 @@ async fn fuzzed_handshakes_get_nowhere() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tcp_conforms_when_slow() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
-    let plan: Plan = Arc::new(|seen| (seen.number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(seen.number % 7))));
+    let plan: FaultSchedule =
+        Arc::new(|seen| (seen.number % 3 == 0).then_some(Fault::Delay(Duration::from_millis(seen.number % 7))));
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
 }
 
@@ -401,10 +408,10 @@ async fn async_rdma_conforms() {
 }
 
 #[tokio::test]
-async fn faults_are_what_they_say() {
+async fn each_injected_fault_has_its_effect() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
-    let plan: Plan = Arc::new(|seen| {
+    let plan: FaultSchedule = Arc::new(|seen| {
         [None, Some(Fault::Refuse), Some(Fault::Lose), Some(Fault::Kill)].get(seen.number as usize).copied().flatten()
     });
     let connection = Faulty::new(ours, plan).connect(NodeId(1), address).await.unwrap();
@@ -421,7 +428,7 @@ async fn faults_are_what_they_say() {
 }
 
 #[tokio::test]
-async fn a_stranger_is_told_nothing() {
+async fn a_stranger_gets_no_answer() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let (theirs, address) = tcp(1).await;
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();

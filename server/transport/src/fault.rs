@@ -1,4 +1,6 @@
-//! A transport that fails when told to: a decorator, so that what is tested is what is shipped.
+//! A decorator that injects faults into another transport. It implements [`Transport`] itself, so tests run the shipped code.
+//!
+//! A [`FaultSchedule`] is asked about each request before it is sent, and names the [`Fault`] that the request meets, if any.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,52 +11,53 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 
-use crate::{
-    Ability, Agreement, Connection, LossCause, Offered, Pulled, Region, Service, Serving, Slot, Transport, TransportError,
-};
+use crate::contract::{Connection, Offered, Pulled, Service, Serving, Transport};
+use crate::error::{LossCause, TransportError};
+use crate::region::{Region, Slot};
+use crate::selection::{Ability, Agreement};
 
-/// What happens to a request.
+/// What goes wrong with a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It goes through, later.
+    /// The request is sent after this delay.
     Delay(Duration),
-    /// It never arrives: its asker waits until the deadline.
+    /// The request never arrives, so its asker waits until the deadline.
     Lose,
-    /// The far side refuses.
+    /// The request fails with a refusal.
     Refuse,
-    /// The peer dies; so do all later requests.
+    /// The peer dies: this request and all later ones fail.
     Kill,
-    /// A bit of its bulk bytes flips on their way, whichever way they go.
+    /// One bit of the bulk bytes flips on the wire, in either direction.
     FlipOnWire,
-    /// A bit of the bytes that it offers flips in the memory that they are offered from.
+    /// One bit of offered bytes flips in the memory of the node that offers them.
     FlipInBuffer,
 }
 
-/// A request that is about to be made.
-pub struct Seen<'a> {
-    /// Its number on its connection, from 0.
+/// A request that is about to be sent.
+pub struct OutgoingRequest<'a> {
+    /// Number of the request on its connection, from 0.
     pub number: u64,
-    /// To whom.
+    /// The node that is asked.
     pub peer: NodeId,
-    /// What it says.
+    /// The encoded message.
     pub message: &'a [u8],
-    /// Bytes that it offers, or that it has slots for.
+    /// Bytes that the request offers or has slots for.
     pub bulk_len: u64,
 }
 
-/// Decides what happens to a request.
-pub type Plan = Arc<dyn Fn(&Seen<'_>) -> Option<Fault> + Send + Sync>;
+/// Decides for each request which fault it meets. Connections of several threads share it.
+pub type FaultSchedule = Arc<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
-/// A transport whose connections meet faults.
+/// A transport whose connections meet the faults of a schedule.
 pub struct Faulty<T> {
     inner: T,
-    plan: Plan,
+    schedule: FaultSchedule,
 }
 
 impl<T> Faulty<T> {
     /// Decorates `inner`.
-    pub fn new(inner: T, plan: Plan) -> Self {
-        Self { inner, plan }
+    pub fn new(inner: T, schedule: FaultSchedule) -> Self {
+        Self { inner, schedule }
     }
 }
 
@@ -66,8 +69,8 @@ impl<T: Transport> Transport for Faulty<T> {
 
     async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
         let inner = self.inner.connect(peer, address).await?;
-        let state = Mutex::new(State { requests: 0, killed: false });
-        Ok(Arc::new(FaultyConnection { inner, address, plan: self.plan.clone(), state }))
+        let history = Mutex::new(RequestHistory { requests: 0, is_killed: false });
+        Ok(Arc::new(FaultyConnection { inner, address, schedule: self.schedule.clone(), history }))
     }
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
@@ -91,60 +94,29 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
-/// So that one whose kind is known only when it runs can be decorated.
-#[async_trait]
-impl Transport for Arc<dyn Transport> {
-    fn region(&self, len: u64) -> io::Result<Region> {
-        (**self).region(len)
-    }
-
-    async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
-        (**self).connect(peer, address).await
-    }
-
-    async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
-        (**self).serve(service).await
-    }
-
-    fn ability(&self) -> Ability {
-        (**self).ability()
-    }
-
-    fn agree(&self, agreement: Agreement) {
-        (**self).agree(agreement);
-    }
-
-    fn fallen_back(&self) -> Vec<(NodeId, String)> {
-        (**self).fallen_back()
-    }
-
-    fn status(&self) -> Network {
-        (**self).status()
-    }
-}
-
-struct State {
+/// The requests that a connection has made so far.
+struct RequestHistory {
     requests: u64,
-    killed: bool,
+    is_killed: bool,
 }
 
 struct FaultyConnection {
     inner: Arc<dyn Connection>,
     address: SocketAddr,
-    plan: Plan,
-    state: Mutex<State>,
+    schedule: FaultSchedule,
+    history: Mutex<RequestHistory>,
 }
 
 impl FaultyConnection {
-    /// What happens before the request goes out; how its bytes are damaged, if they are.
-    async fn meet(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
+    /// Applies the faults that precede the sending of a request. Returns a fault that damages its bytes, if that is scheduled.
+    async fn inject(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
         let (peer, address) = (self.inner.peer(), self.address);
         let fault = {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            let fault = (self.plan)(&Seen { number: state.requests, peer, message, bulk_len });
-            state.requests += 1;
-            state.killed |= fault == Some(Fault::Kill);
-            if state.killed { Some(Fault::Kill) } else { fault }
+            let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+            let fault = (self.schedule)(&OutgoingRequest { number: history.requests, peer, message, bulk_len });
+            history.requests += 1;
+            history.is_killed |= fault == Some(Fault::Kill);
+            if history.is_killed { Some(Fault::Kill) } else { fault }
         };
         match fault {
             None | Some(Fault::FlipOnWire | Fault::FlipInBuffer) => Ok(fault),
@@ -169,12 +141,12 @@ impl Connection for FaultyConnection {
     }
 
     fn is_lost(&self) -> bool {
-        self.inner.is_lost() || self.state.lock().unwrap_or_else(PoisonError::into_inner).killed
+        self.inner.is_lost() || self.history.lock().unwrap_or_else(PoisonError::into_inner).is_killed
     }
 
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
         let bulk_len = slots.iter().map(|slot| slot.len() as u64).sum();
-        let fault = self.meet(&message, bulk_len, timeout).await?;
+        let fault = self.inject(&message, bulk_len, timeout).await?;
         let mut pulled = self.inner.pull(message, slots, timeout).await?;
         if fault == Some(Fault::FlipOnWire)
             && let Some((slot, &len)) = pulled.slots.iter_mut().zip(&pulled.lens).find(|(_, len)| **len > 0)
@@ -185,7 +157,7 @@ impl Connection for FaultyConnection {
     }
 
     async fn offer(&self, message: Vec<u8>, mut payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
-        let fault = self.meet(&message, len as u64, timeout).await?;
+        let fault = self.inject(&message, len as u64, timeout).await?;
         if fault.is_some() {
             flip(&mut payload[..len]);
         }
@@ -197,7 +169,7 @@ impl Connection for FaultyConnection {
     }
 }
 
-/// Flips a bit in the middle.
+/// Flips one bit in the middle.
 fn flip(bytes: &mut [u8]) {
     let middle = bytes.len() / 2;
     if let Some(byte) = bytes.get_mut(middle) {

@@ -1,19 +1,19 @@
-//! A session's key.
+//! The session's key.
 
 use std::fmt;
 
 use zeroize::Zeroizing;
 
-/// 32 random bytes that all servers of a session have and nobody else. Never logged, never shown, overwritten when it is dropped.
+/// 32 random bytes that only the servers of a session have. The key is never logged or shown, and is overwritten when dropped.
 pub struct Key(Zeroizing<[u8; 32]>);
 
 impl Key {
-    /// Takes the bytes; the caller's own copy is the caller's to overwrite.
+    /// Makes a key of these bytes. The caller should overwrite its own copy.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// The bytes.
+    /// The secret bytes.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }

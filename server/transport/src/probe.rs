@@ -1,4 +1,4 @@
-//! Tries the way between two nodes, as a session would go it: for `dayfly doctor`.
+//! Measures the networks between two nodes with the transports that a session would use, for `dayfly doctor`.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,36 +11,40 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::CHUNK_LEN;
 use serde::{Deserialize, Serialize};
 
-use crate::Key;
+use crate::contract::{Answer, Connection, Incoming, Piece, Service, Serving, Transport};
+use crate::error::Refusal;
+use crate::key::Key;
+use crate::open::{Options, open};
+use crate::region::Region;
+use crate::selection::Preference;
 use crate::tcp::{Identity, Purpose};
-use crate::{Answer, Connection, Incoming, Options, Piece, Preference, Refusal, Region, Service, Serving, Transport};
 
-/// Small messages timed.
+/// Number of small requests that are timed.
 const PINGS: usize = 50;
-/// Large ones.
+/// Number of large requests that are timed.
 const BULKS: usize = 16;
-/// What is asked of the far side at most.
+/// Most bytes that the answering side sends for one request.
 const ROOM_MAX: u64 = 4 * CHUNK_LEN;
 
-/// How a way performs.
+/// The performance of a network between two nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Speed {
-    /// Half of the small requests took no longer, in microseconds.
+    /// Median time of a small request, in microseconds.
     pub round_trip_us: f64,
-    /// Of large ones, one at a time.
+    /// Throughput of large requests, one at a time.
     pub bytes_per_second: f64,
 }
 
-/// What was found between two nodes.
+/// The result of a probe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reached {
-    /// By TCP, or why not.
+    /// The speed of TCP, or why the peer cannot be reached by it.
     pub tcp: Result<Speed, String>,
-    /// By RDMA, or why not.
+    /// The speed of RDMA, or why the peer cannot be reached by it.
     pub rdma: Result<Speed, String>,
 }
 
-/// The far side, until it is dropped.
+/// The answering side of a probe, which answers until it is dropped.
 pub struct Answering {
     _serving: Serving,
     _transport: Arc<dyn Transport>,
@@ -67,28 +71,30 @@ fn identity(key: [u8; 32], node: u16) -> Identity {
     Identity { session, key: Arc::new(Key::new(key)), node: NodeId(node), purpose, deadlines }
 }
 
-/// Answers probes that know the key.
+/// Answers probes that hold the key, at the returned address.
+///
+/// # Errors
+/// `listen` is in use or is not an address of this machine.
 pub async fn answer(key: [u8; 32], listen: SocketAddr, options: &Options) -> io::Result<(Answering, SocketAddr)> {
-    let (transport, address) = crate::open(identity(key, 1), listen, options).await?;
+    let (transport, address) = open(identity(key, 1), listen, options).await?;
     let serving = transport.serve(Arc::new(Zeros)).await?;
     Ok((Answering { _serving: serving, _transport: transport }, address))
 }
 
-/// Probes the far side at an address.
+/// Probes the answering side at `address`, by TCP and by the network of `options`.
 pub async fn reach(key: [u8; 32], address: SocketAddr, options: &Options) -> Reached {
     let tcp = Options { preference: Preference::Tcp, ..options.clone() };
     Reached { tcp: try_one(key, address, &tcp).await, rdma: try_one(key, address, options).await }
 }
 
 async fn try_one(key: [u8; 32], address: SocketAddr, options: &Options) -> Result<Speed, String> {
-    let words = |error: &dyn std::fmt::Display| error.to_string();
     let any = SocketAddr::new(if address.is_ipv4() { [0, 0, 0, 0].into() } else { [0_u16; 8].into() }, 0);
-    let (transport, _) = crate::open(identity(key, 0), any, options).await.map_err(|error| words(&error))?;
+    let (transport, _) = open(identity(key, 0), any, options).await.map_err(|error| error.to_string())?;
     if options.preference != Preference::Tcp {
         transport.ability().rdma?;
     }
-    let region = transport.region(2 * CHUNK_LEN).map_err(|error| words(&error))?;
-    let connection = transport.connect(NodeId(1), address).await.map_err(|error| words(&error))?;
+    let region = transport.region(2 * CHUNK_LEN).map_err(|error| error.to_string())?;
+    let connection = transport.connect(NodeId(1), address).await.map_err(|error| error.to_string())?;
     if let Some((_, why)) = transport.fallen_back().pop() {
         return Err(why);
     }
@@ -105,7 +111,7 @@ async fn try_one(key: [u8; 32], address: SocketAddr, options: &Options) -> Resul
 }
 
 async fn pull(connection: &Arc<dyn Connection>, region: &Region, len: u64) -> Result<Duration, String> {
-    let slot = region.slot_within(len, Deadlines::DEFAULT.request).await.ok_or("no room for an answer")?;
+    let slot = region.slot_within(len, Deadlines::DEFAULT.request).await.ok_or("no memory for an answer")?;
     let start = Instant::now();
     let pulled = connection.pull(Vec::new(), vec![slot], Deadlines::DEFAULT.request).await.map_err(|error| error.to_string())?;
     if pulled.lens != [len] { Err("the answer is too short".to_owned()) } else { Ok(start.elapsed()) }
@@ -116,14 +122,14 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-    async fn a_probe_finds_what_is_there() {
+    async fn a_probe_measures_the_networks_that_exist() {
         let listen = "127.0.0.1:0".parse().unwrap();
         let (answering, address) = answer([1; 32], listen, &Options::default()).await.unwrap();
         let reached = reach([1; 32], address, &Options::default()).await;
         assert!(reached.tcp.is_ok_and(|speed| speed.round_trip_us > 0.0 && speed.bytes_per_second > 1e6));
         assert_eq!(reached.rdma.is_ok(), crate::rdma::tests::has_card());
-        assert!(reach([2; 32], address, &Options::default()).await.tcp.is_err(), "another key");
+        assert!(reach([2; 32], address, &Options::default()).await.tcp.is_err(), "the key differs");
         drop(answering);
-        assert!(reach([1; 32], address, &Options::default()).await.tcp.is_err(), "it is gone");
+        assert!(reach([1; 32], address, &Options::default()).await.tcp.is_err(), "nothing listens there any more");
     }
 }

@@ -1,4 +1,7 @@
-//! Shared memory, cut into slots. A slot's bytes belong to whoever holds it; dropping it gives the room back.
+//! Shared memory for bulk bytes, allocated in slots. A slot's bytes belong to its holder alone, and dropping the slot frees them.
+//!
+//! A region is a memfd, so other processes can map it read-only. A region that an RDMA card may access carries its registration,
+//! which ends with the region.
 
 use std::any::Any;
 use std::fs::File;
@@ -14,34 +17,34 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use offset_allocator::{Allocation, Allocator};
 use tokio::sync::Notify;
 
-/// How many slots a region may have: each takes 28 bytes of memory beside it from the start. In a large region small samples are
-/// many: one of 2 KiB for each 2 KiB.
+/// Number of slots that every region may have. The allocator takes 28 bytes for each of them from the start. Large regions may have
+/// more, one for every 2 KiB, because they are shared by many small pieces.
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 
-/// By which a card may touch a region.
+/// The keys by which a card accesses a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Keys {
-    /// For our own operations.
+    /// The key for operations of this node.
     pub(crate) local: u32,
-    /// For our peers'.
+    /// The key for operations of the peers.
     pub(crate) remote: u32,
 }
 
-/// That a card may touch a region, until the guard is dropped.
+/// Allows a card to access a region until the guard is dropped.
 pub(crate) struct Registration {
     pub(crate) keys: Keys,
     pub(crate) _guard: Box<dyn Any + Send + Sync>,
 }
 
-/// A region; clones share it.
+/// Shared memory from which slots are allocated; clones share it.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    /// Goes before what it is of.
+    /// Fields are dropped in order, so the registration ends before the memory is unmapped.
     registration: OnceLock<Registration>,
     map: MmapRaw,
     file: File,
@@ -50,12 +53,18 @@ struct Inner {
 }
 
 impl Region {
-    /// Makes a region of `len` bytes over a memfd that can neither shrink nor grow. Untouched bytes take no memory.
+    /// Makes a region of `len` bytes over a memfd that can neither shrink nor grow. Pages that are never touched take no memory.
+    ///
+    /// # Errors
+    /// `len` is more than 256 GiB, or the memfd cannot be made or mapped.
     pub fn new(len: u64) -> io::Result<Self> {
         Self::with_slots(len, SLOTS_MIN.max((len / UNIT) as u32 / UNITS_PER_SLOT))
     }
 
-    /// As [`Self::new`], of which no more slots are taken at once than these.
+    /// Makes a region as [`Self::new`] does, with at most `slots_max` slots at a time.
+    ///
+    /// # Errors
+    /// The same as for [`Self::new`].
     pub fn with_slots(len: u64, slots_max: u32) -> io::Result<Self> {
         let units =
             u32::try_from(len / UNIT).map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a region is at most 256 GiB"))?;
@@ -68,41 +77,41 @@ impl Region {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The file behind it, for other processes to map read-only.
+    /// The memfd behind the region, for other processes to map read-only.
     pub fn file(&self) -> &File {
         &self.inner.file
     }
 
-    /// Where it lies in this process.
+    /// Address of the first byte in this process.
     pub(crate) fn address(&self) -> u64 {
         self.inner.map.as_mut_ptr() as u64
     }
 
-    /// Has a card's registration end with it.
+    /// Attaches a card's registration, which then ends with the region.
     pub(crate) fn registered(self, registration: Registration) -> Self {
-        // It is new, and has none.
+        // The region is new and has no registration yet, so this cannot fail.
         let _ = self.inner.registration.set(registration);
         self
     }
 
-    /// Its length in bytes.
+    /// Length of the region in bytes.
     pub fn len(&self) -> u64 {
         self.inner.map.len() as u64
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A slot of at least `len` bytes, if there is room for it now.
+    /// Allocates a slot of at least `len` bytes, if there is room for it now.
     pub fn slot(&self, len: u64) -> Option<Slot> {
         let units = u32::try_from(len.max(1).div_ceil(UNIT)).ok()?;
         let allocation = self.inner.room.lock().unwrap_or_else(PoisonError::into_inner).allocate(units)?;
         Some(Slot { region: self.clone(), allocation, len: len as usize })
     }
 
-    /// A slot, when there is room for it within `timeout`.
+    /// Allocates a slot of at least `len` bytes, waiting up to `timeout` for room.
     pub async fn slot_within(&self, len: u64, timeout: Duration) -> Option<Slot> {
         let wait = async {
             loop {
@@ -119,7 +128,7 @@ impl Region {
     }
 }
 
-/// Exclusive room in a region.
+/// Bytes of a region that belong to the holder alone.
 pub struct Slot {
     region: Region,
     allocation: Allocation,
@@ -127,32 +136,32 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Offset of its first byte in the region.
+    /// Offset of the first byte in the region.
     pub fn offset(&self) -> u64 {
         u64::from(self.allocation.offset) * UNIT
     }
 
-    /// Its length in bytes.
+    /// Length of the slot in bytes, as it was asked for.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the slot has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The region that it is of, by a number, and how long that is.
+    /// The region of this slot, as a number that no other live region has, and its length.
     pub(crate) fn home(&self) -> (usize, u64) {
         (Arc::as_ptr(&self.region.inner) as usize, self.region.len())
     }
 
-    /// Where it lies in this process.
+    /// Address of the first byte in this process.
     pub(crate) fn address(&self) -> u64 {
         self.pointer() as u64
     }
 
-    /// By which a card may touch it, if one may.
+    /// The keys by which a card accesses the slot, if its region is registered.
     pub(crate) fn keys(&self) -> Option<Keys> {
         self.region.inner.registration.get().map(|registration| registration.keys)
     }
@@ -166,16 +175,16 @@ impl std::ops::Deref for Slot {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the allocator gave these bytes, which lie within the mapping, to this slot alone until it is dropped;
-        // the mapping lives as long as `region`. Bytes of a fresh memfd are zero, thus initialised. Other processes map
-        // the region read-only. Writing needs `&mut self`, so no one writes while this borrow lives.
+        // SAFETY: these bytes lie within the mapping, and the allocator gave them to this slot alone until it is dropped. The
+        // mapping lives as long as `region`. The bytes of a new memfd are zeros, so they are initialized. Other processes map the
+        // region read-only, and writing here needs `&mut self`, so nothing writes while this borrow lives.
         unsafe { std::slice::from_raw_parts(self.pointer(), self.len) }
     }
 }
 
 impl std::ops::DerefMut for Slot {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; `&mut self` makes this the only access in this process.
+        // SAFETY: as in `deref`, and `&mut self` makes this the only access in this process.
         unsafe { std::slice::from_raw_parts_mut(self.pointer(), self.len) }
     }
 }
@@ -192,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_apart_and_room_comes_back() {
+    fn slots_do_not_overlap_and_dropped_slots_are_free_again() {
         let region = Region::new(1 << 20).unwrap();
         let mut slots: Vec<Slot> = (0..8_u8).map(|_| region.slot(100_000).unwrap()).collect();
         slots.iter_mut().zip(0..).for_each(|(slot, number)| slot.fill(number));
@@ -204,15 +213,15 @@ mod tests {
     }
 
     #[test]
-    fn a_large_region_is_not_full_of_few_small_slots() {
+    fn a_large_region_has_room_for_many_small_slots() {
         let region = Region::new(1 << 30).unwrap();
         let slots: Vec<Slot> = std::iter::from_fn(|| region.slot(3000)).collect();
-        // Beside what is lost between slots.
+        // A part of the region is lost between slots.
         assert!(slots.len() > 300_000, "{}", slots.len());
     }
 
     #[tokio::test]
-    async fn a_waiter_gets_room_when_there_is_some_and_else_its_deadline() {
+    async fn a_waiter_gets_room_that_is_freed_or_fails_at_its_deadline() {
         let region = Region::new(4096).unwrap();
         let slot = region.slot(4096).unwrap();
         assert!(region.slot_within(1, Duration::from_millis(20)).await.is_none());

@@ -1,9 +1,24 @@
-//! TCP: to each peer one connection for small messages and a few for bulk, each proved by the session's key, then plain, or sealed where that was asked for.
+//! The TCP transport. A connection to a peer is three TCP streams (links): one for small messages and two for bulk bytes. The
+//! session's key authenticates each link; after the handshake it carries plain text, or sealed frames if the user asked for it.
+//!
+//! # Parts
+//! - Dialing side: [`connection`] sends requests to one peer; [`links`] watches all links to it and replaces those that fail;
+//!   [`link`] has the requests under way on one link; [`dial`] makes a link.
+//! - Listening side: [`serve`] accepts links and reads requests; [`answer`] sends the answers' bytes; [`handshake_limiter`] bounds
+//!   the handshakes under way.
+//! - Both sides: [`handshake`], [`seal`] (encryption), [`stream`] (frames out) and [`reader`] (frames in).
+//!
+//! # Invariants
+//! - Only the end that dialed a link sends requests on it, and the other end only answers.
+//! - The bytes of a slot land only while its request is in the table of a link. A link returns its slots after its stream is closed.
+//! - A file that cannot be read never ends a link: its bytes are replaced by zeros, and the answer names the piece.
 
 mod answer;
+mod connection;
 mod dial;
-pub(crate) mod door;
 pub(crate) mod handshake;
+pub(crate) mod handshake_limiter;
+mod identity;
 mod link;
 mod links;
 mod reader;
@@ -16,64 +31,30 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{NodeId, SessionId};
+use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 use tokio::net::TcpListener;
 use tokio::sync::Mutex;
 
-use crate::{Ability, Agreement, Connection, Key, Region, Service, Serving, Transport, TransportError};
+use crate::contract::{Connection, Service, Serving, Transport};
+use crate::error::TransportError;
+use crate::region::Region;
+use crate::selection::{Ability, Agreement};
 
-/// Who we are, and what we and our peers prove to each other.
-#[derive(Clone)]
-pub struct Identity {
-    /// The session.
-    pub session: SessionId,
-    /// Its key.
-    pub key: Arc<Key>,
-    /// Our node.
-    pub node: NodeId,
-    /// What connections are for.
-    pub purpose: Purpose,
-    /// How long we wait for our peers.
-    pub deadlines: Deadlines,
-}
-
-/// What a handshake is for: both ends must mean the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Purpose {
-    /// A peer's connection, plain after the handshake.
-    #[default]
-    Peer,
-    /// A peer's connection, every byte of it encrypted and authenticated.
-    SealedPeer,
-    /// A channel.
-    Channel,
-}
-
-impl Purpose {
-    fn name(self) -> &'static [u8] {
-        match self {
-            Self::Peer => b"dayfly peer",
-            Self::SealedPeer => b"dayfly sealed peer",
-            Self::Channel => b"dayfly channel",
-        }
-    }
-
-    /// The keys, where they are used.
-    fn seal(self, keys: seal::Keys) -> Option<seal::Keys> {
-        (self == Self::SealedPeer).then_some(keys)
-    }
-}
+pub use identity::{Identity, Purpose};
 
 /// The TCP transport of one node.
 pub struct Tcp {
     identity: Identity,
+    /// Taken by [`Transport::serve`], so that a node serves once.
     listener: Mutex<Option<TcpListener>>,
 }
 
 impl Tcp {
-    /// Binds the listener; peers reach us at the returned address.
+    /// Binds the listener. Peers reach this node at the returned address.
+    ///
+    /// # Errors
+    /// The address is in use or is not an address of this machine.
     pub async fn bind(identity: Identity, address: SocketAddr) -> io::Result<(Self, SocketAddr)> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
@@ -88,7 +69,7 @@ impl Transport for Tcp {
     }
 
     async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
-        dial::connect(&self.identity, peer, address).await
+        connection::connect(&self.identity, peer, address).await
     }
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
@@ -98,7 +79,7 @@ impl Transport for Tcp {
     }
 
     fn ability(&self) -> Ability {
-        Ability { rdma: Err("it has TCP alone".to_owned()) }
+        Ability { rdma: Err("it uses TCP only".to_owned()) }
     }
 
     fn agree(&self, _agreement: Agreement) {}
@@ -110,12 +91,6 @@ impl Transport for Tcp {
     fn status(&self) -> Network {
         Network::default()
     }
-}
-
-/// Whether a handshake that failed so may have had to make way for others.
-pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
-    use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
-    [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
 
 #[cfg(test)]

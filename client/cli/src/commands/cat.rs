@@ -1,4 +1,4 @@
-//! `dayfly cat`.
+//! `dayfly cat`: writes files of the namespace to standard output.
 
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -10,7 +10,7 @@ use crate::args::CatArguments;
 use crate::failure::{Failure, complain, output};
 use crate::namespace::{about, view};
 
-/// Bytes read at a time.
+/// Bytes per read.
 const READ_LEN: usize = 1 << 20;
 
 pub(super) fn run(arguments: CatArguments) -> Result<ExitCode, Failure> {
@@ -32,13 +32,13 @@ pub(super) fn run(arguments: CatArguments) -> Result<ExitCode, Failure> {
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// Which side of a copy failed.
+/// The side of a copy that failed.
 pub(super) enum CopyError {
     Read(ViewError),
     Write(io::Error),
 }
 
-/// Writes a whole file.
+/// Writes a whole file of the namespace to `output`.
 pub(super) fn copy(view: &View, file: &OpenFile, output: &mut impl Write) -> Result<(), CopyError> {
     let mut buffer = vec![0; READ_LEN.min(file.stat().size as usize)];
     let mut offset = 0;

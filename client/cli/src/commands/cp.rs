@@ -1,4 +1,4 @@
-//! `dayfly cp`: out of the namespace.
+//! `dayfly cp`: copies files out of the namespace.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -22,29 +22,30 @@ use crate::namespace::{about, view};
 
 pub(super) fn run(arguments: CpArguments) -> Result<ExitCode, Failure> {
     let view = view()?;
-    let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
+    let (target, sources) =
+        arguments.paths.split_last().ok_or_else(|| Failure::usage("give at least one SOURCE and a TARGET"))?;
     if view.contains(target.as_bytes()) {
         return Err(Failure::usage(format!(
-            "'{}' is in the namespace, which is read-only; stage-in brings files there",
+            "'{}' is in the namespace, which is read-only; 'dayfly stage-in' adds files to it",
             target.display()
         )));
     }
     let target = Path::new(target);
     let into = target.is_dir();
     if sources.len() > 1 && !into {
-        return Err(Failure::usage(format!("'{}' is not a directory", target.display())));
+        return Err(Failure::usage(format!("'{}' is not a directory, which several sources need", target.display())));
     }
     let mut copier = Copier { view: &view, names: HashMap::new(), failed: false };
     for source in sources {
         let source = source.as_bytes().strip_suffix(b"/").unwrap_or(source.as_bytes());
         let name = split_last(source).map_or(&b""[..], |(_, name)| name);
         let to = if into { target.join(OsStr::from_bytes(name)) } else { target.to_owned() };
-        // As cp: a symlink is copied as such only among others.
+        // Like cp: without -r, a symbolic link on the command line is followed.
         let stat = if arguments.recursive { view.lstat(source) } else { view.stat(source) };
         match stat {
             Err(error) => copier.complain(&about(source, &error)),
             Ok(stat) if stat.kind == FileKind::Directory && !arguments.recursive => {
-                copier.complain(&format!("'{}' is a directory; -r copies it", display(source)));
+                copier.complain(&format!("'{}' is a directory; use -r to copy it", display(source)));
             }
             Ok(stat) => copier.tree(source, stat, to),
         }
@@ -54,16 +55,16 @@ pub(super) fn run(arguments: CpArguments) -> Result<ExitCode, Failure> {
 
 struct Copier<'a> {
     view: &'a View,
-    /// Files that have several names, by inode: the first copy, for the others to link to.
+    /// The first copy of each file that has several names, by inode. The other names become hard links to it.
     names: HashMap<u64, PathBuf>,
     failed: bool,
 }
 
-/// What is still to be done.
-enum Step {
+/// Work that remains.
+enum Task {
     Copy(Vec<u8>, Stat, PathBuf),
-    /// A directory's times and permissions, once nothing is written into it any more.
-    Close(Stat, PathBuf),
+    /// Set a directory's times and permissions, once nothing more is written into it.
+    Finish(Stat, PathBuf),
 }
 
 impl Copier<'_> {
@@ -73,16 +74,16 @@ impl Copier<'_> {
     }
 
     fn tree(&mut self, source: &[u8], stat: Stat, to: PathBuf) {
-        let mut steps = vec![Step::Copy(source.to_vec(), stat, to)];
-        while let Some(step) = steps.pop() {
-            let (to, done) = match step {
-                Step::Close(stat, to) => {
-                    let done = close(&stat, &to);
+        let mut tasks = vec![Task::Copy(source.to_vec(), stat, to)];
+        while let Some(task) = tasks.pop() {
+            let (to, done) = match task {
+                Task::Finish(stat, to) => {
+                    let done = finish(&stat, &to);
                     (to, done)
                 }
-                Step::Copy(source, stat, to) => {
+                Task::Copy(source, stat, to) => {
                     let done = match stat.kind {
-                        FileKind::Directory => self.directory(&source, stat, &to, &mut steps),
+                        FileKind::Directory => self.directory(&source, stat, &to, &mut tasks),
                         FileKind::Symlink => self.symlink(&source, &stat, &to),
                         FileKind::File => self.file(&source, &stat, &to),
                     };
@@ -90,22 +91,22 @@ impl Copier<'_> {
                 }
             };
             if let Err(error) = done {
-                self.complain(&format!("'{}': {error}", to.display()));
+                self.complain(&format!("cannot copy to '{}': {error}", to.display()));
             }
         }
     }
 
-    fn directory(&mut self, source: &[u8], stat: Stat, to: &Path, steps: &mut Vec<Step>) -> io::Result<()> {
+    fn directory(&mut self, source: &[u8], stat: Stat, to: &Path, tasks: &mut Vec<Task>) -> io::Result<()> {
         match fs::create_dir(to) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && to.is_dir() => {}
             made => made?,
         }
-        steps.push(Step::Close(stat, to.to_owned()));
+        tasks.push(Task::Finish(stat, to.to_owned()));
         let directory = self.view.open_directory(source).map_err(io::Error::other)?;
         for entry in directory.entries(0) {
             let child = join(source, entry.name);
             let stat = self.view.lstat(&child).map_err(io::Error::other)?;
-            steps.push(Step::Copy(child, stat, to.join(OsStr::from_bytes(entry.name))));
+            tasks.push(Task::Copy(child, stat, to.join(OsStr::from_bytes(entry.name))));
         }
         Ok(())
     }
@@ -125,7 +126,7 @@ impl Copier<'_> {
         let from = self.view.open(source).map_err(io::Error::other)?;
         let mut file = create(to)?;
         if let Err(error) = copy(self.view, &from, &mut file) {
-            // A part under the right name would be taken for the whole.
+            // Under the right name, a partial file would be mistaken for the whole one.
             remove_old(to)?;
             return Err(match error {
                 CopyError::Read(error) => io::Error::other(about(source, &error)),
@@ -142,7 +143,7 @@ impl Copier<'_> {
 }
 
 fn create(to: &Path) -> io::Result<File> {
-    // As cp: what is there is overwritten, through a symlink as well.
+    // Like cp: an existing file is overwritten, even through a symbolic link.
     OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)
 }
 
@@ -153,7 +154,7 @@ fn remove_old(to: &Path) -> io::Result<()> {
     }
 }
 
-fn close(stat: &Stat, to: &Path) -> io::Result<()> {
+fn finish(stat: &Stat, to: &Path) -> io::Result<()> {
     fs::set_permissions(to, fs::Permissions::from_mode(stat.permissions))?;
     set_times(stat, to)
 }

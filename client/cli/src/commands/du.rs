@@ -1,4 +1,4 @@
-//! `dayfly du`: bytes of the samples below directories. What the nodes' drives are taken by, `df` and `status` tell.
+//! `dayfly du`: the bytes of the samples below directories. `df` and `status` show how much space they take on the nodes' drives.
 
 use std::collections::HashSet;
 use std::io::{self, BufWriter, IsTerminal, Write};
@@ -38,14 +38,16 @@ pub(super) fn run(arguments: DuArguments) -> Result<ExitCode, Failure> {
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// A directory on the way down: its path, its sum so far, and what is still to be seen in it.
-struct Open {
+/// A directory that is being summed up.
+struct OpenDirectory {
     path: Vec<u8>,
+    /// The sum so far.
     bytes: u64,
+    /// Paths in it that are not counted yet.
     rest: std::vec::IntoIter<Vec<u8>>,
 }
 
-/// Sums of all directories, each after those below it; files that have several names count once.
+/// Appends the sum of each directory after those below it. A file that has several names counts once.
 fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(), ViewError> {
     let mut seen = HashSet::new();
     let stat = view.lstat(path)?;
@@ -56,7 +58,7 @@ fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(
     let mut open = vec![open_directory(view, path.to_vec())?];
     while let Some(directory) = open.last_mut() {
         let Some(child) = directory.rest.next() else {
-            let Some(Open { path, bytes, .. }) = open.pop() else { break };
+            let Some(OpenDirectory { path, bytes, .. }) = open.pop() else { break };
             if let Some(parent) = open.last_mut() {
                 parent.bytes += bytes;
             }
@@ -74,7 +76,7 @@ fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(
     Ok(())
 }
 
-fn open_directory(view: &View, path: Vec<u8>) -> Result<Open, ViewError> {
+fn open_directory(view: &View, path: Vec<u8>) -> Result<OpenDirectory, ViewError> {
     let names: Vec<Vec<u8>> = view.open_directory(&path)?.entries(0).map(|entry| join(&path, entry.name)).collect();
-    Ok(Open { path, bytes: 0, rest: names.into_iter() })
+    Ok(OpenDirectory { path, bytes: 0, rest: names.into_iter() })
 }

@@ -1,4 +1,4 @@
-//! `dayfly exec` and `dayfly env`: making a process part of the session.
+//! `dayfly exec` and `dayfly env`: make a process part of a session.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -13,14 +13,13 @@ use dayfly_client::locate::{Location, NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DI
 use dayfly_meta::id::NodeId;
 
 use crate::args::{EnvArguments, ExecArguments};
-use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED};
-use crate::failure::{complain, say};
+use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED, complain, say};
 use crate::{namespace, preload};
 
 pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
-    let outside = |failure: Failure| failure.with_status(NOT_STARTED);
-    let location = namespace::location().map_err(outside)?;
-    let variables = variables(&location, arguments.node).map_err(outside)?;
+    let own = |failure: Failure| failure.with_status(NOT_STARTED);
+    let location = namespace::location().map_err(own)?;
+    let variables = variables(&location, arguments.node).map_err(own)?;
     let (program, rest) = split(&arguments.command, &variables)?;
     let error = Command::new(&program).args(rest).envs(variables).exec();
     Err(not_started(&program, &error))
@@ -28,13 +27,14 @@ pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
 
 pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
     for (name, value) in variables(&namespace::location()?, arguments.node)? {
-        // Single quotes keep everything but themselves.
+        // Within single quotes a shell takes everything literally except a single quote.
         say!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// The program and its arguments. One that lies in the namespace is started by one that does not, which can see it.
+/// Returns the program to start and its arguments. A program in the namespace is started through `env`, because this process
+/// does not see the namespace.
 pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
     let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
@@ -43,25 +43,27 @@ pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> R
     }
     if preload::is_static(program) {
         let program = Path::new(program).display();
-        complain(format_args!("'{program}' is a static program, which the library cannot reach: it will not see the namespace"));
+        complain(format_args!(
+            "'{program}' is a static program, which the preload library cannot reach, so it will not see the namespace"
+        ));
     }
     Ok((program.clone(), rest.to_vec()))
 }
 
-/// Whether CMD lies in the namespace.
+/// Whether a program lies in the namespace.
 pub(super) fn is_in_namespace(program: &OsStr, prefix: &Path) -> bool {
     Path::new(program).starts_with(prefix)
 }
 
-/// Why CMD could not be started, with the exit status that shells give.
+/// Describes why CMD could not be started, with the exit status that shells use.
 pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
     let is_absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
     let status = if is_absent { NOT_FOUND } else { NOT_EXECUTABLE };
     Failure::new(format!("cannot run '{}': {error}", program.display())).with_status(status)
 }
 
-/// What makes a process part of the session: the library that shows it the namespace, what that needs to know, and our own
-/// folder first in its PATH. The same again in the form that Apptainer hands to what runs in a container.
+/// Returns the variables that make a process part of a session: the preload library, what the library needs to find the session,
+/// and a PATH that begins with this program's folder. They are repeated with the names that Apptainer passes into containers.
 pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,
@@ -71,7 +73,7 @@ pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(S
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let library = preload::library()?;
-    // On other machines of the session, where CMD may start more of itself, other nodes live.
+    // The variable is set only if needed, because CMD may start processes on other machines, which have other nodes.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
@@ -90,7 +92,8 @@ pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(S
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }
 
-/// Where CMD is looked for: in our own folder first. Without a PATH it is where the C library looks then.
+/// Returns the PATH in which CMD is searched, which begins with this program's folder. If PATH is not set, it continues with the
+/// folders that the C library searches.
 pub(super) fn search_path() -> io::Result<OsString> {
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
@@ -101,10 +104,10 @@ pub(super) fn search_path() -> io::Result<OsString> {
     Ok(path)
 }
 
-/// Both names of the same program.
+/// Both names of the program that is now called Apptainer.
 const CONTAINERS: [&str; 2] = ["APPTAINER", "SINGULARITY"];
 
-/// Makes paths seen in containers at the same place, besides what was asked for already.
+/// Makes paths visible in containers under the same names, in addition to those that the user asked for.
 fn binds(paths: &[&Path]) -> impl Iterator<Item = (String, OsString)> {
     let ours: Vec<&OsStr> = paths.iter().map(|path| path.as_os_str()).collect();
     let ours = ours.join(OsStr::new(","));

@@ -1,4 +1,4 @@
-//! `dayfly ls`.
+//! `dayfly ls`: lists directories of the namespace.
 
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::process::ExitCode;
@@ -62,7 +62,7 @@ impl Lister<'_> {
         self.failed = true;
     }
 
-    /// A directory, and if asked for all below it, in the order in which ls -R shows them.
+    /// Lists a directory, and with -R everything below it in the order of `ls -R`.
     fn directory(&mut self, top: &[u8], titled: bool) -> Result<(), Failure> {
         let mut waiting = vec![top.to_vec()];
         let mut is_first = true;
@@ -124,7 +124,7 @@ impl Lister<'_> {
     }
 }
 
-/// `-rw-r--r--`
+/// Formats type and permissions, as in `-rw-r--r--`.
 pub(super) fn mode_text(stat: &Stat) -> String {
     let kind = match stat.kind {
         FileKind::File => '-',
@@ -146,7 +146,7 @@ pub(super) fn mode_text(stat: &Stat) -> String {
     text
 }
 
-/// In local time.
+/// Formats the modification time in local time.
 pub(super) fn time_text(stat: &Stat) -> String {
     let time = jiff::Timestamp::new(stat.mtime_s, stat.mtime_ns as i32);
     time.map_or_else(

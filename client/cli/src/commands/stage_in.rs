@@ -1,4 +1,4 @@
-//! `dayfly stage-in`: the request, its progress and its summary.
+//! `dayfly stage-in`: sends the request, and shows progress and summary.
 
 mod page;
 mod progress;
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use dayfly_client::Session;
 use dayfly_client::locate::Location;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::control::{Command, Event, Grouping, OnConflict as Conflicts, Selection, StageInRequest as Request};
+use dayfly_meta::wire::control::OnConflict as ConflictPolicy;
+use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageInRequest};
 
 use super::signals::Interruptions;
 use crate::args::{Group, OnConflict, StageInArguments, StageInOptions};
@@ -23,41 +24,42 @@ use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
-/// A session that ends while its stage-in fails is told by a server that goes within this.
-const SIGN_TIME: Duration = Duration::from_millis(100);
-/// A server that has closed its connections goes within this, and the others of this machine with it.
-const END_TIME: Duration = Duration::from_secs(2);
-/// How long a stage-in that is interrupted waits for what it is just telling.
-const TELLING_TIMEOUT: Duration = Duration::from_secs(1);
+/// If a stage-in fails because its session ends, some server of this machine disappears within this time.
+const FIRST_EXIT_TIMEOUT: Duration = Duration::from_millis(100);
+/// After a server closed its connections, it and the others of this machine disappear within this time.
+const ALL_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long an interrupted stage-in waits for a message that is being written.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
-    let (target, sources) = arguments.paths.split_last().ok_or_else(|| Failure::usage("a source and a target are needed"))?;
+    let (target, sources) =
+        arguments.paths.split_last().ok_or_else(|| Failure::usage("give at least one SOURCE and a TARGET"))?;
     let location = namespace::location()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let (sources, target) = (sources.to_vec(), target.clone());
     let status = runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let telling = ProgressDisplay::default();
-        let told = telling.clone();
+        let progress = ProgressDisplay::default();
+        let shared = progress.clone();
         let staging =
-            tokio::task::spawn_blocking(move || stage(&location, &sources, &target, &arguments.options, arguments.json, &told));
+            tokio::task::spawn_blocking(move || stage(&location, &sources, &target, &arguments.options, arguments.json, &shared));
         tokio::select! {
             staged = staging => match staged.map_err(Failure::new)?? {
                 0 => Ok(ExitCode::SUCCESS),
                 _ => Ok(ExitCode::from(LEFT_OUT)),
             },
             _ = interruptions.next() => {
-                telling.interrupt();
+                progress.interrupt();
                 Ok(ExitCode::from(interruptions.status()))
             }
         }
     });
-    // Its server notices that nobody waits any more when this process is gone, and cancels.
+    // The server cancels the stage-in when this process is gone and its connection closes.
     runtime.shutdown_background();
     status
 }
 
-/// Who tells the user how a stage-in goes, until it was interrupted.
+/// Shows the user how a stage-in proceeds, until it is interrupted. Clones share one display.
 #[derive(Clone, Default)]
 pub(super) struct ProgressDisplay(Arc<Mutex<Option<Reporter>>>);
 
@@ -72,12 +74,12 @@ impl ProgressDisplay {
         }
     }
 
-    /// Clears what is shown, and says what became of the stage-in.
+    /// Clears the display, and prints what became of the stage-in.
     pub(super) fn interrupt(&self) {
         end_soon();
-        // Who has it may wait for a reader who does not come.
+        // The thread that holds the lock may be writing to a terminal that does not read.
         let start = Instant::now();
-        while start.elapsed() < TELLING_TIMEOUT {
+        while start.elapsed() < MESSAGE_TIMEOUT {
             if let Ok(mut reporter) = self.0.try_lock() {
                 if let Some(mut reporter) = reporter.take() {
                     reporter.interrupt();
@@ -93,17 +95,17 @@ impl ProgressDisplay {
     }
 }
 
-/// Stages in, telling the user how it goes; how many members or sources were left out.
+/// Runs a stage-in and shows its progress. Returns how many archive members or sources were left out.
 pub(super) fn stage(
     location: &Location,
     sources: &[OsString],
     target: &OsStr,
     options: &StageInOptions,
     json: bool,
-    telling: &ProgressDisplay,
+    progress: &ProgressDisplay,
 ) -> Result<u64, Failure> {
     let session = Session::attach(location)?;
-    let request = Request {
+    let request = StageInRequest {
         sources: sources.iter().map(|source| absolute(source)).collect::<Result<_, _>>()?,
         target: namespace::target(&session, target)?,
         selection: Selection {
@@ -115,8 +117,8 @@ pub(super) fn stage(
             group: options.group.map_or(Grouping::None, |Group::Stem| Grouping::Stem),
             keep_going: options.keep_going,
             on_conflict: match options.on_conflict {
-                OnConflict::Error => Conflicts::Error,
-                OnConflict::Replace => Conflicts::Replace,
+                OnConflict::Error => ConflictPolicy::Error,
+                OnConflict::Replace => ConflictPolicy::Replace,
             },
             prefix_by_source: options.prefix_by_source,
             max_directories: options.max_directories,
@@ -125,12 +127,12 @@ pub(super) fn stage(
         replace: options.replace,
         max_rate: options.max_rate,
     };
-    telling.begin(Reporter::new(json, &target.to_string_lossy(), options));
+    progress.begin(Reporter::new(json, &target.to_string_lossy(), options));
     let before = location.live_nodes();
     let mut failure = None;
     let mut summary = None;
     let ended = session.control(Command::StageIn(request), &mut |event| {
-        telling.show(&event);
+        progress.show(&event);
         match event {
             Event::Failed { reason } => failure = Some(reason),
             Event::StagedIn(done) => summary = Some(done),
@@ -139,19 +141,21 @@ pub(super) fn stage(
     });
     let lost = ended.err().map(|error| format!("node {}: {error}", session.node()));
     let patience = match (&lost, session.node()) {
-        (Some(_), _) => END_TIME,
-        // What its own server says of itself.
+        (Some(_), _) => ALL_EXIT_TIMEOUT,
+        // Node 0 answered about itself.
         (None, NodeId(0)) => Duration::ZERO,
-        // The coordinator may have ended first.
-        (None, _) => SIGN_TIME,
+        // The coordinator on node 0 may have ended first.
+        (None, _) => FIRST_EXIT_TIMEOUT,
     };
     let failure = lost.or(failure);
     let failure =
         failure.map(|reason| if is_ended(location, &before, patience) { "the session was ended".to_owned() } else { reason });
     if let (None, Some(summary), Some(path)) = (&failure, &summary, &options.report) {
         let written = std::fs::write(path, page::page(&target.to_string_lossy(), summary));
-        // The dataset is there; that its report is not is no reason to say otherwise.
-        written.map_err(|error| Failure::new(format!("it is staged in, but cannot write '{}': {error}", path.display())))?;
+        // The dataset exists, and the message must not deny that.
+        written.map_err(|error| {
+            Failure::new(format!("the dataset is staged in, but its report '{}' cannot be written: {error}", path.display()))
+        })?;
     }
     match failure {
         None => Ok(summary.map_or(0, |summary| summary.counts.skipped)),
@@ -159,28 +163,29 @@ pub(super) fn stage(
     }
 }
 
-/// Whether the session has ended meanwhile, which servers do one after another: as soon as one of this machine's is gone, the others
-/// get some time to follow.
+/// Whether the session has ended in the meantime. Servers end one after another, so once one of this machine's is gone, the others get
+/// some time to follow.
 fn is_ended(location: &Location, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
         let live = location.live_nodes();
-        if live.is_empty() || live.len() == before.len() && start.elapsed() > patience || start.elapsed() > END_TIME {
+        if live.is_empty() || live.len() == before.len() && start.elapsed() > patience || start.elapsed() > ALL_EXIT_TIMEOUT {
             return live.is_empty();
         }
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// The servers know nothing of our working folder, nor of our descriptors. A final `/.` means something, so nothing is tidied up.
+/// Returns a source as the servers can find it. They do not know this process's working directory and descriptors. The path is not
+/// normalized, because a final `/.` has a meaning.
 pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
-        return Err(Failure::usage("a source is empty; is a variable not set?"));
+        return Err(Failure::usage("a SOURCE is empty; perhaps a variable is not set"));
     }
     let folder = env::current_dir()?;
     let path = folder.join(source);
     if let Some(list) = source.as_bytes().strip_prefix(b"@").filter(|_| path.symlink_metadata().is_err()) {
-        // The coordinator reads it: there may be more names in it than fit a message.
+        // The coordinator reads the list, which may hold more names than fit a message.
         return Ok([b"@", folder.join(OsStr::from_bytes(list)).as_os_str().as_bytes()].concat());
     }
     if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
@@ -189,7 +194,7 @@ pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
             source.display()
         )));
     }
-    // What these name depends on who looks.
+    // These paths name different files in different processes.
     if path.starts_with("/proc") || path.starts_with("/dev") {
         let named = path.canonicalize().map_err(|error| Failure::new(format!("cannot read '{}': {error}", source.display())))?;
         return Ok(named.into_os_string().into_vec());
@@ -197,7 +202,7 @@ pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if Path::new(source).is_absolute() {
         return Ok(source.as_bytes().to_vec());
     }
-    // In a pattern, our folder's name must mean only itself.
+    // If the source is a pattern, the working directory's name must match only itself.
     let mut absolute = match folder.to_str().filter(|_| path.symlink_metadata().is_err()) {
         Some(folder) => glob::Pattern::escape(folder).into_bytes(),
         None => folder.into_os_string().into_vec(),

@@ -1,4 +1,4 @@
-//! `dayfly stat`.
+//! `dayfly stat`: everything about a path of the namespace.
 
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
@@ -10,8 +10,7 @@ use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
 use crate::args::StatArguments;
-use crate::failure::say;
-use crate::failure::{Failure, complain};
+use crate::failure::{Failure, complain, say};
 use crate::namespace::{about, view};
 
 pub(super) fn run(arguments: StatArguments) -> Result<ExitCode, Failure> {
@@ -65,8 +64,8 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
         let source = display(&origin.source.path);
         match origin.source.kind {
             SourceKind::Zip => say!("Origin: {source}, record at byte {} of the central directory", origin.offset),
-            SourceKind::Tar => say!("Origin: {source}, at byte {} unpacked", origin.offset),
-            SourceKind::Directory => say!("Origin: tree {source}"),
+            SourceKind::Tar => say!("Origin: {source}, at byte {} of the unpacked archive", origin.offset),
+            SourceKind::Directory => say!("Origin: directory {source}"),
             SourceKind::File => say!("Origin: {source}"),
         }
     }

@@ -1,8 +1,9 @@
-//! `dayfly status`.
+//! `dayfly status`: what each node holds, what was read from where, and how nodes reach each other.
 
 use std::process::ExitCode;
 
 use dayfly_client::Session;
+use dayfly_launch::units;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
 use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
@@ -10,8 +11,7 @@ use serde_json::{Value, json};
 
 use super::{policy, query};
 use crate::args::StatusArguments;
-use crate::failure::Failure;
-use crate::failure::say;
+use crate::failure::{Failure, say};
 use crate::size::show;
 
 pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
@@ -19,13 +19,13 @@ pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
     if arguments.json {
         say!("{}", as_json(&session, &status))
     } else {
-        as_table(&session, &status)
+        show_tables(&session, &status)
     }
-    let all_answer = status.nodes.iter().all(|entry| entry.status.is_ok());
-    if all_answer { Ok(ExitCode::SUCCESS) } else { Err(Failure::silent()) }
+    let has_failed = status.nodes.iter().any(|entry| entry.status.is_err());
+    if has_failed { Err(Failure::silent()) } else { Ok(ExitCode::SUCCESS) }
 }
 
-/// Bytes held by all nodes.
+/// The bytes that all nodes hold together.
 fn all_held(status: &SessionStatus) -> u64 {
     status.nodes.iter().filter_map(|entry| entry.status.as_ref().ok()).map(|node| node.held_bytes).sum()
 }
@@ -34,8 +34,8 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
     if all == 0 { 0.0 } else { node.held_bytes as f64 * 100.0 / all as f64 }
 }
 
-fn as_table(session: &Session, status: &SessionStatus) {
-    say!("session {} at {}, {} nodes", session.id(), display(session.prefix()), session.nodes());
+fn show_tables(session: &Session, status: &SessionStatus) {
+    say!("session {} at {}, {}", session.id(), display(session.prefix()), units::counted(session.nodes().into(), "node"));
     say!(
         "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>8}",
         "node",
@@ -67,8 +67,9 @@ fn as_table(session: &Session, status: &SessionStatus) {
         }
     }
     say!(
-        "'kept': copies of other nodes' blocks, which make way for stage-ins: 'free' counts their room. 'taken': what all nameless files take \
-          on the data dirs, copies too, unseen by du. 'workers': units that a node reads at a time in a stage-in. Empty samples are on no node."
+        "'kept': cached blocks of other nodes; stage-ins evict them, so 'free' includes their space. 'taken': space of all nameless files \
+         on the data dirs, including cached blocks, which du does not see. 'workers': units of its sources that a node reads at the same \
+         time during a stage-in. Empty samples are on no node."
     );
     say!(
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
@@ -96,7 +97,7 @@ fn as_table(session: &Session, status: &SessionStatus) {
         let Ok(NodeStatus { network, .. }) = status else { continue };
         say!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
         for (peer, why) in &network.fallen_back {
-            say!("node {node} reaches node {peer} by TCP all the same: {}", display(why.as_bytes()));
+            say!("node {node} reaches node {peer} by TCP instead: {}", display(why.as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
@@ -105,8 +106,8 @@ fn as_table(session: &Session, status: &SessionStatus) {
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));
         say!(
-            "dataset {path}: {} samples, {}, catalog {} on each node",
-            dataset.samples,
+            "dataset {path}: {}, {}, catalog {} on each node",
+            units::counted(dataset.samples, "sample"),
             show(dataset.bytes),
             show(dataset.catalog_bytes)
         );
@@ -121,7 +122,7 @@ fn counted(reads: Reads) -> String {
     format!("{} ({})", reads.count, show(reads.bytes))
 }
 
-/// Share of the bytes read that came from the node's own drives.
+/// The share of the bytes read that came from the node's own drives, in percent.
 fn local_percent(node: &NodeStatus) -> f64 {
     let local = node.reads[Source::Segment as usize].bytes + node.reads[Source::Cached as usize].bytes;
     let all = total(&node.reads).bytes;

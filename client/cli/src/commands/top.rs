@@ -1,4 +1,4 @@
-//! `dayfly top`: what is read now, from where, and what holds readers up.
+//! `dayfly top`: what is read now, from where, and what slows readers down.
 
 mod bottleneck;
 
@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use dayfly_launch::units::counted;
 use dayfly_meta::limits::CLIENTS_SHOWN_MAX;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::wire::status::{ClientStatus, NodeStatus, Reads, SOURCES, Status, total};
@@ -17,21 +18,21 @@ use crate::failure::{Failure, check_output, say};
 use crate::size::show;
 pub(super) use bottleneck::bottleneck;
 
-/// Back to the first line, and what was below it is gone.
+/// Moves a terminal's cursor to the first line and clears the screen.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
 pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
     let is_terminal = stdout().is_terminal();
     let mut left = arguments.count.or(if is_terminal { None } else { Some(1) });
     let (session, mut before) = query::status()?;
-    let mut looked = Instant::now();
+    let mut last = Instant::now();
     while left != Some(0) {
         sleep(Duration::from_secs_f64(arguments.interval));
         let (_, now) = query::status()?;
-        let seconds = looked.elapsed().as_secs_f64();
-        looked = Instant::now();
+        let seconds = last.elapsed().as_secs_f64();
+        last = Instant::now();
         let clear = if is_terminal { CLEAR } else { "" };
-        say!("{clear}session {}, {} nodes, over {seconds:.1} s", session.id(), session.nodes());
+        say!("{clear}session {}, {}, over {seconds:.1} s", session.id(), counted(session.nodes().into(), "node"));
         show_nodes(&before, &now, seconds);
         say!("{}", bottleneck(&before, &now, seconds));
         check_output()?;
@@ -84,7 +85,7 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
     for client in &now.busiest {
         let old = match before.busiest.iter().find(|old| old.pid == client.pid) {
             Some(old) => *old,
-            // It may have been there, and not among those that are told.
+            // A client may have existed before without being among the busiest, and then its earlier counts are unknown.
             None if before.busiest.len() == CLIENTS_SHOWN_MAX => continue,
             None => ClientStatus::default(),
         };
@@ -95,7 +96,7 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
     }
 }
 
-/// Rates, and the shares of sources.
+/// Formats a line of rates, with the share of each source of reads.
 fn rates(name: &str, read: &[Reads; SOURCES], seconds: f64) -> String {
     let all = total(read);
     let shares: Vec<String> =

@@ -1,5 +1,5 @@
-//! `dayfly verify`: every block read back, as a program on another node would, and checked. A bad copy that a node only keeps is
-//! replaced on the way.
+//! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A bad cached block is replaced on
+//! the way.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
@@ -11,18 +11,18 @@ use std::time::Instant;
 
 use dayfly_client::locate::Location;
 use dayfly_client::{ClientError, Dataset, Session, View};
+use dayfly_launch::units::counted;
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VerifyArguments;
-use crate::failure::say;
-use crate::failure::{Failure, complain};
+use crate::failure::{Failure, complain, say};
 use crate::namespace;
 use crate::size::show;
 
-/// Blocks handed to the client library at a time.
-const CHUNK: usize = 4096;
+/// Blocks per call of the client library.
+const BLOCKS_PER_CALL: usize = 4096;
 
 pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     let location = namespace::location()?;
@@ -41,8 +41,8 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
         let checker = &checker;
         let readers: Vec<_> = nodes.iter().map(|&node| scope.spawn(move || checker.read_from(node))).collect();
         let results = readers.into_iter().zip(&nodes).map(|(reader, node)| match reader.join() {
-            Ok(result) => result.err().map(|error| format!("read from node {node}: {error}")),
-            Err(_) => Some(format!("reading from node {node} failed")),
+            Ok(result) => result.err().map(|error| format!("reading from node {node} failed: {error}")),
+            Err(_) => Some(format!("reading from node {node} failed: a thread of this process panicked")),
         });
         results.flatten().collect()
     });
@@ -58,12 +58,15 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
         [blocks, bytes, remote, replaced, samples].map(AtomicU64::into_inner)
     };
     if replaced > 0 {
-        say!("{replaced} bad copies of other nodes' blocks were found and fetched again from their owners");
+        let copies = counted(replaced, "bad cached block");
+        say!("found {copies} of other nodes, and fetched them again from their owners");
     }
     let seconds = start.elapsed().as_secs_f64().max(0.001);
     say!(
-        "verified {samples} samples from {} nodes: {blocks} blocks read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
-        nodes.len(),
+        "verified {} from {}: {} read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
+        counted(samples, "sample"),
+        counted(nodes.len() as u64, "node"),
+        counted(blocks, "block"),
         show(bytes),
         show((bytes as f64 / seconds) as u64)
     );
@@ -73,7 +76,7 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
 fn progress_bar() -> ProgressBar {
     let target = if io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let bar = ProgressBar::with_draw_target(Some(0), target);
-    // A template of our own, so it parses; without it the default style would serve.
+    // The template is fixed, so it parses. If it did not, the default style would do.
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}% of bytes, {binary_bytes_per_sec}, {eta} left") {
         bar.set_style(style);
     }
@@ -99,12 +102,12 @@ struct Checker<'a> {
 }
 
 impl Checker<'_> {
-    /// What one node's share of the reading comes to.
+    /// Reads through one node the blocks that it is to read.
     fn read_from(&self, node: NodeId) -> Result<(), ClientError> {
         let view = View::new(Session::attach_to(self.location, node)?);
         let below = match self.path {
             None => Vec::new(),
-            // The path is looked at as the user wrote it, so that a wrong one is an error and not an empty success.
+            // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty success.
             Some(path) => {
                 let canonical =
                     view.canonical(path).map_err(|error| ClientError::Refused(format!("'{}': {error}", display(path))))?;
@@ -131,7 +134,7 @@ impl Checker<'_> {
             blocks.map(BlockId).filter(|&block| self.from_every_node || self.reader_of(dataset, block) == Some(node)).collect();
         let lens = wanted.iter().filter_map(|&block| catalog.block(block)).map(|(_, len)| len);
         self.bar.inc_length(lens.sum());
-        for chunk in wanted.chunks(CHUNK) {
+        for chunk in wanted.chunks(BLOCKS_PER_CALL) {
             session.read_blocks(dataset, chunk, &mut |data| {
                 self.tally.blocks.fetch_add(1, Ordering::Relaxed);
                 self.tally.bytes.fetch_add(data.bytes.len() as u64, Ordering::Relaxed);
@@ -144,7 +147,7 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// The node that reads a block when each is read once: not its owner, where there is another.
+    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the only node.
     fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
         let owner = dataset.catalog().owner(block)?;
         let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();
@@ -152,7 +155,7 @@ impl Checker<'_> {
     }
 }
 
-/// The part of a dataset that lies below a path of the namespace.
+/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is none.
 fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     let (mut target, mut wanted) = (components(dataset.target()), components(below));
     loop {
@@ -165,7 +168,7 @@ fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// The samples at or below a path of a dataset.
+/// Returns the samples at or below a path of a dataset.
 fn samples(dataset: &Dataset, within: &[u8]) -> BTreeSet<u32> {
     let catalog = dataset.catalog();
     let Some(top) = catalog.find(within) else { return BTreeSet::new() };

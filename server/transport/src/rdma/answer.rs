@@ -1,5 +1,5 @@
-//! Our peers' requests over queue pairs: bytes are read into registered memory, written into the asker's places, and the last write,
-//! the answer itself, tells it.
+//! Answers the peers' requests over queue pairs. Bytes are read into registered memory and written into the asker's memory. The last
+//! write is the answer itself, which notifies the asker.
 
 use std::any::Any;
 use std::io;
@@ -19,62 +19,64 @@ use tokio::time::timeout;
 use super::ask::PROGRESS;
 use super::direct::{self, DirectFiles};
 use super::engine::{Batch, Engine, Events, QueueId};
-use super::message::{Answered, Ask, Request, answer_len};
-use super::outcomes::Outcomes;
+use super::message::{Ask, WireAnswer, WireRequest, answer_len};
+use super::offers::OfferOutcomes;
 use super::queue::{Action, Remote, Work};
-use crate::cold::{Cold, is_cached, read_cached};
-use crate::turns::{Turn, Turns};
-use crate::{Answer, GIVEN_UP, Incoming, Landing, Piece, Region, Service, Slot, Unread, drive_failure};
+use crate::contract::{Answer, Incoming, Landing, Piece, Service, Unread};
+use crate::error::PieceError;
+use crate::fair_queue::{FairPermit, FairQueue};
+use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
+use crate::region::{Region, Slot};
 
-/// Operations posted together.
+/// Most operations that are posted together.
 const WORKS_TOGETHER: usize = 64;
-/// Pieces of at least this that are not in the page cache are read past it, if their place allows.
+/// Shortest piece that is read past the page cache, if it is not cached and its offset allows it.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
-/// So many of these at a time, for one answer.
+/// Most reads past the page cache at a time for one answer.
 const DIRECT_READS_MAX: usize = 8;
-/// Small cold pieces are waited for so many at a time.
+/// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
 
-/// What comes in on a queue pair, on the engine's thread.
-pub(super) struct Requests(pub(super) Option<mpsc::Sender<Request>>);
+/// Receives the requests of a queue pair, on the engine's thread.
+pub(super) struct Requests(pub(super) Option<mpsc::Sender<WireRequest>>);
 
 impl Events for Requests {
-    fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
-        let request = Request::decode(message).ok_or("its request makes no sense")?;
+    fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str> {
+        let request = WireRequest::decode(message).ok_or("the peer's request is malformed")?;
         let requests = self.0.as_ref().ok_or("it has ended")?;
-        requests.try_send(request).map_err(|_| "it asks more than was agreed")
+        requests.try_send(request).map_err(|_| "the peer sent more requests than its window allows")
     }
 
-    fn told(&mut self, _number: u32) -> Result<(), &'static str> {
-        Err("it writes where it asks")
+    fn on_completion(&mut self, _number: u32) -> Result<(), &'static str> {
+        Err("the peer sent an answer on a queue pair by which it only asks")
     }
 
-    fn ended(&mut self, _reason: &str) {
-        // Ends the loop that answers.
+    fn on_end(&mut self, _reason: &str) {
+        // Dropping the sender ends the loop in `Answerer::run`.
         self.0 = None;
     }
 }
 
-/// What answering takes; clones share it.
+/// Everything that answers need; clones share it.
 #[derive(Clone)]
 pub(super) struct Answerer {
     pub(super) engine: Arc<Engine>,
-    /// Longest operation; a longer piece is written in several.
+    /// Longest operation in bytes. Longer pieces are written by several operations.
     pub(super) write_len: u64,
-    /// Registered memory that bytes take their way through.
+    /// Registered memory through which the bytes of pieces pass.
     pub(super) staging: Region,
-    /// The same for answers.
+    /// Registered memory for the answers themselves.
     pub(super) answers: Region,
-    pub(super) turns: Turns,
+    pub(super) drive_readers: FairQueue,
     pub(super) direct: Arc<DirectFiles>,
     pub(super) service: Arc<dyn Service>,
-    pub(super) outcomes: Arc<Outcomes>,
+    pub(super) outcomes: Arc<OfferOutcomes>,
     pub(super) deadlines: Deadlines,
 }
 
 impl Answerer {
-    /// Answers what comes in until the queue pair has ended. Offers that are being taken are brought to their end even then.
-    pub(super) async fn run(self, (peer, nonce): (NodeId, u64), queue: QueueId, mut requests: mpsc::Receiver<Request>) {
+    /// Answers requests until the queue pair has ended. Offers that are being taken are still completed then.
+    pub(super) async fn run(self, (peer, nonce): (NodeId, u64), queue: QueueId, mut requests: mpsc::Receiver<WireRequest>) {
         let (mut pulls, mut offers) = (JoinSet::new(), JoinSet::new());
         while let Some(request) = requests.recv().await {
             while let Some(ended) = pulls.try_join_next().or_else(|| offers.try_join_next()) {
@@ -94,72 +96,72 @@ impl Answerer {
         let _ = timeout(self.deadlines.landing, async { while offers.join_next().await.is_some() {} }).await;
     }
 
-    /// A request that will never be answered keeps its asker's slots: better that the queue pair ends.
+    /// Ends the queue pair if an answer panicked, because a request that is never answered keeps its asker's slots.
     fn end_if_failed(&self, queue: QueueId, ended: Result<bool, JoinError>) {
         if ended.is_err() {
             self.engine.end(queue, "a request could not be answered");
         }
     }
 
-    async fn pull(&self, peer: NodeId, queue: QueueId, mut request: Request) -> bool {
-        let room: Vec<u64> = request.places.iter().map(|(_, len)| u64::from(*len)).collect();
+    async fn pull(&self, peer: NodeId, queue: QueueId, mut request: WireRequest) -> bool {
+        let room: Vec<u64> = request.ranges.iter().map(|(_, len)| u64::from(*len)).collect();
         let message = std::mem::take(&mut request.message);
         let answered = match self.service.pulled(peer, message, room).await {
-            Ok(answer) => self.move_pieces(peer, queue, &request, answer).await,
-            Err(refusal) => Answered::Refused(refusal),
+            Ok(answer) => self.write_pieces(peer, queue, &request, answer).await,
+            Err(refusal) => WireAnswer::Refused(refusal),
         };
         self.finish(queue, &request, answered).await
     }
 
-    /// Writes the pieces into their places; the answer goes behind them.
-    async fn move_pieces(&self, peer: NodeId, queue: QueueId, request: &Request, answer: Answer) -> Answered {
+    /// Writes the pieces into the asker's memory. The answer follows them.
+    async fn write_pieces(&self, peer: NodeId, queue: QueueId, request: &WireRequest, answer: Answer) -> WireAnswer {
         let Answer { message, pieces } = answer;
-        let fits = pieces.len() <= request.places.len()
-            && pieces.iter().zip(&request.places).all(|(piece, (_, room))| piece.len() <= u64::from(*room));
+        let fits = pieces.len() <= request.ranges.len()
+            && pieces.iter().zip(&request.ranges).all(|(piece, (_, room))| piece.len() <= u64::from(*room));
         if !fits {
-            return Answered::Refused("the answer does not fit".into());
+            return WireAnswer::Refused("the answer does not fit".into());
         }
         let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
-        // Told here, it need not be found out behind all the bytes.
+        // Checked before the bytes are moved for nothing.
         if answer_len(lens.len(), message.len()) > request.answer_len as usize {
-            return Answered::TooLong;
+            return WireAnswer::TooLong;
         }
         let mut gather = Gather {
             answerer: self,
             queue,
             request,
-            cold: Cold::new(&pieces, peer, &self.turns, DIRECT_LEN_MIN - 1),
+            loader: PageCacheLoader::new(&pieces, peer, &self.drive_readers, DIRECT_LEN_MIN - 1),
             left: lens.iter().map(|&len| u64::from(len)).sum(),
             chain: None,
             direct: None,
-            warm_until: 0,
-            told: Instant::now(),
+            loaded_until: 0,
+            notified: Instant::now(),
             unread: Unread::default(),
         };
         match gather.send(&pieces).await {
-            Ok(()) => Answered::Done { lens, message, unread: gather.unread },
+            Ok(()) => WireAnswer::Done { lens, message, unread: gather.unread },
             Err(error) => {
-                // Nothing may be written behind the answer.
-                if let Some(Direct { mut reads, .. }) = gather.direct.take() {
+                // No write may follow the answer.
+                if let Some(DirectReads { mut reads, .. }) = gather.direct.take() {
                     reads.shutdown().await;
                 }
-                tracing::debug!(%peer, %error, "an answer is given up");
-                Answered::Refused(format!("cannot send what it holds: {error}").into())
+                tracing::debug!(node = %peer, %error, "answer aborted");
+                WireAnswer::Refused(format!("cannot send the answer: {error}").into())
             }
         }
     }
 
-    async fn offer(&self, peer: NodeId, queue: QueueId, nonce: u64, mut request: Request) -> bool {
-        let Some(&(from, len)) = request.places.first() else { return false };
+    async fn offer(&self, peer: NodeId, queue: QueueId, nonce: u64, mut request: WireRequest) -> bool {
+        let Some(&(from, len)) = request.ranges.first() else { return false };
         let message = std::mem::take(&mut request.message);
         let landing = RdmaLanding { answerer: self.clone(), queue, from, len };
-        let incoming = Incoming { len: u64::from(len), landing: Box::new(landing) };
+        let incoming = Incoming::new(u64::from(len), Box::new(landing));
         let outcome = self.outcomes.begin(peer, nonce, request.number);
         let answered = self.service.offered(peer, message, incoming).await;
         outcome.end(answered.clone());
-        // An answer that does not fit is asked for again.
+        // If the answer does not fit, the asker sends the offer again by the inner transport.
         let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
-        let answered = answered.map_or_else(Answered::Refused, done);
+        let answered = answered.map_or_else(WireAnswer::Refused, done);
         let has_arrived = self.finish(queue, &request, answered).await;
         if has_arrived && fits {
             outcome.forget();
@@ -167,23 +169,23 @@ impl Answerer {
         has_arrived
     }
 
-    /// Writes the answer and tells of it; whether it arrived.
-    async fn finish(&self, queue: QueueId, request: &Request, answered: Answered) -> bool {
+    /// Writes the answer and notifies the asker. Returns whether the answer arrived.
+    async fn finish(&self, queue: QueueId, request: &WireRequest, answered: WireAnswer) -> bool {
         let bytes = answered.encode(request.answer_len as usize);
-        // Their own room: what bytes wait for must not keep answers waiting, nor the other way about.
+        // Answers have memory of their own, so that they never wait for the bytes of pieces, nor the other way round.
         let slot = self.answers.slot_within(bytes.len() as u64, self.deadlines.request).await;
         let work = slot
             .as_ref()
-            .and_then(|slot| work(slot, 0, bytes.len() as u32, Action::WriteAndTell(request.answer, request.number)));
+            .and_then(|slot| work(slot, 0, bytes.len() as u32, Action::WriteAndNotify(request.answer, request.number)));
         let (Some(mut slot), Some(work)) = (slot, work) else {
-            self.engine.end(queue, "there is no room for an answer");
+            self.engine.end(queue, "there is no memory for an answer");
             return false;
         };
         slot[..bytes.len()].copy_from_slice(&bytes);
         self.post(queue, vec![work], slot).await.is_ok()
     }
 
-    /// Room in registered memory.
+    /// Allocates registered memory for the bytes of pieces.
     async fn slot(&self, len: u64) -> io::Result<Slot> {
         let slot = self.staging.slot_within(len, self.deadlines.request).await;
         slot.ok_or_else(|| io::Error::new(io::ErrorKind::TimedOut, "too many answers are under way"))
@@ -200,58 +202,59 @@ fn work(slot: &Slot, at: u64, len: u32, action: Action) -> Option<Work> {
     Some(Work { action, address: slot.address() + at, len, local_key: slot.keys()?.local })
 }
 
-fn done(message: Vec<u8>) -> Answered {
-    Answered::Done { lens: Vec::new(), message, unread: Unread::default() }
+fn done(message: Vec<u8>) -> WireAnswer {
+    WireAnswer::Done { lens: Vec::new(), message, unread: Unread::default() }
 }
 
 fn broken() -> io::Error {
     io::ErrorKind::BrokenPipe.into()
 }
 
-/// Writes that will be posted together, out of one slot.
+/// Writes out of one slot that will be posted together.
 struct Chain {
     slot: Slot,
     used: usize,
     works: Vec<Work>,
 }
 
-/// An answer's pieces on their way.
+/// The pieces of an answer that is being sent.
 struct Gather<'a> {
     answerer: &'a Answerer,
     queue: QueueId,
-    request: &'a Request,
-    cold: Cold<'a>,
-    /// Bytes that are not in a chain yet.
+    request: &'a WireRequest,
+    loader: PageCacheLoader<'a>,
+    /// Bytes that have not been added to a chain yet.
     left: u64,
     chain: Option<Chain>,
-    direct: Option<Direct>,
-    /// Small pieces before this have been waited for.
-    warm_until: usize,
-    told: Instant,
+    direct: Option<DirectReads>,
+    /// The answer has waited for small pieces before this one.
+    loaded_until: usize,
+    /// The time at which the asker was last notified of progress.
+    notified: Instant,
     unread: Unread,
 }
 
-/// Reads past the page cache: many at a time, for no drive gives all that it can to one.
-struct Direct {
-    /// Of these pieces; a text tells why one could not be read.
-    reads: JoinSet<(usize, io::Result<Option<String>>)>,
-    _turn: Option<Arc<Turn>>,
+/// Reads past the page cache. Several run at a time, because a single read does not saturate a drive.
+struct DirectReads {
+    /// The number of the piece, and the result: the outer error is the queue pair's, the inner one the piece's.
+    reads: JoinSet<(usize, io::Result<Result<(), PieceError>>)>,
+    _permit: Option<Arc<FairPermit>>,
 }
 
 impl Gather<'_> {
-    /// Writes all pieces. One that cannot be read is named in the answer; the others are written as ever.
+    /// Writes all pieces. Pieces that cannot be read are named in the answer, and the others are written as usual.
     async fn send(&mut self, pieces: &[Piece]) -> io::Result<()> {
         for (at, piece) in pieces.iter().enumerate() {
             let mut from = 0;
             while from < piece.len() {
                 let len = (piece.len() - from).min(self.answerer.write_len);
-                let mut failure = None;
+                let mut read = Ok(());
                 if !self.send_direct(at, piece, from, len as usize).await? {
-                    failure = self.send_part(at, piece, from, len as usize).await?;
+                    read = self.send_part(at, piece, from, len as usize).await?;
                 }
-                if let Some(reason) = failure {
+                if let Err(error) = read {
                     self.left -= piece.len() - from;
-                    self.fail(at, &reason);
+                    self.fail(at, &error);
                     break;
                 }
                 self.left -= len;
@@ -260,7 +263,7 @@ impl Gather<'_> {
             if let Piece::File { revoked, .. } = piece
                 && revoked.load(Ordering::Acquire)
             {
-                self.fail(at, GIVEN_UP);
+                self.fail(at, &PieceError::Revoked);
             }
         }
         self.flush();
@@ -268,39 +271,39 @@ impl Gather<'_> {
         Ok(())
     }
 
-    /// Notes that a piece does not count. Some of its bytes may have been written: nobody looks at them.
-    fn fail(&mut self, piece: usize, reason: &str) {
-        tracing::warn!(piece, reason, "a block cannot be read");
-        self.unread.add(piece, reason);
+    /// Records that a piece could not be read. Some of its bytes may have been written; the asker ignores them.
+    fn fail(&mut self, piece: usize, error: &PieceError) {
+        tracing::warn!(piece, %error, "cannot read a piece of an answer");
+        self.unread.add(piece, error);
     }
 
-    /// Waits for one of the reads past the page cache; `false` if there are none.
+    /// Waits for one of the reads past the page cache. Returns `false` if there are none.
     async fn next_direct(&mut self) -> io::Result<bool> {
-        let Some(Direct { reads, .. }) = &mut self.direct else { return Ok(false) };
+        let Some(DirectReads { reads, .. }) = &mut self.direct else { return Ok(false) };
         let Some(read) = reads.join_next().await else { return Ok(false) };
         let (piece, read) = read.map_err(io::Error::other)?;
-        if let Some(reason) = read? {
-            self.fail(piece, &reason);
+        if let Err(error) = read? {
+            self.fail(piece, &error);
         }
-        self.tell_progress();
+        self.notify_progress();
         Ok(true)
     }
 
-    /// Sends a part past the page cache, if it is large, cold, and of a file that allows it.
+    /// Sends a part of a piece past the page cache, if it is large, not cached, and the file system allows it. Returns whether it did.
     async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
         let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
         let offset = offset + from;
         if piece.len() < DIRECT_LEN_MIN || !offset.is_multiple_of(PAGE_SIZE) {
             return Ok(false);
         }
-        let second = self.answerer.direct.of(file, offset + len as u64);
-        let Some(file) = second.filter(|second| !second.is_cached(offset, len)) else { return Ok(false) };
-        let to = self.place(at, from);
-        // Who waits holds no room that others wait for.
+        let direct = self.answerer.direct.get(file, offset + len as u64);
+        let Some(file) = direct.filter(|direct| !direct.is_cached(offset, len)) else { return Ok(false) };
+        let to = self.target(at, from);
+        // Posts the chain first: an answer that waits must not hold memory that others wait for.
         self.flush();
         let direct = match &mut self.direct {
             Some(direct) => direct,
-            none => none.insert(Direct { reads: JoinSet::new(), _turn: self.cold.turn().await }),
+            none => none.insert(DirectReads { reads: JoinSet::new(), _permit: self.loader.permit().await }),
         };
         if direct.reads.len() == DIRECT_READS_MAX {
             self.next_direct().await?;
@@ -311,30 +314,30 @@ impl Gather<'_> {
             let reading = tokio::task::spawn_blocking(move || file.read(offset, len, &mut slot).map(|()| slot));
             let slot = match reading.await.map_err(io::Error::other)? {
                 Ok(slot) => slot,
-                Err(error) => return Ok(Some(drive_failure(&error))),
+                Err(error) => return Ok(Err(error.into())),
             };
             if revoked.load(Ordering::Acquire) {
-                return Ok(Some(GIVEN_UP.to_owned()));
+                return Ok(Err(PieceError::Revoked));
             }
             let start = direct::start(&slot) as u64;
             let work = work(&slot, start, len as u32, Action::Write(to)).ok_or_else(broken)?;
-            // That it is done shows when the answer behind it is.
+            // Operations complete in order, so the completion of the answer implies this one's.
             drop(answerer.post(queue, vec![work], slot));
-            Ok(None)
+            Ok(Ok(()))
         };
         let Some(direct) = &mut self.direct else { return Err(broken()) };
         direct.reads.spawn(async move { (at, reading.await) });
         Ok(true)
     }
 
-    /// Where a piece's bytes go.
-    fn place(&self, at: usize, from: u64) -> Remote {
-        let (place, _) = self.request.places[at];
-        Remote { address: place.address.wrapping_add(from), key: place.key }
+    /// The asker's memory for the bytes of a piece, from offset `from` on.
+    fn target(&self, at: usize, from: u64) -> Remote {
+        let (range, _) = self.request.ranges[at];
+        Remote { address: range.address.wrapping_add(from), key: range.key }
     }
 
-    /// Sends a part by way of the page cache; tells why it could not be read.
-    async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<Option<String>> {
+    /// Sends a part of a piece through the page cache. The outer error is the queue pair's, the inner one the piece's.
+    async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<Result<(), PieceError>> {
         let mut chain = self.room(len).await?;
         let mut start = chain.used;
         match piece {
@@ -342,18 +345,18 @@ impl Gather<'_> {
             Piece::File { file, offset, .. } => {
                 let offset = offset + from;
                 let mut got = read_cached(file, offset, &mut chain.slot[start..start + len]);
-                let is_new = piece.len() < DIRECT_LEN_MIN && at >= self.warm_until;
+                let is_new = piece.len() < DIRECT_LEN_MIN && at >= self.loaded_until;
                 if got.as_ref().is_ok_and(|&got| got < len) && is_new && !is_cached(file, offset, len as u64) {
-                    // Who waits holds no room that others wait for.
+                    // Posts the chain first: an answer that waits must not hold memory that others wait for.
                     self.chain = Some(chain);
                     self.flush();
-                    self.warm_until = at + WAIT_TOGETHER;
-                    self.cold.warm(at, self.warm_until).await;
+                    self.loaded_until = at + WAIT_TOGETHER;
+                    self.loader.load(at, self.loaded_until).await;
                     chain = self.room(len).await?;
                     start = chain.used;
                     got = read_cached(file, offset, &mut chain.slot[start..start + len]);
                 }
-                let mut failure = self.cold.failure(at);
+                let mut failure = self.loader.failure(at);
                 match got {
                     Ok(got) if got < len && failure.is_none() => {
                         let (file, offset) = (file.clone(), offset + got as u64);
@@ -362,21 +365,21 @@ impl Gather<'_> {
                             (chain, read)
                         });
                         let (back, read) = reading.await.map_err(io::Error::other)?;
-                        (chain, failure) = (back, read.err().map(|error| drive_failure(&error)));
+                        (chain, failure) = (back, read.err().map(PieceError::from));
                     }
                     Ok(_) => {}
-                    Err(error) => failure = Some(drive_failure(&error)),
+                    Err(error) => failure = Some(error.into()),
                 }
-                if failure.is_some() {
+                if let Some(error) = failure {
                     self.chain = Some(chain);
-                    return Ok(failure);
+                    return Ok(Err(error));
                 }
             }
         }
         chain.used += len;
-        let to = self.place(at, from);
+        let to = self.target(at, from);
         let next = work(&chain.slot, start as u64, len as u32, Action::Write(to)).ok_or_else(broken)?;
-        // What lies together on both sides is one operation.
+        // Bytes that are adjacent on both sides become one operation.
         match chain.works.last_mut() {
             Some(Work { action: Action::Write(last), len: last_len, .. })
                 if last.address.wrapping_add(u64::from(*last_len)) == to.address && last.key == to.key =>
@@ -386,11 +389,11 @@ impl Gather<'_> {
             _ => chain.works.push(next),
         }
         self.chain = Some(chain);
-        self.tell_progress();
-        Ok(None)
+        self.notify_progress();
+        Ok(Ok(()))
     }
 
-    /// Takes the chain if it has room for so many bytes and one more operation; else posts it and begins another.
+    /// Takes the chain if it has room for `len` bytes and one more operation; otherwise posts it and starts another.
     async fn room(&mut self, len: usize) -> io::Result<Chain> {
         let has_room = |chain: &Chain| chain.works.len() < WORKS_TOGETHER && chain.used + len <= chain.slot.len();
         if self.chain.as_ref().is_some_and(|chain| !has_room(chain)) {
@@ -404,7 +407,7 @@ impl Gather<'_> {
         Ok(Chain { slot, used: 0, works: Vec::with_capacity(WORKS_TOGETHER) })
     }
 
-    /// Posts the chain. That it is done shows when the answer behind it is.
+    /// Posts the chain. Operations complete in order, so the completion of the answer implies the chain's.
     fn flush(&mut self) {
         if let Some(Chain { slot, works, .. }) = self.chain.take()
             && !works.is_empty()
@@ -413,13 +416,14 @@ impl Gather<'_> {
         }
     }
 
-    fn tell_progress(&mut self) {
-        if self.told.elapsed() < self.answerer.deadlines.ping_interval {
+    /// Notifies the asker now and then that its request makes progress, so that it does not give up.
+    fn notify_progress(&mut self) {
+        if self.notified.elapsed() < self.answerer.deadlines.ping_interval {
             return;
         }
-        self.told = Instant::now();
-        let Request { answer, number, .. } = *self.request;
-        let works = vec![Work { action: Action::WriteAndTell(answer, number | PROGRESS), address: 0, len: 0, local_key: 0 }];
+        self.notified = Instant::now();
+        let WireRequest { answer, number, .. } = *self.request;
+        let works = vec![Work { action: Action::WriteAndNotify(answer, number | PROGRESS), address: 0, len: 0, local_key: 0 }];
         self.answerer.engine.post(self.queue, Batch { works, hold: Box::new(()), done: None });
     }
 }
@@ -437,14 +441,14 @@ impl Landing for RdmaLanding {
     async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
         let (len, step) = (u64::from(self.len), self.answerer.write_len);
         if slot.keys().is_some() {
-            // Several operations together, as many as there is room for.
+            // Posts several operations together, as many as a batch may have.
             let together = step * WORKS_TOGETHER as u64;
             for at in (0..len).step_by(together as usize) {
                 slot = self.read(slot, at, at, together.min(len - at)).await?;
             }
             return Ok(slot);
         }
-        // Memory that the card does not know: by way of some that it does.
+        // The slot's memory is not registered, so the bytes pass through memory that is.
         for at in (0..len).step_by(step as usize) {
             let part = step.min(len - at);
             let staged = self.answerer.slot(part).await?;
@@ -456,16 +460,16 @@ impl Landing for RdmaLanding {
 }
 
 impl RdmaLanding {
-    /// Reads bytes from `from` on into a slot, from `at` on.
+    /// Reads `len` offered bytes, from offset `from` on, into a slot from offset `at` on.
     async fn read(&self, slot: Slot, at: u64, from: u64, len: u64) -> io::Result<Slot> {
         let step = self.answerer.write_len;
         let part = |done: u64| {
-            let place = Remote { address: self.from.address.wrapping_add(from + done), key: self.from.key };
-            work(&slot, at + done, step.min(len - done) as u32, Action::Read(place))
+            let source = Remote { address: self.from.address.wrapping_add(from + done), key: self.from.key };
+            work(&slot, at + done, step.min(len - done) as u32, Action::Read(source))
         };
         let works = (0..len).step_by(step as usize).map(part).collect::<Option<Vec<_>>>().ok_or_else(broken)?;
         let landed = self.answerer.post(self.queue, works, slot);
-        // On a deadline the slot stays with the engine: bytes may still land in it, until the queue pair ends.
+        // After a timeout the slot stays with the engine: bytes may still land in it until the queue pair ends.
         let landed =
             timeout(self.answerer.deadlines.request, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         let hold = landed.map_err(|_| io::Error::from(io::ErrorKind::ConnectionReset))?;

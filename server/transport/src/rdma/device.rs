@@ -1,8 +1,10 @@
-//! One card, opened: which, by which port and address, and the memory that it may touch.
+//! An open RDMA card: the choice of card, port and address, and the registration of memory.
 
 use std::ffi::CStr;
+use std::fmt;
 use std::fs;
 use std::io;
+use std::net::Ipv6Addr;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
@@ -12,41 +14,53 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
+use super::error::RdmaError;
 use super::verbs::{self, Verbs, done, made, verbs};
-use super::{Port, RdmaError};
 use crate::region::{Keys, Region, Registration};
+use crate::selection::Port;
 
-/// Where the kernel lists its cards.
+/// The folder in which the kernel lists its cards.
 const CLASS: &str = "/sys/class/infiniband";
 
-/// Which card to take, where there are several.
+/// The user's choice among several cards, and the quality of service of its packets.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// `NAME` or `NAME:PORT`.
+    /// The card, as `NAME` or `NAME:PORT`. If unset, the first card with an active port is used.
     pub device: Option<String>,
-    /// A folder on the drive that the card should be near.
+    /// A folder on a drive. Cards on the NUMA node of this drive are preferred.
     pub near: Option<PathBuf>,
-    /// InfiniBand service level, or the priority of RoCE.
+    /// The service level (InfiniBand) or priority (RoCE) of the packets.
     pub service_level: u8,
-    /// Traffic class of the packets (RoCE: the IP header's).
+    /// The traffic class of the packets; with RoCE, that of the IP header.
     pub traffic_class: u8,
 }
 
-/// How peers reach a port.
+/// The address of a port. It is displayed as an IP address (RoCE) or a LID (InfiniBand).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Address {
-    /// Of InfiniBand, within the subnet.
+    /// The InfiniBand address within the subnet.
     pub(super) lid: u16,
-    /// Of RoCE: the network address.
+    /// The RoCE address.
     pub(super) gid: [u8; 16],
-    /// Where the GID stands in the port's table.
+    /// Index of the GID in the port's table.
     pub(super) gid_index: u8,
     pub(super) is_ethernet: bool,
-    /// The path's largest packet, as its code in the library: 5 is 4,096 bytes.
+    /// The library's code for the largest packet: 128 bytes shifted left by the code, so 5 is 4,096 bytes.
     pub(super) mtu: u8,
 }
 
-/// What bounds work on the card.
+impl fmt::Display for Address {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gid = Ipv6Addr::from(self.gid);
+        match gid.to_ipv4_mapped() {
+            _ if !self.is_ethernet => write!(out, "LID {}", self.lid),
+            Some(ipv4) => ipv4.fmt(out),
+            None => gid.fmt(out),
+        }
+    }
+}
+
+/// The card's own bounds, as it reports them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceLimits {
     pub(super) message_len: u32,
@@ -56,7 +70,7 @@ pub(super) struct DeviceLimits {
     pub(super) reads: u8,
 }
 
-/// A card that works.
+/// An open card with an active port.
 pub(super) struct Device {
     pub(super) verbs: &'static Verbs,
     context: NonNull<verbs::Context>,
@@ -76,7 +90,7 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Opens the card that `choice` names, or the nearest whose port is up.
+    /// Opens the card that `choice` names, or the nearest one whose port is active.
     pub(super) fn open(choice: &Choice) -> Result<Arc<Self>, RdmaError> {
         let verbs = verbs()?;
         let known = names();
@@ -85,14 +99,15 @@ impl Device {
         if let Some(device) = &choice.device {
             let (name, port) = match device.split_once(':') {
                 Some((name, port)) => {
-                    (name, Some(port.parse().map_err(|_| RdmaError::NoSuchDevice(device.clone(), known.clone()))?))
+                    let unknown = |_| RdmaError::NoSuchDevice { name: device.clone(), known: known.clone() };
+                    (name, Some(port.parse().map_err(unknown)?))
                 }
                 None => (device.as_str(), None),
             };
             candidates.retain(|known| known == name);
             wanted_port = port;
             if candidates.is_empty() {
-                return Err(RdmaError::NoSuchDevice(device.clone(), known));
+                return Err(RdmaError::NoSuchDevice { name: device.clone(), known });
             }
         }
         if let Some(node) = choice.near.as_deref().and_then(numa_node_of_folder) {
@@ -102,7 +117,7 @@ impl Device {
         for name in &candidates {
             match Self::open_named(verbs, name, wanted_port, choice) {
                 Ok(device) => return Ok(Arc::new(device)),
-                // The first candidate's is the one to tell of.
+                // The first candidate is the preferred one, so its problem is reported.
                 Err(error) if matches!(problem, RdmaError::NoDevice) => problem = error,
                 Err(_) => {}
             }
@@ -113,7 +128,7 @@ impl Device {
     fn open_named(verbs: &'static Verbs, name: &str, wanted_port: Option<u8>, choice: &Choice) -> Result<Self, RdmaError> {
         let context = open_context(verbs, name)?;
         let closing = |error| {
-            // SAFETY: it was opened just now and nothing was made of it.
+            // SAFETY: the context was opened above, and nothing was made from it.
             unsafe { (verbs.close_device)(context.as_ptr()) };
             error
         };
@@ -123,7 +138,7 @@ impl Device {
         let (service_level, traffic_class) = (choice.service_level, choice.traffic_class);
         let (name, registered_bytes) = (name.to_owned(), AtomicU64::new(0));
         let device = Self { verbs, context, pd, name, port, address, limits, service_level, traffic_class, registered_bytes };
-        // What the kernel tells of the port is read without waiting for it.
+        // Events of the card must be read without waiting for the next one.
         fcntl(device.events_descriptor(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .map_err(io::Error::from)
             .map_err(|error| RdmaError::Call { call: "fcntl", error })?;
@@ -138,55 +153,55 @@ impl Device {
         self.pd.as_ptr()
     }
 
-    /// Readable when the card has something to tell.
+    /// A descriptor that is readable when the card has events.
     pub(super) fn events_descriptor(&self) -> BorrowedFd<'_> {
-        // SAFETY: the descriptor is the context's, which is open as long as `self`.
+        // SAFETY: the descriptor belongs to the context, which is open as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
     }
 
-    /// What the card has told since the last call: the kind, of news of a port its number, and the library's words.
+    /// The events of the card since the last call: the kind, the port's number for events of a port, and a description.
     pub(super) fn events(&self) -> Vec<(u32, u32, String)> {
         let mut events = Vec::new();
         let mut event = verbs::AsyncEvent { element: ptr::null_mut(), event_type: 0 };
         // SAFETY: the context is open, its descriptor does not block, and `event` is written before it is read.
         while unsafe { (self.verbs.get_async_event)(self.context(), &mut event) } == 0 {
-            // SAFETY: the library's string for any number is a constant.
-            let words = unsafe { CStr::from_ptr((self.verbs.event_type_str)(event.event_type)) };
-            // Of news of a port, the library's union has its number, in the first four bytes.
-            events.push((event.event_type, event.element as usize as u32, words.to_string_lossy().into_owned()));
-            // SAFETY: it was got just now and is acknowledged once.
+            // SAFETY: the library returns a constant string for any number.
+            let description = unsafe { CStr::from_ptr((self.verbs.event_type_str)(event.event_type)) };
+            // For events of a port, the first four bytes of the library's union are the port's number.
+            events.push((event.event_type, event.element as usize as u32, description.to_string_lossy().into_owned()));
+            // SAFETY: the event was received above and is acknowledged once.
             unsafe { (self.verbs.ack_async_event)(&mut event) };
         }
         events
     }
 
-    /// The library's words for how an operation ended.
-    pub(super) fn status_words(&self, status: u32) -> String {
-        // SAFETY: the library's string for any number is a constant.
+    /// The library's description of the status of a completion.
+    pub(super) fn status_text(&self, status: u32) -> String {
+        // SAFETY: the library returns a constant string for any number.
         unsafe { CStr::from_ptr((self.verbs.wc_status_str)(status)) }.to_string_lossy().into_owned()
     }
 
-    /// For the other nodes, before they agree.
+    /// The port in use, for the choice of the network.
     pub(super) fn describe(&self) -> Port {
         Port {
             device: format!("{}:{}", self.name, self.port),
             is_ethernet: self.address.is_ethernet,
             packet_len: 128 << self.address.mtu,
-            address: super::queue::show(&self.address),
+            address: self.address.to_string(),
         }
     }
 
-    /// How much memory the card may touch.
+    /// Number of bytes of memory that the card may access.
     pub(super) fn registered_bytes(&self) -> u64 {
         self.registered_bytes.load(Ordering::Relaxed)
     }
 
-    /// Makes a region that the card may write to and read from. All of its pages are made now, and stay.
+    /// Makes a region that the card may read and write. Its pages are allocated now and locked in memory.
     pub(super) fn region(self: &Arc<Self>, len: u64) -> Result<Region, RdmaError> {
         let unregistered = Region::new(len).map_err(|error| RdmaError::Call { call: "memfd_create", error })?;
         let access = verbs::ACCESS_LOCAL_WRITE | verbs::ACCESS_REMOTE_WRITE | verbs::ACCESS_REMOTE_READ;
         let (address, len) = (unregistered.address() as *mut _, unregistered.len() as usize);
-        // SAFETY: the range is the region's mapping, which outlives its registration: see `Region::registered`.
+        // SAFETY: the range is the region's mapping, which outlives the registration: see `Region::registered`.
         let registered = unsafe { (self.verbs.reg_mr)(self.pd(), address, len, access) };
         let registered = made(registered, "ibv_reg_mr").map_err(|error| match error {
             RdmaError::Call { error, .. } if error.raw_os_error() == Some(nix::libc::ENOMEM) => {
@@ -194,7 +209,7 @@ impl Device {
             }
             error => error,
         })?;
-        // SAFETY: the library made it just now.
+        // SAFETY: the library returned it above.
         let keys = unsafe { Keys { local: registered.as_ref().lkey, remote: registered.as_ref().rkey } };
         self.registered_bytes.fetch_add(len as u64, Ordering::Relaxed);
         let guard = RegisteredMemory { device: self.clone(), registered, len: len as u64 };
@@ -204,7 +219,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: whatever was made of the domain holds `self`, and is gone now.
+        // SAFETY: everything that was made from the domain and the context held `self` and is gone.
         unsafe {
             (self.verbs.dealloc_pd)(self.pd());
             (self.verbs.close_device)(self.context());
@@ -220,21 +235,21 @@ struct RegisteredMemory {
 
 // SAFETY: as for `Device`.
 unsafe impl Send for RegisteredMemory {}
-// SAFETY: as for `Device`; shared, it is only looked at.
+// SAFETY: as for `Device`; shared references only read it.
 unsafe impl Sync for RegisteredMemory {}
 
 impl Drop for RegisteredMemory {
     fn drop(&mut self) {
         self.device.registered_bytes.fetch_sub(self.len, Ordering::Relaxed);
-        // SAFETY: it was registered once, and this is its only owner.
+        // SAFETY: the memory was registered once, and `self` is the only owner of the registration.
         let returned = unsafe { (self.device.verbs.dereg_mr)(self.registered.as_ptr()) };
         if returned != 0 {
-            tracing::warn!(returned, "the card does not give registered memory back");
+            tracing::warn!(returned, "cannot deregister memory");
         }
     }
 }
 
-/// The cards that the kernel has, by name.
+/// The names of the cards that the kernel has, sorted.
 pub(super) fn names() -> Vec<String> {
     let entries = fs::read_dir(CLASS).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -242,7 +257,7 @@ pub(super) fn names() -> Vec<String> {
     names
 }
 
-/// The soft limit on locked memory in bytes, unless there is none.
+/// The soft limit on locked memory in bytes, if there is one.
 pub(super) fn memory_limit() -> Option<u64> {
     getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _)| soft).filter(|&soft| soft != RLIM_INFINITY)
 }
@@ -256,17 +271,17 @@ fn open_context(verbs: &'static Verbs, name: &str) -> Result<NonNull<verbs::Cont
     };
     // SAFETY: the list has `count` devices.
     let devices = unsafe { std::slice::from_raw_parts(list.as_ptr(), usize::try_from(count).unwrap_or(0)) };
-    // SAFETY: each is a device of the list, whose name is a string that lives with it.
+    // SAFETY: each pointer is a device of the list, and its name is a string that lives as long as the list.
     let is_it =
         |device: &&*mut verbs::Device| unsafe { CStr::from_ptr((verbs.get_device_name)(**device)) }.to_bytes() == name.as_bytes();
     let opened = devices.iter().find(is_it).map(|device| {
-        // SAFETY: the device is the list's, which is freed after this.
+        // SAFETY: the device belongs to the list, which is freed only below.
         let context = unsafe { (verbs.open_device)(*device) };
         NonNull::new(context).ok_or_else(|| no_device_file(name, io::Error::last_os_error()))
     });
-    // SAFETY: it came from `get_device_list`; an open device stays open.
+    // SAFETY: the list came from `get_device_list`. A device that was opened stays open.
     unsafe { (verbs.free_device_list)(list.as_ptr()) };
-    // The kernel has it, the library does not: nobody told it how to drive it.
+    // If the kernel has the card but the library does not list it, the library has no provider for it.
     opened.unwrap_or_else(|| Err(no_provider(name)))
 }
 
@@ -274,7 +289,7 @@ fn no_device_file(name: &str, error: io::Error) -> RdmaError {
     RdmaError::NoDeviceFile { device: name.to_owned(), error }
 }
 
-/// The library lists no card whose device file it cannot find, nor one that it has no provider for.
+/// Explains why the library does not list a card: it cannot find the card's device file, or it has no provider for the card.
 fn no_provider(name: &str) -> RdmaError {
     let is_there = fs::read_dir("/dev/infiniband")
         .is_ok_and(|entries| entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"uverbs")));
@@ -290,7 +305,7 @@ fn query(
     name: &str,
     wanted_port: Option<u8>,
 ) -> Result<(u8, Address, DeviceLimits), RdmaError> {
-    // SAFETY: all fields are numbers, for which zeros are values.
+    // SAFETY: all fields are numbers, for which zero is a valid value.
     let mut device: verbs::DeviceAttr = unsafe { std::mem::zeroed() };
     // SAFETY: the context is open and `device` is the structure that the library fills.
     done(unsafe { (verbs.query_device)(context.as_ptr(), &mut device) }, "ibv_query_device")?;
@@ -299,7 +314,7 @@ fn query(
     for port in ports {
         // SAFETY: as above.
         let mut attributes: verbs::PortAttr = unsafe { std::mem::zeroed() };
-        // SAFETY: as above, and the number of a port that is not there is an error.
+        // SAFETY: as above. The call fails for the number of a port that does not exist.
         done(unsafe { (verbs.query_port)(context.as_ptr(), port, &mut attributes) }, "ibv_query_port")?;
         if attributes.state != verbs::PORT_ACTIVE {
             let state = port_file(name, port, "state").unwrap_or_else(|| attributes.state.to_string());
@@ -332,7 +347,8 @@ fn port_file(name: &str, port: u8, file: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// The best address in the port's table: of RoCE version 2 an IPv4 one, else any routable one; of InfiniBand the first.
+/// The best address in the port's table, with its index. For RoCE this is a version 2 address, preferably IPv4, otherwise any
+/// routable one. For InfiniBand it is the first address.
 fn find_gid(name: &str, port: u8, is_ethernet: bool, table_len: usize) -> Option<(u8, [u8; 16])> {
     let entry = |index: u8| {
         let gid = parse_gid(&port_file(name, port, &format!("gids/{index}"))?)?;
@@ -344,7 +360,7 @@ fn find_gid(name: &str, port: u8, is_ethernet: bool, table_len: usize) -> Option
     (!is_ethernet || best.2.contains("v2")).then_some((best.0, best.1))
 }
 
-/// The lower the better.
+/// Ranks an address; lower is better.
 fn rank(gid: &[u8; 16], kind: &str, is_ethernet: bool) -> u8 {
     let is_ipv4 = gid[..10] == [0; 10] && gid[10..12] == [0xff; 2];
     let is_link_local = gid[..2] == [0xfe, 0x80];
@@ -370,12 +386,12 @@ fn numa_node(device: &Path) -> Option<i32> {
     fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok().filter(|&node| node >= 0)
 }
 
-/// The NUMA node of the drive on which a folder lies, if the kernel tells.
+/// The NUMA node of the drive of a folder, if the kernel knows it.
 fn numa_node_of_folder(folder: &Path) -> Option<i32> {
     let number = nix::sys::stat::stat(folder).ok()?.st_dev;
     let (major, minor) = (nix::sys::stat::major(number), nix::sys::stat::minor(number));
     let block = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
-    // A partition's disk, and the disk's controller, stand above it.
+    // The parent folders are those of the partition's disk and of the disk's controller.
     block.ancestors().find_map(|folder| numa_node(folder).or_else(|| numa_node(&folder.join("device"))))
 }
 
@@ -384,7 +400,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_best_address_is_routable_ipv4_of_roce_version_2() {
+    fn routable_ipv4_addresses_of_roce_version_2_are_preferred() {
         let gid = |text: &str| parse_gid(text).unwrap();
         let (local, ipv4, ipv6) = (
             gid("fe80:0000:0000:0000:900e:8eff:fe9a:1514"),

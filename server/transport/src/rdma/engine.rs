@@ -1,5 +1,8 @@
-//! The thread that posts work to the card and takes its completions. Whatever memory an operation touches belongs to this thread
-//! until the operation has completed or its queue pair is gone, whoever has given up waiting for it.
+//! The thread that posts work to the card and takes its completions. The memory that an operation touches belongs to this thread
+//! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
+//!
+//! The thread sleeps on one `poll` for completions, commands and events of the card. A queue pair that fails is drained first: a
+//! marker is posted behind its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -17,42 +20,46 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::oneshot;
 
 use super::device::Device;
+use super::error::RdmaError;
+use super::limits::Limits;
 use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
 use super::verbs::{WC_WITH_IMM, Wc};
-use super::{Limits, RdmaError};
-use crate::Slot;
+use crate::region::Slot;
 
-/// After the last thing that happened it looks for more this long before it sleeps: a wake-up takes about as long.
+/// The thread polls this long after the last activity before it sleeps, because a wake-up takes about as long.
 const SPIN: Duration = Duration::from_micros(20);
-/// A failed queue pair's work is waited for this long; then the queue pair goes, and with it the card's hold on its memory.
+/// Longest wait for the work of a failed queue pair. Then the queue pair is destroyed, after which the card no longer touches the
+/// memory of that work.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Behind the mark, receives that the queue pair had taken are waited for this long: what comes after is lost to all.
+/// Longest wait, after the marker, for receives that a failed queue pair had consumed. Later ones are never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
-/// Completions taken at a time.
+/// Completions taken with one call.
 const POLLED_TOGETHER: usize = 64;
-/// Identifies completions: of receives, and of the mark behind a failed queue pair's work.
+/// A flag in the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;
-const LAST: u64 = 1 << 62;
-/// What the kernel tells of the card: its port went down; itself or its completion queue is of no use any more.
+/// The identifier of the marker behind the work of a failed queue pair.
+const MARKER: u64 = 1 << 62;
+/// The library's number for the event that a port went down.
 const PORT_DOWN: u32 = 10;
+/// The library's numbers for events after which the card or its completion queue is unusable.
 const FATAL: [u32; 3] = [0, 8, 14];
 
-/// What happens on a queue pair. Called on the engine's thread, which must not be kept waiting.
+/// Callbacks for the events of a queue pair. They run on the engine's thread and must not block it.
 pub(super) trait Events: Send {
-    /// A message came; the reason why it makes no sense ends the queue pair.
-    fn received(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// The far side has written into our memory, and tells so.
-    fn told(&mut self, number: u32) -> Result<(), &'static str>;
-    /// The queue pair is gone, and nothing lands through it any more.
-    fn ended(&mut self, reason: &str);
+    /// A message arrived. An error, which says what is wrong with it, ends the queue pair.
+    fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
+    /// The peer completed a write into this node's memory and attached this number. An error ends the queue pair.
+    fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
+    /// The queue pair was destroyed, so no more bytes can land through it.
+    fn on_end(&mut self, reason: &str);
 }
 
-/// Operations that are posted together. They complete in order with all others of their queue pair.
+/// Operations that are posted together. All operations of a queue pair complete in order.
 pub(super) struct Batch {
     pub(super) works: Vec<Work>,
-    /// The memory that they touch.
+    /// Owns the memory that the operations touch.
     pub(super) hold: Box<dyn Any + Send>,
-    /// Gets that memory back when they have completed; dropped if they fail.
+    /// Returns `hold` when the operations have completed. Dropped if they fail.
     pub(super) done: Option<oneshot::Sender<Box<dyn Any + Send>>>,
 }
 
@@ -62,7 +69,7 @@ impl Batch {
     }
 }
 
-/// A queue pair of an engine. Its number on the card may be another's once it is gone; this never is.
+/// Identifies a queue pair of an engine. Unlike the queue pair's number on the card, it is never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct QueueId(u64);
 
@@ -73,7 +80,7 @@ enum Command {
     Stop,
 }
 
-/// What the thread has done.
+/// Counts what the thread has done, for the status.
 #[derive(Default)]
 struct Counters {
     posts: AtomicU64,
@@ -93,7 +100,7 @@ fn count(counter: &AtomicU64, more: u64) {
 #[derive(Default)]
 struct Commands {
     waiting: VecDeque<Command>,
-    /// Nobody obeys any more.
+    /// Whether the thread has ended, so that no command will be applied.
     is_dead: bool,
 }
 
@@ -101,7 +108,7 @@ struct Shared {
     commands: Mutex<Commands>,
     next_id: AtomicU64,
     is_asleep: AtomicBool,
-    bell: EventFd,
+    wake_up: EventFd,
     counters: Counters,
 }
 
@@ -113,20 +120,20 @@ impl Shared {
     fn send(&self, command: Command) {
         {
             let mut commands = self.lock();
-            // Dropped, whoever waits for it hears so.
+            // Dropping the command notifies those who wait for its outcome.
             if commands.is_dead {
                 return;
             }
             commands.waiting.push_back(command);
         }
         if self.is_asleep.swap(false, Ordering::SeqCst) {
-            // Fails only where it rings already.
-            let _ = self.bell.write(1);
+            // This fails only if the wake-up is already pending.
+            let _ = self.wake_up.write(1);
         }
     }
 }
 
-/// A card's thread; dropping it ends all queue pairs.
+/// The handle of a card's thread. Dropping it ends all queue pairs and the thread.
 pub(super) struct Engine {
     device: Arc<Device>,
     completions: Arc<Completions>,
@@ -147,23 +154,24 @@ impl Engine {
             .region(len)?
             .slot(len)
             .ok_or(RdmaError::Call { call: "a slot for receives", error: io::ErrorKind::OutOfMemory.into() })?;
-        let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
-        let bell = bell.map_err(|error| RdmaError::Call { call: "eventfd", error: error.into() })?;
+        let wake_up = EventFd::from_value_and_flags(0, EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC);
+        let wake_up = wake_up.map_err(|error| RdmaError::Call { call: "eventfd", error: error.into() })?;
         let shared = Arc::new(Shared {
             commands: Mutex::default(),
             next_id: AtomicU64::new(0),
             is_asleep: AtomicBool::new(false),
-            bell,
+            wake_up,
             counters: Counters::default(),
         });
-        // Each operation may tell of itself when its queue pair fails, as do each receive and the marks: there must be room for all.
-        let marks = (completions.entries() / 16).min(limits::NODES_MAX as u32);
-        let room = completions.entries().saturating_sub(count + marks);
+        // When queue pairs fail, each operation has a completion of its own, and so do the receives and markers. The completion
+        // queue must have room for all of them.
+        let markers = (completions.entries() / 16).min(limits::NODES_MAX as u32);
+        let room = completions.entries().saturating_sub(count + markers);
         if room < limits.send_depth {
-            let error = io::Error::new(io::ErrorKind::InvalidInput, "its queues are too short");
+            let error = io::Error::new(io::ErrorKind::InvalidInput, "the card's completion queue is too short");
             return Err(RdmaError::Call { call: "ibv_create_cq", error });
         }
-        let running = Running {
+        let running = EngineThread {
             device: device.clone(),
             completions: completions.clone(),
             receives: receives.clone(),
@@ -184,7 +192,7 @@ impl Engine {
         Ok(Self { device: device.clone(), completions, receives, limits, shared, thread: Some(thread) })
     }
 
-    /// Tells what the thread has done.
+    /// Copies the counters into a status.
     pub(super) fn count_into(&self, network: &mut Network) {
         let Counters { posts, works, completions, wake_ups, written_bytes, read_bytes, queue_pairs, failed } =
             &self.shared.counters;
@@ -194,19 +202,19 @@ impl Engine {
         (network.written_bytes, network.read_bytes) = (get(written_bytes), get(read_bytes));
     }
 
-    /// A queue pair for this engine, not joined to its far end yet.
+    /// Makes a queue pair for this engine, which is not joined to its other end yet.
     pub(super) fn queue_pair(&self, depth: u32) -> Result<QueuePair, RdmaError> {
         QueuePair::new(&self.device, &self.completions, &self.receives, depth)
     }
 
-    /// Takes a queue pair over, which can receive from now on.
+    /// Adds a joined queue pair, whose events go to `events` from now on.
     pub(super) fn add(&self, pair: QueuePair, events: Box<dyn Events>) -> QueueId {
         let id = QueueId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
         self.shared.send(Command::Add { id, pair, events });
         id
     }
 
-    /// Posts a batch when there is room for it. Who posts bounds how many batches wait.
+    /// Posts a batch when there is room for it. Callers must bound the number of batches that wait.
     pub(super) fn post(&self, queue: QueueId, batch: Batch) {
         debug_assert!(batch.works.len() <= self.limits.send_depth as usize);
         self.shared.send(Command::Post { queue, batch });
@@ -222,35 +230,41 @@ impl Drop for Engine {
     fn drop(&mut self) {
         self.shared.send(Command::Stop);
         if let Some(thread) = self.thread.take() {
-            // It panics nowhere; and if it did, it has ended.
+            // An error means that the thread panicked; it has ended in any case.
             let _ = thread.join();
         }
     }
 }
 
+/// A queue pair and its work.
 struct Queue {
     pair: QueuePair,
     events: Box<dyn Events>,
+    /// Batches that wait for room.
     waiting: VecDeque<Batch>,
+    /// Batches under way, with the identifiers of their last operations.
     posted: VecDeque<(u64, Batch)>,
+    /// Number of operations under way.
     works: u32,
+    /// Number of bytes under way.
     bytes: u64,
+    /// Set while the queue pair is drained: the deadline, and why it ends.
     ending: Option<(Instant, String)>,
 }
 
-/// Dropped, however that comes, nobody waits for it any more.
-struct Running {
+/// The state of the thread. Dropping it, even in a panic, drops all commands and work, which notifies their callers.
+struct EngineThread {
     device: Arc<Device>,
     completions: Arc<Completions>,
     receives: Arc<Receives>,
     limits: Limits,
     shared: Arc<Shared>,
-    /// Where messages land.
+    /// The memory of the receives.
     buffer: Slot,
     queues: HashMap<QueueId, Queue>,
-    /// By their numbers on the card, which completions have.
+    /// The queue pairs by their numbers on the card, which completions carry.
     numbers: HashMap<u32, QueueId>,
-    /// Queue pairs whose batches wait for room, in turn.
+    /// Queue pairs whose batches wait for room, served in turn.
     waiting: VecDeque<QueueId>,
     next: u64,
     works: u32,
@@ -258,16 +272,16 @@ struct Running {
     is_stopping: bool,
 }
 
-impl Running {
+impl EngineThread {
     fn run(mut self) {
         let mut busy = Instant::now();
         loop {
-            let mut is_active = self.obey();
+            let mut is_active = self.apply_commands();
             match self.take_completions() {
                 Ok(taken) => is_active |= taken > 0,
-                // Without completions nothing is known of anything any more.
+                // Without completions the state of no operation is known, so the card cannot be used any more.
                 Err(error) => {
-                    tracing::error!(device = self.device.name, %error, "the card's completions cannot be taken: it is not used any more");
+                    tracing::error!(device = self.device.name, %error, "cannot take completions; the card is no longer used");
                     return;
                 }
             }
@@ -286,8 +300,8 @@ impl Running {
         }
     }
 
-    /// Does as it was told.
-    fn obey(&mut self) -> bool {
+    /// Applies the commands that have arrived. Returns whether there were any.
+    fn apply_commands(&mut self) -> bool {
         let commands = std::mem::take(&mut self.shared.lock().waiting);
         let is_active = !commands.is_empty();
         for command in commands {
@@ -307,7 +321,7 @@ impl Running {
                     self.queues.insert(id, queue);
                 }
                 Command::Post { queue: id, batch } => {
-                    // Of a queue pair that has ended: the batch is dropped, which tells its owner.
+                    // A batch for a queue pair that has ended is dropped, which notifies its owner.
                     if let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) {
                         queue.waiting.push_back(batch);
                         if queue.waiting.len() == 1 {
@@ -318,14 +332,14 @@ impl Running {
                 Command::End { queue, reason } => self.begin_end(queue, &reason, false),
                 Command::Stop => {
                     self.is_stopping = true;
-                    self.end_all("this server ends");
+                    self.end_all("this server is stopping");
                 }
             }
         }
         is_active
     }
 
-    /// Posts what waits, a batch of each queue pair in turn, as far as there is room.
+    /// Posts waiting batches, one of each queue pair in turn, as long as there is room.
     fn post_waiting(&mut self) {
         for _ in 0..self.waiting.len() {
             let Some(queue_id) = self.waiting.pop_front() else { return };
@@ -336,7 +350,7 @@ impl Running {
                 && self.works + works <= self.works_max
                 && (queue.bytes == 0 || queue.bytes + bytes <= self.limits.bytes_in_flight);
             if !fits {
-                // Completions make room, and this is looked at after each round of them.
+                // Completions make room, and this runs again after each round of them.
                 self.waiting.push_back(queue_id);
                 continue;
             }
@@ -344,7 +358,7 @@ impl Running {
             if !queue.waiting.is_empty() {
                 self.waiting.push_back(queue_id);
             }
-            self.next = (self.next + 1) & !(RECEIVE | LAST);
+            self.next = (self.next + 1) & !(RECEIVE | MARKER);
             let id = self.next;
             let posted = queue.pair.post(id, &batch.works);
             let taken = posted.as_ref().map_or_else(|(_, taken)| *taken as u32, |()| works);
@@ -372,10 +386,10 @@ impl Running {
                     self.received(completion);
                     continue;
                 }
-                // Of one that is gone already nothing is owed.
+                // A queue pair that has been destroyed waits for no completions.
                 let Some(&queue) = self.numbers.get(&completion.qp_num) else { continue };
                 match completion.wr_id {
-                    id if id & LAST != 0 => self.drained(queue),
+                    id if id & MARKER != 0 => self.drained(queue),
                     id if completion.status == 0 => self.completed(queue, id),
                     id => self.failed(queue, id, completion.status),
                 }
@@ -387,10 +401,10 @@ impl Running {
     }
 
     fn failed(&mut self, queue: QueueId, id: u64, status: u32) {
-        // It may be of one that is gone and had the number before.
+        // The completion may belong to an earlier queue pair that had the same number.
         let is_ours = |queue: &Queue| queue.posted.iter().any(|(posted, _)| *posted == id);
         if self.queues.get(&queue).is_some_and(is_ours) {
-            let reason = self.device.status_words(status);
+            let reason = self.device.status_text(status);
             self.begin_end(queue, &reason, true);
         }
     }
@@ -406,14 +420,14 @@ impl Running {
             for work in &batch.works {
                 match work.action {
                     Action::Read(_) => count(&self.shared.counters.read_bytes, u64::from(work.len)),
-                    Action::Write(_) | Action::WriteAndTell(..) => {
+                    Action::Write(_) | Action::WriteAndNotify(..) => {
                         count(&self.shared.counters.written_bytes, u64::from(work.len));
                     }
                     Action::Send => {}
                 }
             }
             if let Some(done) = batch.done {
-                // Nobody waits any more: the memory is free.
+                // If nothing waits for it, this frees the memory.
                 let _ = done.send(batch.hold);
             }
         }
@@ -422,8 +436,8 @@ impl Running {
     fn received(&mut self, completion: &Wc) {
         let index = (completion.wr_id & !RECEIVE) as u32;
         if !self.numbers.contains_key(&completion.qp_num) {
-            // Its far end was quicker than we: that it is ours stands in the commands.
-            self.obey();
+            // The peer was faster than this thread: the command that adds the queue pair is still waiting.
+            self.apply_commands();
         }
         let id = self.numbers.get(&completion.qp_num).copied();
         let queue = id.and_then(|id| self.queues.get_mut(&id)).filter(|queue| queue.ending.is_none());
@@ -432,11 +446,11 @@ impl Running {
             let result = if completion.status != 0 {
                 Ok(())
             } else if completion.wc_flags & WC_WITH_IMM != 0 {
-                queue.events.told(u32::from_be(completion.imm_data))
+                queue.events.on_completion(u32::from_be(completion.imm_data))
             } else {
                 let start = index as usize * self.limits.request_len as usize;
                 let len = completion.byte_len.min(self.limits.request_len) as usize;
-                queue.events.received(&self.buffer[start..start + len])
+                queue.events.on_message(&self.buffer[start..start + len])
             };
             wrong = result.err();
         }
@@ -444,7 +458,7 @@ impl Running {
             self.begin_end(id, reason, true);
         }
         if let Err(error) = self.post_receive(index) {
-            tracing::warn!(%error, "a receive is lost");
+            tracing::warn!(device = self.device.name, %error, "cannot post a receive again");
         }
     }
 
@@ -460,28 +474,28 @@ impl Running {
         all.into_iter().for_each(|queue| self.begin_end(queue, reason, !self.is_stopping));
     }
 
-    /// Has a queue pair's work flushed, with a mark behind it.
+    /// Starts to drain a queue pair: its work fails, and a marker is posted behind it.
     fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
         let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
-        tracing::debug!(queue = queue.pair.number(), reason, "a queue pair ends");
+        tracing::debug!(queue = queue.pair.number(), reason, "queue pair ends");
         queue.waiting.clear();
         queue.ending = Some((Instant::now() + DRAIN_TIMEOUT, reason.to_owned()));
         count(&self.shared.counters.failed, u64::from(is_failure));
-        let mark = Work { action: Action::Write(Remote { address: 0, key: 0 }), address: 0, len: 0, local_key: 0 };
-        let marked = queue.pair.fail().and_then(|()| queue.pair.post(LAST, &[mark]).map_err(|(error, _)| error));
-        if marked.is_err() {
+        let marker = Work { action: Action::Write(Remote { address: 0, key: 0 }), address: 0, len: 0, local_key: 0 };
+        let posted = queue.pair.fail().and_then(|()| queue.pair.post(MARKER, &[marker]).map_err(|(error, _)| error));
+        if posted.is_err() {
             self.drained(id);
         }
     }
 
-    /// All of its own work has come back. Receives that it has taken come back at the same time, if not in the same order.
+    /// The work of a queue pair has been drained. The receives that it consumed come back at about the same time.
     fn drained(&mut self, id: QueueId) {
         if let Some((deadline, _)) = self.queues.get_mut(&id).and_then(|queue| queue.ending.as_mut()) {
             *deadline = Instant::now() + RECEIVES_TIMEOUT;
         }
     }
 
-    /// The queue pair goes; then what its work touched is free.
+    /// Destroys a queue pair, and then frees the memory that its work touched.
     fn finish(&mut self, id: QueueId) {
         let Some(queue) = self.queues.remove(&id) else { return };
         let Queue { pair, mut events, waiting, posted, works, ending, .. } = queue;
@@ -490,9 +504,10 @@ impl Running {
         self.works -= works;
         drop((waiting, posted));
         count(&self.shared.counters.queue_pairs, 1_u64.wrapping_neg());
-        events.ended(ending.as_ref().map_or("it ended", |(_, reason)| reason));
+        events.on_end(ending.as_ref().map_or("it ended", |(_, reason)| reason));
     }
 
+    /// Destroys the queue pairs whose time to drain is over.
     fn finish_late(&mut self) {
         let now = Instant::now();
         let is_late = |queue: &Queue| queue.ending.as_ref().is_some_and(|(deadline, _)| *deadline <= now);
@@ -500,13 +515,13 @@ impl Running {
         late.into_iter().for_each(|id| self.finish(id));
     }
 
-    /// Waits for a completion, a command or news of the card; returns whether it slept.
+    /// Sleeps until there is a completion, a command or an event of the card. Returns whether it slept.
     fn sleep(&mut self) -> bool {
         if let Err(error) = self.completions.arm() {
             self.end_all(&error.to_string());
         }
         self.shared.is_asleep.store(true, Ordering::SeqCst);
-        // What came between the last look and now is not told of.
+        // What arrived since the last check wakes nothing up, so it is checked once more.
         let has_more = !self.shared.lock().waiting.is_empty() || !matches!(self.take_completions(), Ok(0));
         if has_more {
             self.shared.is_asleep.store(false, Ordering::SeqCst);
@@ -514,39 +529,41 @@ impl Running {
         }
         let mut descriptors = [
             PollFd::new(self.completions.descriptor(), PollFlags::POLLIN),
-            PollFd::new(self.shared.bell.as_fd(), PollFlags::POLLIN),
+            PollFd::new(self.shared.wake_up.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.device.events_descriptor(), PollFlags::POLLIN),
         ];
         let is_ending = self.queues.values().any(|queue| queue.ending.is_some());
         let timeout = if is_ending { PollTimeout::from(RECEIVES_TIMEOUT.as_millis() as u8) } else { PollTimeout::NONE };
-        // An interrupted wait is as good as one that ended.
+        // An interrupted wait counts as a wake-up.
         let _ = poll(&mut descriptors, timeout);
-        let has_news = descriptors[2].any().unwrap_or(false);
+        let has_events = descriptors[2].any().unwrap_or(false);
         self.shared.is_asleep.store(false, Ordering::SeqCst);
         count(&self.shared.counters.wake_ups, 1);
-        let _ = self.shared.bell.read();
+        let _ = self.shared.wake_up.read();
         self.completions.take_events();
-        if has_news {
-            self.hear();
+        if has_events {
+            self.handle_device_events();
         }
         true
     }
 
-    /// News of the card.
-    fn hear(&mut self) {
-        for (kind, about, words) in self.device.events() {
-            tracing::debug!(device = self.device.name, news = words, "the card tells");
-            if kind == PORT_DOWN && about == u32::from(self.device.port) {
-                // What is under way would only wait for its time-out.
+    /// Handles the events of the card.
+    fn handle_device_events(&mut self) {
+        for (kind, port, description) in self.device.events() {
+            tracing::debug!(device = self.device.name, event = description, "event of the card");
+            if kind == PORT_DOWN && port == u32::from(self.device.port) {
+                // The work under way would only wait for its timeout.
+                tracing::warn!(device = self.device.name, port, "the card's port went down");
                 self.end_all("the card's port went down");
             } else if FATAL.contains(&kind) {
-                self.end_all(&format!("the card failed: {words}"));
+                tracing::warn!(device = self.device.name, error = description, "the card failed");
+                self.end_all(&format!("the card failed: {description}"));
             }
         }
     }
 }
 
-impl Drop for Running {
+impl Drop for EngineThread {
     fn drop(&mut self) {
         let left = {
             let mut commands = self.shared.lock();

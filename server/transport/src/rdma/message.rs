@@ -1,40 +1,41 @@
-//! What the two ends of a queue pair say: over the pair's TCP connection to set it up, by SEND to ask, by WRITE to answer.
-//! All numbers are little-endian. Whatever does not parse ends the queue pair.
+//! The messages between the two ends of a queue pair: those that set it up over the inner transport, requests (by SEND) and answers
+//! (by WRITE). All numbers are little-endian. A message that does not parse ends the queue pair.
 
 use super::device::Address;
-use super::queue::{End, Remote};
-use crate::{Refusal, Unread};
+use super::queue::{Endpoint, Remote};
+use crate::contract::Unread;
+use crate::error::Refusal;
 
-/// Version of all that is below.
+/// Version of the formats in this file.
 const VERSION: u8 = 2;
-/// Length of an [`Offer`] of an end.
+/// Length of an encoded [`QueuePairHello`].
 const HELLO_LEN: usize = 48;
-/// A request for a single block fits into this.
+/// Least value for the longest request that an end accepts. A request for a single piece fits into it.
 const REQUEST_LEN_MIN: u32 = 1 << 10;
-/// Length of a request before its places and its message.
+/// Length of a request before its ranges and its message.
 const REQUEST_HEAD_LEN: usize = 32;
-/// Length of a place in a request.
-const PLACE_LEN: usize = 12;
-/// In place of a piece's length: it could not be read.
+/// Length of a memory range in a request.
+const RANGE_LEN: usize = 12;
+/// Stands in place of the length of a piece that could not be read.
 const UNREAD: u32 = u32::MAX;
 /// Length of an answer before its lengths and its message.
 const ANSWER_HEAD_LEN: usize = 12;
 
-/// Our end, and what we take.
+/// The description of one end of a queue pair, by which the other end joins it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) end: End,
-    /// Its name, by which it is not confused with one that had its number before.
+pub(super) struct QueuePairHello {
+    pub(super) end: Endpoint,
+    /// A random number that identifies the queue pair. Its number on the card may be reused.
     pub(super) nonce: u64,
-    /// Requests that may wait for their answers.
+    /// Number of requests that may wait for their answers.
     pub(super) window: u32,
-    /// Longest request.
+    /// Longest request in bytes that this end accepts.
     pub(super) request_len: u32,
 }
 
-impl Hello {
+impl QueuePairHello {
     pub(super) fn encode(&self) -> Vec<u8> {
-        let Self { end: End { queue, packet, address, reads }, nonce, window, request_len } = self;
+        let Self { end: Endpoint { queue, packet, address, reads }, nonce, window, request_len } = self;
         let mut bytes = vec![VERSION, *reads, address.mtu, u8::from(address.is_ethernet)];
         bytes.extend_from_slice(&address.gid);
         bytes.extend_from_slice(&address.lid.to_le_bytes());
@@ -50,7 +51,7 @@ impl Hello {
         let lid = u16::from_le_bytes([bytes[20], bytes[21]]);
         let address = Address { lid, gid, gid_index: bytes[22], is_ethernet: bytes[3] != 0, mtu: bytes[2] };
         let number = |at: usize| u32::from_le_bytes(std::array::from_fn(|byte| bytes[24 + 4 * at + byte]));
-        let end = End { queue: number(0), packet: number(1), address, reads: bytes[1] };
+        let end = Endpoint { queue: number(0), packet: number(1), address, reads: bytes[1] };
         let nonce = u64::from_le_bytes(std::array::from_fn(|byte| bytes[40 + byte]));
         let (window, request_len) = (number(2), number(3));
         let is_valid = bytes[0] == VERSION && (1..=5).contains(&address.mtu) && end.reads > 0;
@@ -58,55 +59,57 @@ impl Hello {
     }
 }
 
-/// What is asked.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ask {
-    /// Nothing: the answer shows that a WRITE comes through.
+    /// Asks for nothing. Its answer proves that a WRITE arrives.
     Ping,
-    /// Bytes, into places.
+    /// Asks for bytes, to be written into the ranges.
     Pull,
-    /// That the bytes in the one place are taken.
+    /// Offers the bytes of the only range.
     Offer,
 }
 
-/// A request. Places are in memory of one key.
+/// A request as it is sent. All ranges are in one region, so they have the same key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Request {
+pub(super) struct WireRequest {
     pub(super) ask: Ask,
-    /// Its number on this queue pair.
+    /// Number of the request on this queue pair.
     pub(super) number: u32,
-    /// Where the answer goes, and how long it may be.
+    /// The asker's memory for the answer.
     pub(super) answer: Remote,
+    /// Longest answer in bytes.
     pub(super) answer_len: u32,
-    pub(super) places: Vec<(Remote, u32)>,
+    /// The asker's memory for bulk bytes: addresses and lengths.
+    pub(super) ranges: Vec<(Remote, u32)>,
     pub(super) message: Vec<u8>,
 }
 
-/// How long a request is, and its answer may be, with so many places and so long a message.
-pub(super) fn request_len(places: usize, message: usize) -> usize {
-    REQUEST_HEAD_LEN + places * PLACE_LEN + message
+/// Length of a request with this many ranges and a message of this length.
+pub(super) fn request_len(ranges: usize, message: usize) -> usize {
+    REQUEST_HEAD_LEN + ranges * RANGE_LEN + message
 }
 
-/// How much room an answer takes.
+/// Length of an answer with this many lengths and a message of this length.
 pub(super) fn answer_len(lens: usize, message: usize) -> usize {
     ANSWER_HEAD_LEN + lens * 4 + message
 }
 
-impl Request {
-    /// Writes it into `into`, which is [`request_len`] long.
+impl WireRequest {
+    /// Encodes the request into `into`, which must be [`request_len`] long.
     pub(super) fn encode(&self, into: &mut [u8]) {
         let ask = match self.ask {
             Ask::Ping => 0_u32,
             Ask::Pull => 1,
             Ask::Offer => 2,
         };
-        let key = self.places.first().map_or(0, |(place, _)| place.key);
+        let key = self.ranges.first().map_or(0, |(range, _)| range.key);
         let mut writer = Writer(into);
         [ask, self.number, self.answer.key, self.answer_len].iter().for_each(|number| writer.put(&number.to_le_bytes()));
         writer.put(&self.answer.address.to_le_bytes());
-        [key, self.places.len() as u32].iter().for_each(|number| writer.put(&number.to_le_bytes()));
-        for (place, len) in &self.places {
-            writer.put(&place.address.to_le_bytes());
+        [key, self.ranges.len() as u32].iter().for_each(|number| writer.put(&number.to_le_bytes()));
+        for (range, len) in &self.ranges {
+            writer.put(&range.address.to_le_bytes());
             writer.put(&len.to_le_bytes());
         }
         writer.put(&self.message);
@@ -123,29 +126,29 @@ impl Request {
         let (number, answer_key, answer_len) = (reader.u32()?, reader.u32()?, reader.u32()?);
         let answer = Remote { address: reader.u64()?, key: answer_key };
         let (key, count) = (reader.u32()?, reader.u32()? as usize);
-        // Bounded by the bytes that are there.
-        if count > reader.0.len() / PLACE_LEN || (ask == Ask::Offer && count != 1) {
+        // The count is bounded by the bytes that follow.
+        if count > reader.0.len() / RANGE_LEN || (ask == Ask::Offer && count != 1) {
             return None;
         }
-        let place = |reader: &mut Reader<'_>| Some((Remote { address: reader.u64()?, key }, reader.u32()?));
-        let places = (0..count).map(|_| place(&mut reader)).collect::<Option<Vec<_>>>()?;
-        Some(Self { ask, number, answer, answer_len, places, message: reader.0.to_vec() })
+        let range = |reader: &mut Reader<'_>| Some((Remote { address: reader.u64()?, key }, reader.u32()?));
+        let ranges = (0..count).map(|_| range(&mut reader)).collect::<Option<Vec<_>>>()?;
+        Some(Self { ask, number, answer, answer_len, ranges, message: reader.0.to_vec() })
     }
 }
 
-/// How a request was answered.
+/// An answer as it is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Answered {
-    /// So many bytes in each place, but for those that could not be read, and a message.
+pub(super) enum WireAnswer {
+    /// The request was answered. `lens` has the number of bytes in each range.
     Done { lens: Vec<u32>, message: Vec<u8>, unread: Unread },
-    /// It will not.
+    /// The request was refused.
     Refused(Refusal),
-    /// It would, but its message does not fit here.
+    /// The answer's message does not fit into the asker's memory for it.
     TooLong,
 }
 
-impl Answered {
-    /// Its bytes, at most `room`.
+impl WireAnswer {
+    /// Encodes the answer into at most `room` bytes.
     pub(super) fn encode(self, room: usize) -> Vec<u8> {
         let (status, lens, mut message) = match self {
             Self::Done { lens, message, unread } if unread.pieces.is_empty() && answer_len(lens.len(), message.len()) <= room => {
@@ -171,7 +174,7 @@ impl Answered {
         bytes
     }
 
-    /// Takes it from what was written; there may be more bytes behind it.
+    /// Decodes an answer. More bytes may follow it.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
         let (status, count, len) = (reader.u32()?, reader.u32()? as usize, reader.u32()? as usize);
@@ -228,59 +231,64 @@ impl Reader<'_> {
 mod tests {
     use super::*;
 
-    fn hello() -> Hello {
+    fn hello() -> QueuePairHello {
         let address = Address { lid: 7, gid: [3; 16], gid_index: 1, is_ethernet: true, mtu: 5 };
-        Hello { end: End { queue: 17, packet: 0xab_cdef, address, reads: 16 }, nonce: 1 << 60, window: 64, request_len: 32 << 10 }
+        QueuePairHello {
+            end: Endpoint { queue: 17, packet: 0xab_cdef, address, reads: 16 },
+            nonce: 1 << 60,
+            window: 64,
+            request_len: 32 << 10,
+        }
     }
 
-    fn request(ask: Ask) -> Request {
-        let place = |address| (Remote { address, key: 9 }, 3000);
-        let places = if ask == Ask::Offer { vec![place(5)] } else { vec![place(1 << 40), place(2)] };
-        Request { ask, number: 3, answer: Remote { address: 77, key: 8 }, answer_len: 100, places, message: b"what".to_vec() }
+    fn request(ask: Ask) -> WireRequest {
+        let range = |address| (Remote { address, key: 9 }, 3000);
+        let ranges = if ask == Ask::Offer { vec![range(5)] } else { vec![range(1 << 40), range(2)] };
+        WireRequest { ask, number: 3, answer: Remote { address: 77, key: 8 }, answer_len: 100, ranges, message: b"what".to_vec() }
     }
 
-    fn done(lens: Vec<u32>, message: &[u8], unread: &[u32]) -> Answered {
+    fn done(lens: Vec<u32>, message: &[u8], unread: &[u32]) -> WireAnswer {
         let reason = if unread.is_empty() { String::new() } else { "its drive fails".to_owned() };
-        Answered::Done { lens, message: message.to_vec(), unread: Unread { pieces: unread.to_vec(), reason } }
+        WireAnswer::Done { lens, message: message.to_vec(), unread: Unread { pieces: unread.to_vec(), reason } }
     }
 
     #[test]
-    fn what_is_said_is_heard_and_what_is_cut_short_is_not() {
+    fn messages_decode_to_what_was_encoded_and_truncated_ones_do_not_decode() {
         let bytes = hello().encode();
-        assert_eq!(Hello::decode(&bytes), Some(hello()));
-        assert!((0..bytes.len()).all(|len| Hello::decode(&bytes[..len]).is_none()));
+        assert_eq!(QueuePairHello::decode(&bytes), Some(hello()));
+        assert!((0..bytes.len()).all(|len| QueuePairHello::decode(&bytes[..len]).is_none()));
         for ask in [Ask::Ping, Ask::Pull, Ask::Offer] {
             let request = request(ask);
-            let mut bytes = vec![0; request_len(request.places.len(), request.message.len())];
+            let mut bytes = vec![0; request_len(request.ranges.len(), request.message.len())];
             request.encode(&mut bytes);
-            assert_eq!(Request::decode(&bytes), Some(request));
-            assert!((0..bytes.len() - 4).all(|len| Request::decode(&bytes[..len]).is_none()));
+            assert_eq!(WireRequest::decode(&bytes), Some(request));
+            assert!((0..bytes.len() - 4).all(|len| WireRequest::decode(&bytes[..len]).is_none()));
         }
         for answer in [
             done(vec![1, 2], b"m", &[]),
             done(vec![1, 0, 2, 0], b"m", &[1, 3]),
-            Answered::Refused("no".into()),
-            Answered::TooLong,
+            WireAnswer::Refused("no".into()),
+            WireAnswer::TooLong,
         ] {
             let bytes = answer.clone().encode(1000);
-            assert_eq!(Answered::decode(&[&bytes[..], &[0; 9]].concat()), Some(answer));
-            assert!((0..bytes.len()).all(|len| Answered::decode(&bytes[..len]).is_none()));
+            assert_eq!(WireAnswer::decode(&[&bytes[..], &[0; 9]].concat()), Some(answer));
+            assert!((0..bytes.len()).all(|len| WireAnswer::decode(&bytes[..len]).is_none()));
         }
         for long in [done(vec![], &[0; 100], &[]), done(vec![0; 4], &[0; 8], &[2])] {
-            assert_eq!(Answered::decode(&long.encode(40)), Some(Answered::TooLong));
+            assert_eq!(WireAnswer::decode(&long.encode(40)), Some(WireAnswer::TooLong));
         }
         assert_eq!(
-            Answered::decode(&Answered::Refused("long".repeat(99).into()).encode(16)),
-            Some(Answered::Refused("long".into()))
+            WireAnswer::decode(&WireAnswer::Refused("long".repeat(99).into()).encode(16)),
+            Some(WireAnswer::Refused("long".into()))
         );
     }
 
     #[test]
-    fn noise_is_never_more_than_noise() {
+    fn random_bytes_never_decode_to_more_ranges_than_they_hold() {
         proptest::proptest!(|(bytes: Vec<u8>)| {
-            let _ = (Hello::decode(&bytes), Answered::decode(&bytes));
-            if let Some(request) = Request::decode(&bytes) {
-                proptest::prop_assert!(request.places.len() * PLACE_LEN <= bytes.len());
+            let _ = (QueuePairHello::decode(&bytes), WireAnswer::decode(&bytes));
+            if let Some(request) = WireRequest::decode(&bytes) {
+                proptest::prop_assert!(request.ranges.len() * RANGE_LEN <= bytes.len());
             }
         });
     }

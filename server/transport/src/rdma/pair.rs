@@ -1,4 +1,7 @@
-//! A pair of nodes: the inner transport's connection, and beside it a queue pair, made anew when it fails, as long as that helps.
+//! A pair of nodes: the inner transport's connection, and beside it a queue pair by which this node asks. A queue pair that fails is
+//! replaced, with growing pauses, as long as the peer lives and RDMA is wanted. Meanwhile requests go by the inner transport.
+//!
+//! The two ends agree about queue pairs by messages over the inner transport: `docs/PROTOCOL.md` has their formats.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,59 +17,64 @@ use tokio::time::timeout;
 
 use super::answer::{Answerer, Requests};
 use super::ask::{Asker, Outcome};
+use super::card::{Card, Shared, lock};
 use super::engine::QueueId;
-use super::message::{Ask, Hello, Request};
+use super::message::{Ask, QueuePairHello, WireRequest};
 use super::queue::QueuePair;
-use super::{Card, Core, lock};
-use crate::budget::{Budget, Progress};
-use crate::{Answer, Connection, Incoming, Offered, Pulled, Refusal, Service, Slot, TransportError};
+use crate::budget::{PeerBudget, Progress};
+use crate::contract::{Answer, Connection, Incoming, Offered, Pulled, Service};
+use crate::error::{Refusal, TransportError};
+use crate::region::Slot;
 
-/// The last byte of each message of the inner transport tells whom it is for: the service above,
+// The last byte of each message over the inner transport names its kind.
+
+/// A message for the service above.
 const FOR_SERVICE: u8 = 0;
-/// or us: a queue pair is to be made,
+/// A request to set up a queue pair.
 const SET_UP: u8 = 1;
-/// is held for as long as this request is not answered,
+/// A request that is answered when the queue pair has failed. If the connection ends first, so does the queue pair.
 const HOLD: u8 = 2;
-/// is to end;
+/// A request to end a queue pair.
 const END: u8 = 3;
-/// an offer is made again, whose first answer never came.
+/// An offer that was sent by RDMA before, and whose answer never arrived.
 const AGAIN: u8 = 4;
 
-/// Longer than any session.
+/// The deadline of a `HOLD` request: longer than any session.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
-/// After a failure the next queue pair is tried twice this later, then four times, eight times... but for the longest interval.
+/// The pause after the first failure of a queue pair. It doubles with each failure, up to [`RDMA_RETRY_INTERVAL`].
 const BACK_OFF: Duration = Duration::from_millis(100);
-/// A queue pair that lived this long did not fail for the reason that the last one did.
+/// A queue pair that lived this long did not fail for the same reason as the one before.
 const GOOD_LIFE: Duration = Duration::from_secs(60);
 
-/// Brings a queue pair up beside `inner`, if RDMA is wanted; of a peer that is new, waits for how the first attempt ends.
+/// Sets up a queue pair beside `inner`, if RDMA is wanted. The first connection to a peer waits for the first attempt to end.
 pub(super) async fn connect(
-    core: &Arc<Core>,
+    shared: &Arc<Shared>,
     inner: Arc<dyn Connection>,
     address: SocketAddr,
 ) -> Result<Arc<dyn Connection>, TransportError> {
-    let link = Arc::new(Link { core: core.clone(), inner, asker: Mutex::default() });
+    let pair = Arc::new(Pair { shared: shared.clone(), inner, asker: Mutex::default() });
     let mut holder = None;
-    if core.is_wanted() {
+    if shared.is_wanted() {
         let (first, tried) = oneshot::channel();
-        holder = Some(QueuePairHolder(tokio::spawn(keep_up(link.clone(), first))));
-        // How it went stands in `fallen_back`. Who dials again has requests that need not wait for a card.
-        if lock(&core.known).insert(link.inner.peer()) {
-            // The request that needs the connection has a deadline of its own, most of which is for dialling.
-            let _ = timeout(core.deadlines.request / 5 * 3, tried).await;
+        holder = Some(QueuePairHolder(tokio::spawn(keep_up(pair.clone(), first))));
+        // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go by the inner transport.
+        if lock(&shared.known).insert(pair.inner.peer()) {
+            // The request that needs the connection has its own deadline, most of which may be spent on dialing.
+            let _ = timeout(shared.deadlines.request / 5 * 3, tried).await;
         }
     }
-    let budget = Budget::new(core.deadlines.look_interval);
-    Ok(Arc::new(PairedConnection { link, address, budget, _holder: holder }))
+    let budget = PeerBudget::new(shared.deadlines.look_interval);
+    Ok(Arc::new(PairedConnection { pair, address, budget, _holder: holder }))
 }
 
-struct Link {
-    core: Arc<Core>,
+/// A connection of the inner transport, and the queue pair beside it while there is one that works.
+struct Pair {
+    shared: Arc<Shared>,
     inner: Arc<dyn Connection>,
     asker: Mutex<Option<Arc<Asker>>>,
 }
 
-/// Ends the task that makes queue pairs.
+/// The task that keeps a queue pair up. Dropping the holder ends the task, and with it the queue pair.
 struct QueuePairHolder(JoinHandle<()>);
 
 impl Drop for QueuePairHolder {
@@ -75,54 +83,50 @@ impl Drop for QueuePairHolder {
     }
 }
 
-/// Keeps a queue pair up until the peer is lost, or RDMA is not wanted any more.
-async fn keep_up(link: Arc<Link>, first: oneshot::Sender<()>) {
+/// Keeps a queue pair up until the peer is lost or RDMA is no longer wanted. Reports on `first` when the first attempt has ended.
+async fn keep_up(pair: Arc<Pair>, first: oneshot::Sender<()>) {
     let mut first = Some(first);
-    let (peer, mut failures) = (link.inner.peer(), 0);
-    while link.core.is_wanted() {
+    let (peer, mut failures) = (pair.inner.peer(), 0);
+    while pair.shared.is_wanted() {
         let start = Instant::now();
-        let reason = live(&link, &mut first).await;
-        if link.inner.is_lost() || !link.core.is_wanted() {
+        let reason = run_queue_pair(&pair, &mut first).await;
+        if pair.inner.is_lost() || !pair.shared.is_wanted() {
             break;
         }
         failures = if start.elapsed() > GOOD_LIFE { 1 } else { failures + 1 };
         let is_demoted = failures >= RDMA_FAILURES_MAX;
-        let reason = if is_demoted { format!("{reason}; that was attempt {failures}") } else { reason };
         if is_demoted || failures == 1 {
-            tracing::warn!(%peer, reason, "no queue pair: what is asked of this peer goes by TCP");
+            tracing::warn!(node = %peer, failures, error = reason, "queue pair lost; requests to this node go by TCP");
         }
-        lock(&link.core.fallen_back).insert(peer, reason);
+        let reason = if is_demoted { format!("{reason} (attempt {failures})") } else { reason };
+        lock(&pair.shared.fallen_back).insert(peer, reason);
         drop(first.take());
         tokio::time::sleep((BACK_OFF * (1 << failures.min(10))).min(RDMA_RETRY_INTERVAL)).await;
     }
-    lock(&link.core.fallen_back).remove(&peer);
+    lock(&pair.shared.fallen_back).remove(&peer);
 }
 
-/// One queue pair's life; returns why it ended, or never began.
-async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
-    let asker = match set_up(link).await {
+/// Sets up a queue pair and runs it until it ends. Returns why it ended or could not be set up.
+async fn run_queue_pair(pair: &Pair, first: &mut Option<oneshot::Sender<()>>) -> String {
+    let deadline = pair.shared.deadlines.connect;
+    let peer = pair.inner.peer();
+    let asker = match set_up(pair).await {
         Ok(asker) => Arc::new(asker),
         Err(reason) => return reason,
     };
     let message = |kind: u8| [&asker.nonce.to_le_bytes()[..], &[kind]].concat();
-    let hold = link.inner.pull(message(HOLD), Vec::new(), FOREVER);
+    let hold = pair.inner.pull(message(HOLD), Vec::new(), FOREVER);
     let serve = async {
-        // Nothing is trusted before a write has come through.
-        match asker.ask(Ask::Ping, &[], Vec::new(), None, (Progress::new(), None), link.core.deadlines.connect).await {
+        // The queue pair is used only after a write by the peer has arrived.
+        match asker.ask(Ask::Ping, &[], Vec::new(), None, (Progress::new(), None), deadline).await {
             Outcome::Done { .. } => {}
-            Outcome::Late => {
-                return format!(
-                    "no write of node {} came through within {} s",
-                    link.inner.peer(),
-                    link.core.deadlines.connect.as_secs_f64()
-                );
-            }
+            Outcome::Late => return format!("no write by node {peer} arrived within {} s", deadline.as_secs_f64()),
             Outcome::Failed(..) => return asker.ended().await,
             Outcome::Refused(refusal) => return refusal.to_string(),
             Outcome::Unfit(_) => return "a ping does not fit".to_owned(),
         }
-        lock(&link.core.fallen_back).remove(&link.inner.peer());
-        *lock(&link.asker) = Some(asker.clone());
+        lock(&pair.shared.fallen_back).remove(&peer);
+        *lock(&pair.asker) = Some(asker.clone());
         drop(first.take());
         asker.ended().await
     };
@@ -132,71 +136,72 @@ async fn live(link: &Link, first: &mut Option<oneshot::Sender<()>>) -> String {
             Ok(pulled) => String::from_utf8_lossy(&pulled.message).into_owned(),
             Err(error) => error.to_string(),
         },
-        () = link.core.unwanted() => "it was agreed on TCP".to_owned(),
+        () = pair.shared.selection.rdma_excluded() => "the nodes agreed on TCP".to_owned(),
     };
-    *lock(&link.asker) = None;
+    *lock(&pair.asker) = None;
     if first.is_some() {
-        // It is known how the first attempt went; what is left to do keeps nobody waiting.
-        lock(&link.core.fallen_back).insert(link.inner.peer(), reason.clone());
+        // The outcome of the first attempt is known now; nothing needs to wait for the cleanup below.
+        lock(&pair.shared.fallen_back).insert(peer, reason.clone());
         drop(first.take());
     }
     asker.end(&reason);
-    // The engine ends it within less, unless its card has failed altogether.
-    let _ = timeout(link.core.deadlines.connect, asker.ended()).await;
-    if !link.inner.is_lost() {
-        // The far side may not have noticed.
-        let _ = link.inner.pull(message(END), Vec::new(), link.core.deadlines.connect).await;
+    // The engine needs less time than this, unless the card has failed entirely.
+    let _ = timeout(deadline, asker.ended()).await;
+    if !pair.inner.is_lost() {
+        // The peer may not have noticed that the queue pair has ended.
+        let _ = pair.inner.pull(message(END), Vec::new(), deadline).await;
     }
     reason
 }
 
-async fn set_up(link: &Link) -> Result<Asker, String> {
-    let card = link.core.card()?;
+async fn set_up(pair: &Pair) -> Result<Asker, String> {
+    let card = pair.shared.card().map_err(|error| error.to_string())?;
     let (engine, depth) = (card.engine.clone(), card.limits.window);
-    let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
-    let hello = our_hello(card, &pair)?;
+    let queue_pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
+    let hello = our_hello(card, &queue_pair)?;
     let message = [&hello.encode()[..], &[SET_UP]].concat();
-    let answered = link.inner.pull(message, Vec::new(), link.core.deadlines.connect).await.map_err(|error| error.to_string())?;
-    let far = Hello::decode(&answered.message).ok_or("its end of a queue pair makes no sense")?;
-    let (pair, far) = join(pair, far).await?;
-    Ok(Asker::start(&card.engine, pair, hello.nonce, &far, &card.messages))
+    let answered =
+        pair.inner.pull(message, Vec::new(), pair.shared.deadlines.connect).await.map_err(|error| error.to_string())?;
+    let far = QueuePairHello::decode(&answered.message).ok_or("the peer sent a malformed description of its queue pair")?;
+    let (queue_pair, far) = join(queue_pair, far).await?;
+    Ok(Asker::start(&card.engine, queue_pair, hello.nonce, &far, &card.messages))
 }
 
-fn our_hello(card: &Card, pair: &QueuePair) -> Result<Hello, String> {
+fn our_hello(card: &Card, pair: &QueuePair) -> Result<QueuePairHello, String> {
     let mut nonce = [0; 8];
-    getrandom::fill(&mut nonce).map_err(|error| format!("no randomness: {error}"))?;
+    getrandom::fill(&mut nonce).map_err(|error| format!("no random numbers: {error}"))?;
     let nonce = u64::from_le_bytes(nonce);
-    Ok(Hello { end: pair.end(), nonce, window: card.limits.window, request_len: card.limits.request_len })
+    Ok(QueuePairHello { end: pair.endpoint(), nonce, window: card.limits.window, request_len: card.limits.request_len })
 }
 
-async fn join(pair: QueuePair, far: Hello) -> Result<(QueuePair, Hello), String> {
-    if pair.end().address.is_ethernet != far.end.address.is_ethernet {
-        return Err("one end is InfiniBand, the other Ethernet".to_owned());
+async fn join(pair: QueuePair, far: QueuePairHello) -> Result<(QueuePair, QueuePairHello), String> {
+    if pair.endpoint().address.is_ethernet != far.end.address.is_ethernet {
+        return Err("one end is InfiniBand and the other is Ethernet".to_owned());
     }
     blocking(move || match pair.join(&far.end) {
         Ok(()) => Ok((pair, far)),
-        Err(error) => Err(format!("cannot join a queue pair to {}: {error}", super::queue::show(&far.end.address))),
+        Err(error) => Err(format!("cannot join a queue pair to {}: {error}", far.end.address)),
     })
     .await
 }
 
-/// Calls of the card's driver may take milliseconds.
+/// Runs a call of the card's driver on another thread, because it may take milliseconds.
 async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T, String> + Send + 'static) -> Result<T, String> {
     tokio::task::spawn_blocking(call).await.map_err(|error| error.to_string())?
 }
 
 struct PairedConnection {
-    link: Arc<Link>,
+    pair: Arc<Pair>,
     address: SocketAddr,
-    /// Of what goes by the queue pair; the inner transport has its own.
-    budget: Arc<Budget>,
-    /// Dropping the connection ends its queue pair.
+    /// The budget of requests by the queue pair. The inner transport has one of its own.
+    budget: Arc<PeerBudget>,
+    /// Ends the queue pair with the connection.
     _holder: Option<QueuePairHolder>,
 }
 
 impl PairedConnection {
     fn asker(&self) -> Option<Arc<Asker>> {
-        lock(&self.link.asker).clone()
+        lock(&self.pair.asker).clone()
     }
 
     fn refused(&self, refusal: Refusal) -> TransportError {
@@ -211,21 +216,22 @@ impl PairedConnection {
 #[async_trait]
 impl Connection for PairedConnection {
     fn peer(&self) -> NodeId {
-        self.link.inner.peer()
+        self.pair.inner.peer()
     }
 
     fn is_lost(&self) -> bool {
-        self.link.inner.is_lost()
+        self.pair.inner.is_lost()
     }
 
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
-        // What has no bulk goes by the inner transport: some of it must not be done twice, as what fails here may be.
+        // Requests without slots go by the inner transport. Some of them must not be answered twice, and a request that fails
+        // here is sent again.
         if !slots.is_empty()
             && let Some(asker) = self.asker()
         {
             let progress = Progress::new();
             let held = self.budget.take(&slots, &progress, limit).await;
-            let held = held.map_err(|denied| denied.tell(self.peer(), self.address, limit))?;
+            let held = held.map_err(|denied| denied.into_error(self.peer(), self.address, limit))?;
             slots = match asker.ask(Ask::Pull, &message, slots, None, (progress, held), limit).await {
                 Outcome::Done { lens, message, slots, unread } => {
                     let mut lens: Vec<u64> = lens.into_iter().map(u64::from).collect();
@@ -241,7 +247,7 @@ impl Connection for PairedConnection {
             return Err(TransportError::TooLong(message.len()));
         }
         message.push(FOR_SERVICE);
-        self.link.inner.pull(message, slots, limit).await
+        self.pair.inner.pull(message, slots, limit).await
     }
 
     async fn offer(&self, mut message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
@@ -253,7 +259,7 @@ impl Connection for PairedConnection {
         if let Some(asker) = self.asker() {
             slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
                 Outcome::Done { message, mut slots, .. } => {
-                    let payload = slots.pop().ok_or_else(|| self.refused("it kept what was offered".into()))?;
+                    let payload = slots.pop().ok_or_else(|| self.refused("it did not return the offered slot".into()))?;
                     return Ok(Offered { message, payload });
                 }
                 Outcome::Refused(refusal) => return Err(self.refused(refusal)),
@@ -265,44 +271,44 @@ impl Connection for PairedConnection {
                 }
             };
         }
-        let payload = slots.pop().ok_or_else(|| self.refused("what was offered is gone".into()))?;
+        let payload = slots.pop().ok_or_else(|| self.refused("the offered slot is missing".into()))?;
         if message.len() + again.len() >= MESSAGE_LEN_MAX {
             return Err(TransportError::TooLong(message.len()));
         }
         message.extend_from_slice(&again);
         message.push(if again.is_empty() { FOR_SERVICE } else { AGAIN });
-        self.link.inner.offer(message, payload, len, limit).await
+        self.pair.inner.offer(message, payload, len, limit).await
     }
 }
 
 /// A queue pair that a peer set up.
-struct Accepted {
+struct AcceptedQueuePair {
     nonce: u64,
     queue: QueueId,
-    /// Until it is held.
-    requests: Option<mpsc::Receiver<Request>>,
+    /// Taken by the `HOLD` request, which answers what arrives.
+    requests: Option<mpsc::Receiver<WireRequest>>,
 }
 
-/// The service that the inner transport sees: ours, for queue pairs, before the one above.
-pub(super) struct Welcome {
-    core: Arc<Core>,
+/// The service that the inner transport sees. It handles messages about queue pairs and passes all others to the service above.
+pub(super) struct QueuePairService {
+    shared: Arc<Shared>,
     service: Arc<dyn Service>,
-    /// Each peer's last: it asks by one, and sets up another when that one has failed.
-    accepted: Mutex<HashMap<NodeId, Accepted>>,
+    /// The latest queue pair of each peer. A peer asks by one, and sets up another when that one has failed.
+    accepted: Mutex<HashMap<NodeId, AcceptedQueuePair>>,
 }
 
-/// Ends a queue pair with the request that holds it.
-struct Held<'a> {
-    welcome: &'a Welcome,
+/// Ends a queue pair when the `HOLD` request that runs it ends or is aborted.
+struct HeldQueuePair<'a> {
+    welcome: &'a QueuePairService,
     card: &'a Card,
     peer: NodeId,
     nonce: u64,
     queue: QueueId,
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldQueuePair<'_> {
     fn drop(&mut self) {
-        self.card.engine.end(self.queue, "its peer's connection ended");
+        self.card.engine.end(self.queue, "the connection to its peer ended");
         let mut all = lock(&self.welcome.accepted);
         if all.get(&self.peer).is_some_and(|accepted| accepted.nonce == self.nonce) {
             all.remove(&self.peer);
@@ -310,72 +316,72 @@ impl Drop for Held<'_> {
     }
 }
 
-impl Welcome {
-    pub(super) fn new(core: Arc<Core>, service: Arc<dyn Service>) -> Self {
-        Self { core, service, accepted: Mutex::default() }
+impl QueuePairService {
+    pub(super) fn new(shared: Arc<Shared>, service: Arc<dyn Service>) -> Self {
+        Self { shared, service, accepted: Mutex::default() }
     }
 
     async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
-        if !self.core.is_wanted() {
-            return Err(self.core.card().err().map_or_else(|| "it has agreed on TCP".into(), Refusal::from));
+        if !self.shared.is_wanted() {
+            return Err(self.shared.card().err().map_or_else(|| "the nodes agreed on TCP".into(), Refusal::new));
         }
-        let card = self.core.card()?;
-        let far = Hello::decode(message).ok_or("an end of a queue pair that makes no sense")?;
+        let card = self.shared.card().map_err(Refusal::new)?;
+        let far = QueuePairHello::decode(message).ok_or("the description of the queue pair is malformed")?;
         let (engine, depth) = (card.engine.clone(), card.limits.send_depth);
         let pair = blocking(move || engine.queue_pair(depth).map_err(|error| error.to_string())).await?;
         let (pair, far) = join(pair, far).await?;
         let hello = our_hello(card, &pair)?.encode();
         let (sender, requests) = mpsc::channel(card.limits.window as usize);
         let queue = card.engine.add(pair, Box::new(Requests(Some(sender))));
-        let accepted = Accepted { nonce: far.nonce, queue, requests: Some(requests) };
+        let accepted = AcceptedQueuePair { nonce: far.nonce, queue, requests: Some(requests) };
         if let Some(before) = lock(&self.accepted).insert(from, accepted) {
-            card.engine.end(before.queue, "its peer has another now");
+            card.engine.end(before.queue, "its peer has set up another one");
         }
         Ok(hello)
     }
 
     async fn hold(&self, from: NodeId, nonce: u64) -> Result<Vec<u8>, Refusal> {
-        let card = self.core.card()?;
+        let card = self.shared.card().map_err(Refusal::new)?;
         let found = match lock(&self.accepted).get_mut(&from) {
             Some(accepted) if accepted.nonce == nonce => accepted.requests.take().map(|requests| (accepted.queue, requests)),
             _ => None,
         };
         let (queue, requests) = found.ok_or("there is no such queue pair")?;
-        let _held = Held { welcome: self, card, peer: from, nonce, queue };
+        let _held = HeldQueuePair { welcome: self, card, peer: from, nonce, queue };
         let answerer = Answerer {
             engine: card.engine.clone(),
             write_len: u64::from(card.limits.write_len),
             staging: card.staging.clone(),
             answers: card.answers.clone(),
-            turns: card.turns.clone(),
+            drive_readers: card.drive_readers.clone(),
             direct: card.direct.clone(),
             service: self.service.clone(),
             outcomes: card.outcomes.clone(),
-            deadlines: self.core.deadlines,
+            deadlines: self.shared.deadlines,
         };
         answerer.run((from, nonce), queue, requests).await;
-        Ok(b"the far end of the queue pair failed".to_vec())
+        Ok(b"the other end of the queue pair failed".to_vec())
     }
 
     fn end(&self, from: NodeId, nonce: u64) {
         let all = lock(&self.accepted);
         let accepted = all.get(&from).filter(|accepted| accepted.nonce == nonce);
-        if let (Some(accepted), Ok(card)) = (accepted, self.core.card()) {
-            card.engine.end(accepted.queue, "its far end has ended");
+        if let (Some(accepted), Ok(card)) = (accepted, self.shared.card()) {
+            card.engine.end(accepted.queue, "its other end has ended");
         }
     }
 }
 
-/// The name of a queue pair at a message's end.
+/// Splits the nonce of a queue pair off the end of a message.
 fn split_nonce(message: &[u8]) -> Result<(&[u8], u64), Refusal> {
-    let (rest, nonce) = message.split_last_chunk::<8>().ok_or("a message that no peer sends")?;
+    let (rest, nonce) = message.split_last_chunk::<8>().ok_or("the message is malformed")?;
     Ok((rest, u64::from_le_bytes(*nonce)))
 }
 
 #[async_trait]
-impl Service for Welcome {
+impl Service for QueuePairService {
     async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
-        let told = match message.pop() {
+        let answer = match message.pop() {
             Some(FOR_SERVICE) => return self.service.pulled(from, message, room).await,
             Some(SET_UP) => self.set_up(from, &message).await?,
             Some(HOLD) => self.hold(from, split_nonce(&message)?.1).await?,
@@ -383,25 +389,25 @@ impl Service for Welcome {
                 self.end(from, split_nonce(&message)?.1);
                 Vec::new()
             }
-            _ => return Err("a message that no peer sends".into()),
+            _ => return Err("the message is malformed".into()),
         };
-        Ok(Answer { message: told, pieces: Vec::new() })
+        Ok(Answer { message: answer, pieces: Vec::new() })
     }
 
     async fn offered(&self, from: NodeId, mut message: Vec<u8>, incoming: Incoming) -> Result<Vec<u8>, Refusal> {
         match message.pop() {
             Some(FOR_SERVICE) => self.service.offered(from, message, incoming).await,
             Some(AGAIN) => {
-                let (rest, number) = message.split_last_chunk::<4>().ok_or("a message that no peer sends")?;
+                let (rest, number) = message.split_last_chunk::<4>().ok_or("the message is malformed")?;
                 let (rest, nonce) = split_nonce(rest)?;
-                if let Ok(card) = self.core.card()
+                if let Ok(card) = self.shared.card()
                     && let Some(answer) = card.outcomes.of(from, nonce, u32::from_le_bytes(*number)).await
                 {
                     return Ok(answer);
                 }
                 self.service.offered(from, rest.to_vec(), incoming).await
             }
-            _ => Err("a message that no peer sends".into()),
+            _ => Err("the message is malformed".into()),
         }
     }
 }

@@ -1,26 +1,28 @@
-//! Queue pairs, the queue on which their work completes, and the receives that they share.
+//! Queue pairs, the completion queue that reports their work, and the receives that they share.
 
 use std::io;
-use std::net::IpAddr;
+
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
-use super::RdmaError;
 use super::device::{Address, Device};
+use super::error::RdmaError;
 use super::verbs::{self, Sge, Wc, done, made};
 
-/// A request that finds no receive waits this long before it is sent again: the code of 40.96 ms; it is sent again six times.
+/// The pause before a request that found no receive is sent again: the code for 40.96 ms.
 const RECEIVER_NOT_READY_TIMER: u8 = 24;
+/// How often a request that found no receive is sent again.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
-/// An unacknowledged packet is sent again after 4.096 us x 2^18, about 1.1 s, three times: a dead peer shows within 4.3 s, where its
-/// TCP connection does not show it before. Shorter times were seen to end queue pairs that only were busy.
+/// An unacknowledged packet is sent again after 4.096 us x 2^18, which is about 1.1 s. With [`RETRIES`], a dead peer is noticed
+/// within 4.3 s, unless its TCP connection shows it before. Shorter times ended queue pairs that were only busy.
 const ACKNOWLEDGE_TIMER: u8 = 18;
+/// How often an unacknowledged packet is sent again.
 const RETRIES: u8 = 3;
 
-/// The completion queue with the descriptor that tells of it.
+/// A completion queue, with the descriptor that announces completions.
 pub(super) struct Completions {
     device: Arc<Device>,
     channel: NonNull<verbs::CompChannel>,
@@ -49,19 +51,19 @@ impl Completions {
         Ok(completions)
     }
 
-    /// How many entries it has room for: more completions than that end it.
+    /// Number of entries. More completions than that would make the queue unusable.
     pub(super) fn entries(&self) -> u32 {
         // SAFETY: the queue lives as long as `self`.
         u32::try_from(unsafe { self.queue.as_ref().cqe }).unwrap_or(0)
     }
 
-    /// Readable after a completion that came after [`arm`](Self::arm).
+    /// A descriptor that becomes readable at the first completion after [`arm`](Self::arm).
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is the channel's, which lives as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
     }
 
-    /// Asks to be told of the next completion.
+    /// Makes the next completion announce itself.
     pub(super) fn arm(&self) -> Result<(), RdmaError> {
         // SAFETY: the queue lives as long as `self`, and its context has the library's table.
         let returned = unsafe { (*self.queue.as_ref().context).ops.req_notify_cq.map(|arm| arm(self.queue.as_ptr(), 0)) };
@@ -70,7 +72,7 @@ impl Completions {
 
     /// Takes completions; returns how many.
     pub(super) fn poll(&self, into: &mut [Wc]) -> Result<usize, RdmaError> {
-        // SAFETY: as above; `into` has room for as many as are asked for.
+        // SAFETY: as above; `into` has room for as many completions as are asked for.
         let count = unsafe {
             (*self.queue.as_ref().context).ops.poll_cq.map(|poll| poll(self.queue.as_ptr(), into.len() as i32, into.as_mut_ptr()))
         };
@@ -78,7 +80,7 @@ impl Completions {
             .map_err(|_| RdmaError::Call { call: "ibv_poll_cq", error: io::Error::last_os_error() })
     }
 
-    /// Takes and acknowledges all events of the descriptor: what is not taken, the kernel keeps memory for.
+    /// Takes and acknowledges all events of the descriptor. The kernel keeps memory for each event that is not taken.
     pub(super) fn take_events(&self) {
         let (mut queue, mut context, mut count) = (ptr::null_mut(), ptr::null_mut(), 0);
         // SAFETY: the channel lives as long as `self`, does not block, and both pointers are written.
@@ -86,7 +88,7 @@ impl Completions {
             count += 1;
         }
         if count > 0 {
-            // SAFETY: so many events of this queue, the channel's only one, were taken and not acknowledged.
+            // SAFETY: `count` events of this queue, which is the channel's only one, were taken and not yet acknowledged.
             unsafe { (self.device.verbs.ack_cq_events)(self.queue.as_ptr(), count) };
         }
     }
@@ -95,7 +97,7 @@ impl Completions {
 impl Drop for Completions {
     fn drop(&mut self) {
         self.take_events();
-        // SAFETY: what used it holds an `Arc` of it and is gone; all events were acknowledged, for which this call waits.
+        // SAFETY: all users of the queue held an `Arc` of it and are gone. All events, for which this call waits, are acknowledged.
         unsafe {
             (self.device.verbs.destroy_cq)(self.queue.as_ptr());
             (self.device.verbs.destroy_comp_channel)(self.channel.as_ptr());
@@ -103,7 +105,7 @@ impl Drop for Completions {
     }
 }
 
-/// Receives that all queue pairs share, so that their number does not grow with the peers'.
+/// The receives. All queue pairs share them, so that their number does not grow with the number of peers.
 pub(super) struct Receives {
     device: Arc<Device>,
     queue: NonNull<verbs::Srq>,
@@ -127,8 +129,8 @@ impl Receives {
         let mut part = Sge { addr: address, length: len, lkey: local_key };
         let mut work = verbs::RecvWr { wr_id: id, next: ptr::null_mut(), sg_list: &mut part, num_sge: 1 };
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue lives as long as `self`; the call copies what it is given. That the card writes only into registered
-        // memory it sees to by itself: by the key.
+        // SAFETY: the queue lives as long as `self`, and the call copies its arguments. The card itself checks by the key that it
+        // writes into registered memory only.
         let returned = unsafe {
             (*self.queue.as_ref().context).ops.post_srq_recv.map(|post| post(self.queue.as_ptr(), &mut work, &mut bad))
         };
@@ -138,32 +140,32 @@ impl Receives {
 
 impl Drop for Receives {
     fn drop(&mut self) {
-        // SAFETY: what used it holds an `Arc` of it and is gone.
+        // SAFETY: all users of the queue held an `Arc` of it and are gone.
         unsafe { (self.device.verbs.destroy_srq)(self.queue.as_ptr()) };
     }
 }
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Sends to a receive of the far side.
+    /// Sends to a receive of the peer.
     Send,
-    /// Writes into the far side's memory.
+    /// Writes into the peer's memory.
     Write(Remote),
-    /// The same, and then tells the far side by a number.
-    WriteAndTell(Remote, u32),
-    /// Reads the far side's memory.
+    /// Writes into the peer's memory, and then notifies the peer with this number.
+    WriteAndNotify(Remote, u32),
+    /// Reads the peer's memory.
     Read(Remote),
 }
 
-/// A place in the far side's memory.
+/// An address in the peer's memory, with the key that allows access to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Remote {
     pub(super) address: u64,
     pub(super) key: u32,
 }
 
-/// One operation.
+/// One operation on a range of this node's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Work {
     pub(super) action: Action,
@@ -172,18 +174,18 @@ pub(super) struct Work {
     pub(super) local_key: u32,
 }
 
-/// What the far side must know of our end.
+/// The description of one end of a queue pair, which the other end needs to join it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct End {
+pub(super) struct Endpoint {
     pub(super) queue: u32,
-    /// Number of its first packet.
+    /// Number of the first packet.
     pub(super) packet: u32,
     pub(super) address: Address,
-    /// Reads that it has room for at a time.
+    /// Number of reads that this end can serve at a time.
     pub(super) reads: u8,
 }
 
-/// A reliable connection's end.
+/// One end of a reliable connection. Dropping it destroys it.
 pub(super) struct QueuePair {
     device: Arc<Device>,
     queue: NonNull<verbs::Qp>,
@@ -199,7 +201,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Makes one, which does not know its far end yet.
+    /// Makes a queue pair that is not joined to its other end yet.
     pub(super) fn new(
         device: &Arc<Device>,
         completions: &Arc<Completions>,
@@ -216,7 +218,7 @@ impl QueuePair {
             qp_type: verbs::QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: the domain and the queues live as long as what this returns.
+        // SAFETY: the domain and the queues live as long as the queue pair, which holds them.
         let queue = made(unsafe { (device.verbs.create_qp)(device.pd(), &mut attributes) }, "ibv_create_qp")?;
         let mut random = [0; 4];
         getrandom::fill(&mut random).map_err(|error| RdmaError::Call { call: "getrandom", error: io::Error::other(error) })?;
@@ -240,19 +242,19 @@ impl QueuePair {
         unsafe { self.queue.as_ref().qp_num }
     }
 
-    /// How many operations may be posted, beside the mark behind the work of one that fails.
+    /// Number of operations that may be under way, not counting the marker that is posted when the queue pair fails.
     pub(super) fn depth(&self) -> u32 {
         self.depth
     }
 
-    /// Our end, for the far side.
-    pub(super) fn end(&self) -> End {
+    /// The description of this end.
+    pub(super) fn endpoint(&self) -> Endpoint {
         let Device { address, limits, .. } = &*self.device;
-        End { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }
+        Endpoint { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }
     }
 
-    /// Joins it to its far end; then it can receive and send.
-    pub(super) fn join(&self, far: &End) -> Result<(), RdmaError> {
+    /// Joins the queue pair to its other end. Afterwards it can receive and send.
+    pub(super) fn join(&self, far: &Endpoint) -> Result<(), RdmaError> {
         let ours = &self.device.address;
         let mut attributes = self.attributes(verbs::QPS_RTR);
         attributes.path_mtu = u32::from(ours.mtu.min(far.address.mtu));
@@ -285,22 +287,25 @@ impl QueuePair {
         self.modify(&mut attributes, to_send | verbs::QP_MAX_QP_RD_ATOMIC)
     }
 
-    /// Ends it: work that has not been done completes with an error.
+    /// Puts the queue pair into the error state. Unfinished work completes with an error.
     pub(super) fn fail(&self) -> Result<(), RdmaError> {
         self.modify(&mut self.attributes(verbs::QPS_ERR), verbs::QP_STATE)
     }
 
-    /// Posts work in order with one call; the last tells of its completion, under `id`. Returns the error and how many were taken.
+    /// Posts operations in order with one call. Only the last one has a completion, under `id`.
     ///
-    /// The card touches memory by registered keys alone; who posts keeps that memory until the completion has come or the queue pair
-    /// is dropped.
+    /// The card accesses memory by registered keys only. The caller must keep that memory until the completion has arrived or the
+    /// queue pair has been dropped.
+    ///
+    /// # Errors
+    /// The error, and the number of operations that were posted nevertheless.
     pub(super) fn post(&self, id: u64, works: &[Work]) -> Result<(), (RdmaError, usize)> {
         let mut parts: Vec<Sge> =
             works.iter().map(|work| Sge { addr: work.address, length: work.len, lkey: work.local_key }).collect();
         let mut chain: Vec<verbs::SendWr> = works.iter().map(|work| describe(id, work)).collect();
         let (first, parts) = (chain.as_mut_ptr(), parts.as_mut_ptr());
         for (at, work) in works.iter().enumerate() {
-            // An operation without bytes has no part.
+            // An operation without bytes has no memory range.
             chain[at].num_sge = i32::from(work.len > 0);
             chain[at].sg_list = parts.wrapping_add(at);
             chain[at].next = if at + 1 < works.len() { first.wrapping_add(at + 1) } else { ptr::null_mut() };
@@ -308,7 +313,7 @@ impl QueuePair {
         let Some(last) = chain.last_mut() else { return Ok(()) };
         last.send_flags = verbs::SEND_SIGNALED;
         let mut bad: *mut verbs::SendWr = ptr::null_mut();
-        // SAFETY: the queue lives as long as `self`; the chain and its parts live during the call, which copies them.
+        // SAFETY: the queue lives as long as `self`. The chain and its parts live during the call, which copies them.
         let returned =
             unsafe { (*self.queue.as_ref().context).ops.post_send.map(|post| post(self.queue.as_ptr(), first, &mut bad)) };
         done(returned.unwrap_or(nix::libc::ENOSYS), "ibv_post_send").map_err(|error| {
@@ -318,24 +323,24 @@ impl QueuePair {
     }
 
     fn attributes(&self, state: u32) -> verbs::QpAttr {
-        // SAFETY: all fields are numbers, for which zeros are values.
+        // SAFETY: all fields are numbers, for which zero is a valid value.
         let mut attributes: verbs::QpAttr = unsafe { std::mem::zeroed() };
         attributes.qp_state = state;
         attributes
     }
 
     fn modify(&self, attributes: &mut verbs::QpAttr, mask: i32) -> Result<(), RdmaError> {
-        // SAFETY: the queue lives as long as `self`, and the mask names fields that were set.
+        // SAFETY: the queue lives as long as `self`, and the mask names only fields that were set.
         done(unsafe { (self.device.verbs.modify_qp)(self.queue.as_ptr(), attributes, mask) }, "ibv_modify_qp")
     }
 }
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: this is its only owner. Afterwards the card takes nothing for it any more.
+        // SAFETY: `self` is the only owner. Afterwards the card does no work for the queue pair any more.
         let returned = unsafe { (self.device.verbs.destroy_qp)(self.queue.as_ptr()) };
         if returned != 0 {
-            tracing::warn!(returned, "the card does not give a queue pair back");
+            tracing::warn!(returned, "cannot destroy a queue pair");
         }
     }
 }
@@ -349,7 +354,7 @@ fn describe(id: u64, work: &Work) -> verbs::SendWr {
             Remote { address: 0, key: 0 }
         }
         Action::Write(remote) => remote,
-        Action::WriteAndTell(remote, number) => {
+        Action::WriteAndNotify(remote, number) => {
             described.opcode = verbs::WR_RDMA_WRITE_WITH_IMM;
             described.imm_data = number.to_be();
             remote
@@ -361,14 +366,4 @@ fn describe(id: u64, work: &Work) -> verbs::SendWr {
     };
     (described.remote_addr, described.rkey) = (remote.address, remote.key);
     described
-}
-
-/// An address as people write it.
-pub(super) fn show(address: &Address) -> String {
-    let gid = std::net::Ipv6Addr::from(address.gid);
-    match gid.to_ipv4_mapped() {
-        _ if !address.is_ethernet => format!("LID {}", address.lid),
-        Some(ipv4) => IpAddr::V4(ipv4).to_string(),
-        None => gid.to_string(),
-    }
 }

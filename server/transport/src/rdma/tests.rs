@@ -39,7 +39,7 @@ pub(crate) fn has_card() -> bool {
 
 fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
     let rdma = Rdma::with_limits(tcp, Preference::Rdma, &Choice::default(), limits);
-    assert_eq!(rdma.core.card().err(), None);
+    assert!(rdma.shared.card().is_ok());
     rdma
 }
 
@@ -144,7 +144,7 @@ struct Role(Child);
 impl Role {
     fn start(role: &str) -> (Self, BufReader<std::process::ChildStdout>) {
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, role);
+        child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, role);
         let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         (Self(child), output)
@@ -174,7 +174,7 @@ fn on_runtime(future: impl Future<Output = ()>) {
 
 /// Not a test by itself: what children of the others do.
 #[test]
-fn a_role_of_these_tests() {
+fn role_of_a_child_process() {
     let role = std::env::var(ROLE).unwrap_or_default();
     let mut words = role.split(' ');
     match words.next().unwrap_or_default() {
@@ -252,7 +252,7 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
 
 /// `tests/vm/rdma` runs the owner in another virtual machine, and tells where it is.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_hosts_of_which_one_is_reset() {
+async fn requests_to_a_host_that_is_reset_fail_in_time() {
     let Some(address) = std::env::var("DAYFLY_TEST_OWNER").ok().filter(|_| has_card()) else { return };
     let reset = std::env::var("DAYFLY_TEST_RESET").unwrap();
     let (tcp, _) = tcp(0).await;
@@ -295,14 +295,14 @@ async fn two_hosts_of_which_one_is_reset() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_asker_leaves_its_owner_nothing() {
+async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
     if !has_card() {
         return;
     }
     let (tcp, address) = tcp(1).await;
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
-    let staging = theirs.core.card().unwrap().staging.clone();
+    let staging = theirs.shared.card().unwrap().staging.clone();
     let mut before = Before::take();
     for round in 0..4 {
         if round == 1 {
@@ -315,13 +315,16 @@ async fn a_killed_asker_leaves_its_owner_nothing() {
         drop(asker);
         drop(output);
         until("no queue pair", || theirs.status().queue_pairs == 0).await;
-        assert!(staging.slot_within(limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(), "nothing is under way");
+        assert!(
+            staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(),
+            "nothing is under way"
+        );
     }
     before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
+async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     if !has_card() {
         return;
     }
@@ -355,7 +358,7 @@ async fn a_link_that_goes_down_and_up_is_not_noticed_by_readers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn memory_that_the_card_does_not_know_is_served_all_the_same() {
+async fn unregistered_memory_is_served_too() {
     if !has_card() {
         return;
     }
@@ -391,16 +394,16 @@ struct Notes {
 }
 
 impl Events for Noted {
-    fn received(&mut self, message: &[u8]) -> Result<(), &'static str> {
+    fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str> {
         lock(&self.0).messages.push(message.to_vec());
         Ok(())
     }
 
-    fn told(&mut self, _number: u32) -> Result<(), &'static str> {
+    fn on_completion(&mut self, _number: u32) -> Result<(), &'static str> {
         Ok(())
     }
 
-    fn ended(&mut self, reason: &str) {
+    fn on_end(&mut self, reason: &str) {
         lock(&self.0).ended = Some(reason.to_owned());
     }
 }
@@ -411,21 +414,21 @@ fn post(card: &Card, queue: engine::QueueId, slot: Slot, action: Action, len: u3
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_wrong_key_ends_that_queue_pair_alone() {
+async fn a_wrong_key_ends_only_that_queue_pair() {
     if !has_card() {
         return;
     }
     let two = Two::new(Limits::default()).await;
     two.pull(b"bulk", &[100_000; 8]).await;
     let before = Before::take();
-    let (card, other) = (two.ours.core.card().unwrap(), two.theirs.core.card().unwrap());
+    let (card, other) = (two.ours.shared.card().unwrap(), two.theirs.shared.card().unwrap());
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
-    near.join(&far.end()).unwrap();
-    far.join(&near.end()).unwrap();
+    near.join(&far.endpoint()).unwrap();
+    far.join(&near.endpoint()).unwrap();
     let (noted, far_noted) = (Noted::default(), Noted::default());
     let queue = card.engine.add(near, Box::new(noted.clone()));
     other.engine.add(far, Box::new(far_noted.clone()));
-    let free = card.staging.slot(limits::RDMA_STAGING_LEN / 2).is_some();
+    let free = card.staging.slot(dayfly_meta::limits::RDMA_STAGING_LEN / 2).is_some();
     let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
     let place = |key| Remote { address: target.address(), key };
     let mut slot = card.staging.slot(100).unwrap();
@@ -440,14 +443,14 @@ async fn a_wrong_key_ends_that_queue_pair_alone() {
     // What comes after is dropped, and the others do not notice.
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
     two.pull(b"bulk", &[100_000; 8]).await;
-    assert!(free && card.staging.slot_within(limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
+    assert!(free && card.staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
     assert_eq!(two.ours.fallen_back(), []);
     drop(target);
     before.is_again().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn messages_wait_for_receives_and_not_for_ever() {
+async fn messages_wait_for_receives_but_not_forever() {
     if !has_card() {
         return;
     }
@@ -459,12 +462,12 @@ async fn messages_wait_for_receives_and_not_for_ever() {
     futures_util::future::join_all(requests).await;
     assert!(two.written() > 200 * 2000);
     // None at all, and never one: the queue pair ends by itself.
-    let card = two.ours.core.card().unwrap();
+    let card = two.ours.shared.card().unwrap();
     let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
     let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();
     let near = card.engine.queue_pair(8).unwrap();
-    near.join(&far.end()).unwrap();
-    far.join(&near.end()).unwrap();
+    near.join(&far.endpoint()).unwrap();
+    far.join(&near.endpoint()).unwrap();
     let noted = Noted::default();
     let queue = card.engine.add(near, Box::new(noted.clone()));
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
@@ -492,7 +495,7 @@ async fn work_waits_for_room_in_the_completion_queue() {
 }
 
 #[test]
-fn too_little_locked_memory_is_named_with_the_way_out() {
+fn too_little_locked_memory_is_reported_with_a_remedy() {
     if !has_card() {
         return;
     }
@@ -500,7 +503,7 @@ fn too_little_locked_memory_is_named_with_the_way_out() {
     for limit in [8 << 20, 100 << 20_u64] {
         let mut child = Command::new("setpriv");
         child.args(["--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]).arg(std::env::current_exe().unwrap());
-        child.args(["--exact", "rdma::tests::a_role_of_these_tests", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
+        child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
         let output = String::from_utf8(child.output().unwrap().stdout).unwrap();
         let told = line_with(&mut output.as_bytes(), "ability");
         assert!(told.contains(&format!("limited to {limit} bytes")) && told.contains("ulimit -l unlimited"), "{told}");

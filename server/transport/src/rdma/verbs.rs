@@ -1,16 +1,16 @@
-//! The border to `libibverbs.so.1`, opened at run time: its functions and structures, declared here as its ABI 1.1 has them, so that
-//! a build needs no header and a host without the library runs the same program. Names and fields are the library's own.
+//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in its ABI 1.1, so
+//! a build needs no headers, and a host without the library runs the same program. Names and fields are those of the library.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::{offset_of, size_of};
 use std::ptr::NonNull;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use super::RdmaError;
+use super::error::RdmaError;
 
-/// What only the library looks into.
+/// An opaque device of the library.
 #[repr(C)]
 pub(super) struct Device {
     _opaque: [u8; 0],
@@ -22,7 +22,7 @@ pub(super) struct Pd {
     pub(super) handle: u32,
 }
 
-/// The head of an open device. The functions of the data path are in its table, not in the library.
+/// The head of an open device. The functions of the data path are in its table and are not symbols of the library.
 #[repr(C)]
 pub(super) struct Context {
     pub(super) device: *mut Device,
@@ -177,7 +177,7 @@ pub(super) struct GlobalRoute {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct AhAttr {
-    /// The library's union is aligned as its 64-bit half.
+    /// The library has a union here, which is aligned to 64 bits.
     pub(super) grh: GlobalRoute,
     pub(super) dlid: u16,
     pub(super) sl: u8,
@@ -260,7 +260,7 @@ pub(super) struct SendWr {
     pub(super) send_flags: c_uint,
     /// In network byte order.
     pub(super) imm_data: u32,
-    /// Of the library's union, what RDMA reads and writes use.
+    /// The member of the library's union that RDMA reads and writes use.
     pub(super) remote_addr: u64,
     pub(super) rkey: u32,
     _union: [u64; 2],
@@ -306,7 +306,7 @@ pub(super) struct RecvWr {
 pub(super) struct Wc {
     pub(super) wr_id: u64,
     pub(super) status: c_uint,
-    /// Means nothing unless `status` is 0.
+    /// Valid only if `status` is 0.
     pub(super) opcode: c_uint,
     pub(super) vendor_err: u32,
     pub(super) byte_len: u32,
@@ -341,7 +341,7 @@ pub(super) struct AsyncEvent {
     pub(super) event_type: c_uint,
 }
 
-// As `libibverbs` 1.14 (rdma-core 44) has them on x86-64 and aarch64; the ABI has not changed since 1.1.
+// The layout of `libibverbs` 1.14 (rdma-core 44) on x86-64 and aarch64. The ABI has not changed since 1.1.
 const _: () = {
     assert!(offset_of!(Context, ops) == 8 && offset_of!(Context, cmd_fd) == 264 && offset_of!(Context, async_fd) == 268);
     assert!(size_of::<ContextOps>() == 256 && offset_of!(ContextOps, poll_cq) == 88);
@@ -369,7 +369,7 @@ const _: () = {
     assert!(size_of::<AsyncEvent>() == 16 && offset_of!(AsyncEvent, event_type) == 8);
 };
 
-/// Declares the functions once: as fields, and as what is looked up.
+/// Declares each function once, both as a field and as the symbol to look up.
 macro_rules! functions {
     ($($field:ident = $symbol:literal: $type:ty;)*) => {
         /// The library's functions.
@@ -379,10 +379,10 @@ macro_rules! functions {
 
         impl Verbs {
             /// # Safety
-            /// `library` must be `libibverbs.so.1`, and stay loaded.
+            /// `library` must be `libibverbs.so.1` and must stay loaded.
             unsafe fn of(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
-                    // SAFETY: the symbols have these types in version 1.1 of the library, which is what is found without a version.
+                    // SAFETY: the symbols have these types in version 1.1 of the ABI, which a lookup without a version finds.
                     $($field: unsafe { *library.get::<$type>(concat!($symbol, "\0").as_bytes())? },)*
                 })
             }
@@ -419,31 +419,33 @@ functions! {
     destroy_qp = "ibv_destroy_qp": unsafe extern "C" fn(*mut Qp) -> c_int;
 }
 
-/// The library, opened once; it stays until the process ends, for what it made may be anywhere.
+/// The library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the process.
 pub(super) fn verbs() -> Result<&'static Verbs, RdmaError> {
-    static VERBS: OnceLock<Result<Verbs, String>> = OnceLock::new();
+    static VERBS: OnceLock<Result<Verbs, Arc<libloading::Error>>> = OnceLock::new();
     let loaded = VERBS.get_or_init(|| {
-        // SAFETY: loading runs the library's initialisers, which set up its own state only.
-        let library =
-            unsafe { Library::open(Some("libibverbs.so.1"), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
-        // SAFETY: it is that library, and it is not closed: it is forgotten just below.
-        let verbs = unsafe { Verbs::of(&library) }.map_err(|error| error.to_string());
+        // SAFETY: loading runs the library's initializers, which only set up its own state.
+        let library = unsafe { Library::open(Some("libibverbs.so.1"), RTLD_NOW | RTLD_LOCAL) }.map_err(Arc::new)?;
+        // SAFETY: this is that library, and it is never closed: it is forgotten below.
+        let verbs = unsafe { Verbs::of(&library) }.map_err(Arc::new);
         std::mem::forget(library);
         verbs
     });
-    loaded.as_ref().map_err(|reason| RdmaError::NoLibrary { reason: reason.clone() })
+    match loaded {
+        Ok(verbs) => Ok(verbs),
+        Err(error) => Err(RdmaError::NoLibrary(error.clone())),
+    }
 }
 
-/// A pointer that the library returned, or the error that it left in `errno`.
+/// Checks a pointer that the library returned. If it is null, the error is in `errno`.
 pub(super) fn made<T>(pointer: *mut T, call: &'static str) -> Result<NonNull<T>, RdmaError> {
     NonNull::new(pointer).ok_or_else(|| RdmaError::Call { call, error: std::io::Error::last_os_error() })
 }
 
-/// What a function returned that returns 0 or an error's number.
+/// Checks the return value of a function that returns 0 or the number of an error.
 pub(super) fn done(returned: c_int, call: &'static str) -> Result<(), RdmaError> {
     match returned {
         0 => Ok(()),
-        // Some functions return -1 and leave the number in `errno`.
+        // Some functions return -1 and set `errno`.
         number if number < 0 => Err(RdmaError::Call { call, error: std::io::Error::last_os_error() }),
         number => Err(RdmaError::Call { call, error: std::io::Error::from_raw_os_error(number) }),
     }

@@ -1,5 +1,5 @@
-//! Sending what was pulled. What the page cache has of small pieces is gathered into frames, and of large ones sent by the kernel
-//! without a copy; for what it has not, a thread asks the drive for all of the answer at once, sorted by place, and waits.
+//! Sends the answer to a pull. Small pieces in the page cache are gathered into frames; large ones are sent by the kernel without
+//! a copy. Pieces that are not in the page cache are loaded first, by the [`PageCacheLoader`] of the answer.
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -10,25 +10,25 @@ use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
 use dayfly_meta::wire::frame::Kind;
 use tokio::sync::oneshot;
 
-use super::serve::refusal_body;
-use super::stream::{FileRange, Outgoing, Sender, join_body};
-use crate::cold::{Cold, is_cached, read_cached};
-use crate::turns::Turns;
-use crate::{Answer, GIVEN_UP, Piece, Refusal, Unread, drive_failure};
+use super::stream::{FileRange, Outgoing, Sender, join_body, refusal_body};
+use crate::contract::{Answer, Piece, Unread};
+use crate::error::{PieceError, Refusal};
+use crate::fair_queue::FairQueue;
+use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
 
-/// Pieces of at least this are sent by the kernel: below, what it costs to hand pages over is more than what it costs to copy them.
+/// Shortest piece that the kernel sends. For shorter ones, passing pages costs more than copying the bytes.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
-/// Small cold pieces are waited for so many at a time.
+/// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
 
-/// Sends an answer and its pieces. A failed send means that the stream is dead, which its reader finds too.
+/// Sends an answer and its pieces. A failed send means that the stream is dead; the reader of the stream reports that.
 pub(super) async fn send_answer(
     sender: &Sender,
     request: u64,
     room: &[u64],
     answer: Result<Answer, Refusal>,
     peer: NodeId,
-    turns: &Turns,
+    drive_readers: &FairQueue,
 ) {
     let Answer { message, pieces } = match answer.and_then(|answer| fitting(answer, room)) {
         Ok(answer) => answer,
@@ -44,11 +44,11 @@ pub(super) async fn send_answer(
     if sender.send(Outgoing::Frame { kind: Kind::Pulled, request, argument, body }).await.is_err() || argument == 0 {
         return;
     }
-    let (left, cold) = (argument as usize, Cold::new(&pieces, peer, turns, u64::MAX));
-    let gather = Gather { sender, request, body: Vec::new(), left, cold, unread: Unread::default() };
+    let (left, loader) = (argument as usize, PageCacheLoader::new(&pieces, peer, drive_readers, u64::MAX));
+    let gather = Gather { sender, request, body: Vec::new(), left, loader, unread: Unread::default() };
     if let Err(error) = gather.send(&pieces).await {
-        tracing::debug!(%error, "an answer is given up");
-        let body = refusal_body(&format!("cannot send what it holds: {error}").into());
+        tracing::debug!(node = %peer, %error, "answer aborted");
+        let body = refusal_body(&format!("cannot send the answer: {error}").into());
         let _ = sender.send(Outgoing::Frame { kind: Kind::Refused, request, argument: 0, body }).await;
     }
 }
@@ -63,21 +63,23 @@ fn fitting(answer: Answer, room: &[u64]) -> Result<Answer, Refusal> {
     if fits && message_fits { Ok(answer) } else { Err("the answer does not fit".into()) }
 }
 
-/// An answer on its way.
+/// An answer that is being sent.
 struct Gather<'a> {
     sender: &'a Sender,
     request: u64,
+    /// The body of the next `Data` frame.
     body: Vec<u8>,
+    /// Bytes of the pieces that have not been added yet.
     left: usize,
-    cold: Cold<'a>,
+    loader: PageCacheLoader<'a>,
     unread: Unread,
 }
 
 impl Gather<'_> {
-    /// Sends all pieces. One that cannot be read is named at the end; the others are sent as ever.
+    /// Sends all pieces. Pieces that cannot be read are named at the end, and the others are sent as usual.
     async fn send(mut self, pieces: &[Piece]) -> io::Result<()> {
         for (at, piece) in pieces.iter().enumerate() {
-            let failure = match piece {
+            let read = match piece {
                 Piece::Bytes(bytes) => {
                     self.add_bytes(bytes).await?;
                     continue;
@@ -85,10 +87,10 @@ impl Gather<'_> {
                 Piece::File { len, .. } if *len >= SENDFILE_LEN_MIN => self.add_large(piece, at).await?,
                 Piece::File { .. } => self.add_small(pieces, at).await?,
             };
-            let failure = failure.or_else(|| is_revoked(piece).then(|| GIVEN_UP.to_owned()));
-            if let Some(reason) = failure {
-                tracing::warn!(piece = at, reason, "a block cannot be read");
-                self.unread.add(at, &reason);
+            let read = read.and_then(|()| if is_revoked(piece) { Err(PieceError::Revoked) } else { Ok(()) });
+            if let Err(error) = read {
+                tracing::warn!(piece = at, %error, "cannot read a piece of an answer");
+                self.unread.add(at, &error);
             }
         }
         let last = Outgoing::Last { request: self.request, body: self.body, unread: self.unread };
@@ -106,7 +108,7 @@ impl Gather<'_> {
         Ok(())
     }
 
-    /// Adds zeros in place of bytes that cannot be read.
+    /// Adds zeros in place of bytes that cannot be read, because all announced bytes must be sent.
     async fn add_zeros(&mut self, mut len: usize) -> io::Result<()> {
         while len > 0 {
             let count = len.min(FRAME_BODY_LEN_MAX - self.body.len());
@@ -117,9 +119,9 @@ impl Gather<'_> {
         Ok(())
     }
 
-    /// Adds a piece that is copied; tells why it could not be read.
-    async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<Option<String>> {
-        let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(None) };
+    /// Adds a piece by copying it. The outer error is the stream's, the inner one the piece's.
+    async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<Result<(), PieceError>> {
+        let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(Ok(())) };
         let len = *len as usize;
         self.flush_if_full(len).await?;
         if self.body.capacity() == 0 {
@@ -130,14 +132,14 @@ impl Gather<'_> {
         self.left -= len;
         let mut cached = read_cached(file, *offset, &mut self.body[start..]);
         if cached.as_ref().is_ok_and(|&cached| cached < len) {
-            self.cold.warm(at, (at + WAIT_TOGETHER).min(pieces.len())).await;
-            if let Some(reason) = self.cold.failure(at) {
-                return Ok(Some(reason));
+            self.loader.load(at, (at + WAIT_TOGETHER).min(pieces.len())).await;
+            if let Some(error) = self.loader.failure(at) {
+                return Ok(Err(error));
             }
             cached = read_cached(file, *offset, &mut self.body[start..]);
         }
         match cached {
-            Ok(cached) if cached == len => Ok(None),
+            Ok(cached) if cached == len => Ok(Ok(())),
             Ok(cached) => {
                 let (file, from) = (file.clone(), offset + cached as u64);
                 let mut body = std::mem::take(&mut self.body);
@@ -147,33 +149,33 @@ impl Gather<'_> {
                 });
                 let (body, read) = reading.await.map_err(io::Error::other)?;
                 self.body = body;
-                Ok(read.err().map(|error| drive_failure(&error)))
+                Ok(read.map_err(PieceError::from))
             }
-            Err(error) => Ok(Some(drive_failure(&error))),
+            Err(error) => Ok(Err(error.into())),
         }
     }
 
-    /// Adds a piece that the kernel sends; tells why it could not be read.
-    async fn add_large(&mut self, piece: &Piece, at: usize) -> io::Result<Option<String>> {
-        let Piece::File { file, offset, len, revoked } = piece else { return Ok(None) };
-        if self.cold.is_any() || !is_cached(file, *offset, *len) {
-            self.cold.warm(at, at + 1).await;
-            if let Some(reason) = self.cold.failure(at) {
+    /// Adds a piece that the kernel sends. The outer error is the stream's, the inner one the piece's.
+    async fn add_large(&mut self, piece: &Piece, at: usize) -> io::Result<Result<(), PieceError>> {
+        let Piece::File { file, offset, len, revoked } = piece else { return Ok(Ok(())) };
+        if self.loader.is_started() || !is_cached(file, *offset, *len) {
+            self.loader.load(at, at + 1).await;
+            if let Some(error) = self.loader.failure(at) {
                 self.left -= *len as usize;
                 self.add_zeros(*len as usize).await?;
-                return Ok(Some(reason));
+                return Ok(Err(error));
             }
         }
         self.flush().await?;
         self.left -= *len as usize;
-        let (sent, failure) = oneshot::channel();
+        let (done, sent) = oneshot::channel();
         let range = FileRange { file: file.clone(), offset: *offset, len: *len, revoked: revoked.clone() };
-        let file = Outgoing::File { request: self.request, range, sent };
+        let file = Outgoing::File { request: self.request, range, done };
         self.sender.send(file).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-        failure.await.map_err(|_| io::ErrorKind::BrokenPipe.into())
+        sent.await.map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
 
-    /// Makes room for so many bytes in the frame.
+    /// Sends the frame if it has no room for `len` more bytes.
     async fn flush_if_full(&mut self, len: usize) -> io::Result<()> {
         if self.body.len() + len > FRAME_BODY_LEN_MAX { self.flush().await } else { Ok(()) }
     }

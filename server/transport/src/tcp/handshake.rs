@@ -1,7 +1,9 @@
-//! Both ends prove the session's key before anything else is said: Noise NNpsk0, with a third message by which the
-//! dialler shows that its first was not a recording. A stranger's first message fails at one hash and one cipher, costs
-//! no curve operation and gets no answer. What it is for is part of it, so that a message of one kind is no use in another. Afterwards
-//! the stream is plain, or sealed with the keys that this leaves.
+//! The handshake, by which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0 with
+//! a third message, by which the dialer shows that its first message was not a recording.
+//!
+//! A stranger's first message fails at one hash and one cipher operation, costs no curve operation, and gets no answer. The
+//! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the handshake
+//! the stream is plain, or sealed by the resulting keys.
 
 use std::io;
 
@@ -11,14 +13,14 @@ use snow::{Builder, HandshakeState};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::Identity;
+use super::identity::Identity;
 use super::seal::Keys;
 
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Longest handshake message: a key, a tag and a hello are under 100 bytes.
+/// Longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
 const MESSAGE_LEN_MAX: usize = 256;
 
-/// What each end says of itself, under the key.
+/// The encrypted payload, by which each end identifies itself and the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Hello {
     session: SessionId,
@@ -40,7 +42,7 @@ impl Hello {
     }
 }
 
-/// The dialler's side.
+/// The dialer's side of the handshake.
 pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: NodeId) -> io::Result<Keys> {
     let mut noise = builder(identity)?.build_initiator().map_err(refused)?;
     let hello = Hello { session: identity.session, from: identity.node, to: peer };
@@ -48,7 +50,7 @@ pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: Node
     let answer = receive(stream, &mut noise).await?;
     let expected = Hello { from: peer, to: identity.node, ..hello };
     if answer != expected.encode() {
-        return Err(refused("the peer is of another session or version"));
+        return Err(refused("the peer belongs to another session or has another version"));
     }
     let noise = noise.into_stateless_transport_mode().map_err(refused)?;
     let mut message = [0; MESSAGE_LEN_MAX];
@@ -57,14 +59,14 @@ pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: Node
     Ok(Keys { noise, sent: 1, received: 0 })
 }
 
-/// The listener's side: tells who dialled.
+/// The listener's side of the handshake. Returns the node that dialed.
 pub(crate) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::Result<(NodeId, Keys)> {
     let mut noise = builder(identity)?.build_responder().map_err(refused)?;
     let hello = receive(stream, &mut noise).await?;
     let from = hello.get(16..18).map_or(NodeId(0), |bytes| NodeId(u16::from_le_bytes([bytes[0], bytes[1]])));
     let expected = Hello { session: identity.session, from, to: identity.node };
     if hello != expected.encode() || from == identity.node {
-        return Err(refused("a hello for another session, version or node"));
+        return Err(refused("the hello is for another session, version or node"));
     }
     let answer = Hello { from: identity.node, to: from, ..expected };
     send(stream, &mut noise, &answer.encode()).await?;
@@ -73,7 +75,7 @@ pub(crate) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::R
     let mut proof = [0; MESSAGE_LEN_MAX];
     let len = noise.read_message(0, &message, &mut proof).map_err(refused)?;
     if proof[..len] != expected.encode() {
-        return Err(refused("a replayed hello"));
+        return Err(refused("the hello was replayed"));
     }
     Ok((from, Keys { noise, sent: 0, received: 1 }))
 }
@@ -108,11 +110,17 @@ async fn write(stream: &mut TcpStream, message: &[u8]) -> io::Result<()> {
 async fn read(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let len = usize::from(stream.read_u16_le().await?);
     if len > MESSAGE_LEN_MAX {
-        return Err(refused("an overlong handshake message"));
+        return Err(refused("the handshake message is too long"));
     }
     let mut message = vec![0; len];
     stream.read_exact(&mut message).await?;
     Ok(message)
+}
+
+/// Whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
+pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
+    [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
 }
 
 fn refused(reason: impl ToString) -> io::Error {
@@ -127,7 +135,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::Key;
+    use crate::key::Key;
     use crate::tcp::Purpose;
 
     fn identity(session: u8, key: u8, node: u16) -> Identity {
@@ -140,19 +148,19 @@ mod tests {
         }
     }
 
-    async fn shake(dialler: Identity, peer: u16, listener: Identity) -> (io::Result<Keys>, io::Result<(NodeId, Keys)>) {
+    async fn shake(dialer: Identity, peer: u16, listener: Identity) -> (io::Result<Keys>, io::Result<(NodeId, Keys)>) {
         let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = socket.local_addr().unwrap();
         let accepting = tokio::spawn(async move { accept(&mut socket.accept().await.unwrap().0, &listener).await });
         let mut stream = TcpStream::connect(address).await.unwrap();
-        let dialled = dial(&mut stream, &dialler, NodeId(peer)).await;
-        (dialled, accepting.await.unwrap())
+        let dialed = dial(&mut stream, &dialer, NodeId(peer)).await;
+        (dialed, accepting.await.unwrap())
     }
 
     #[tokio::test]
     async fn members_meet_and_strangers_are_refused() {
-        let (dialled, accepted) = shake(identity(1, 1, 0), 1, identity(1, 1, 1)).await;
-        assert!(dialled.is_ok());
+        let (dialed, accepted) = shake(identity(1, 1, 0), 1, identity(1, 1, 1)).await;
+        assert!(dialed.is_ok());
         assert_eq!(accepted.unwrap().0, NodeId(0));
         let strangers = [
             (identity(1, 2, 0), 1, "another key"),
@@ -162,17 +170,17 @@ mod tests {
             (Identity { purpose: Purpose::Channel, ..identity(1, 1, 0) }, 1, "another purpose"),
             (Identity { purpose: Purpose::SealedPeer, ..identity(1, 1, 0) }, 1, "sealed where the other is plain"),
         ];
-        for (dialler, peer, what) in strangers {
-            let (dialled, accepted) = shake(dialler, peer, identity(1, 1, 1)).await;
-            assert!(dialled.is_err() && accepted.is_err(), "{what}");
+        for (dialer, peer, what) in strangers {
+            let (dialed, accepted) = shake(dialer, peer, identity(1, 1, 1)).await;
+            assert!(dialed.is_err() && accepted.is_err(), "{what}");
         }
     }
 
     #[tokio::test]
     async fn a_recorded_hello_gets_no_further_and_noise_gets_no_answer() {
-        let (dialler, listener) = (identity(1, 1, 0), identity(1, 1, 1));
-        let mut noise = builder(&dialler).unwrap().build_initiator().unwrap();
-        let hello = Hello { session: dialler.session, from: NodeId(0), to: NodeId(1) };
+        let (dialer, listener) = (identity(1, 1, 0), identity(1, 1, 1));
+        let mut noise = builder(&dialer).unwrap().build_initiator().unwrap();
+        let hello = Hello { session: dialer.session, from: NodeId(0), to: NodeId(1) };
         let mut message = [0; MESSAGE_LEN_MAX];
         let len = noise.write_message(&hello.encode(), &mut message).unwrap();
         let recorded = message[..len].to_vec();

@@ -1,5 +1,6 @@
-//! One link to a peer: what was asked on it and is not answered yet, and when it was last heard. While a request is under way its slots
-//! are here, not with its asker; when the link ends they go back, for then nothing lands in them any more.
+//! One link to a peer, on the dialing side: the requests under way on it, and the times at which bytes last moved. A request's slots
+//! are held here while it is under way, not by its caller. They are returned when the link has ended, because then no more bytes
+//! can land in them.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,115 +15,117 @@ use tokio::task::JoinSet;
 
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf};
-use super::stream::{Clock, Outgoing, Sender, split_body, split_unread, writer};
-use crate::budget::{Held, Progress};
-use crate::{LossCause, Pulled, Refusal, Slot, Unread};
+use super::stream::{Outgoing, Sender, Timestamp, split_body, split_unread, writer};
+use crate::budget::{BudgetShare, Progress};
+use crate::contract::{Pulled, Unread};
+use crate::error::{LossCause, Refusal};
+use crate::region::Slot;
 
-/// How a pull on one link ended.
-pub(super) enum PullEnd {
-    /// It was answered.
+/// The outcome of a pull on one link.
+pub(super) enum PullOutcome {
+    /// The peer answered.
     Done(Pulled),
-    /// The peer will not.
+    /// The peer refused.
     Refused(Refusal),
-    /// The link ended before; the slots can be used again.
+    /// The link ended before the answer was complete. The slots can be used again.
     Unanswered(Vec<Slot>),
 }
 
 /// A request under way.
-struct Request {
+struct PendingRequest {
     progress: Progress,
-    state: State,
-    /// Both stay as long as the slots: what a peer may have of us is bounded whatever its askers do.
+    state: RequestState,
+    /// The permit and the share are held as long as the slots, so a peer's part is bounded even if callers give up early.
     _permit: OwnedSemaphorePermit,
-    _held: Option<Arc<Held>>,
+    _share: Option<Arc<BudgetShare>>,
 }
 
-/// How far it is.
-pub(super) enum State {
-    /// Waiting for the answer to a pull.
-    Pull { slots: Vec<Slot>, done: oneshot::Sender<PullEnd> },
-    /// The answer has come; its bytes are coming.
-    Landing { message: Vec<u8>, landing: Landing, done: oneshot::Sender<PullEnd> },
-    /// An offer, not accepted yet.
-    Offer { ready: oneshot::Sender<Turn>, done: oneshot::Sender<Result<Vec<u8>, Refusal>> },
-    /// An accepted offer.
-    Sending { done: oneshot::Sender<Result<Vec<u8>, Refusal>>, turn: Turn },
+/// The progress of a request.
+pub(super) enum RequestState {
+    /// A pull whose answer has not arrived.
+    Pull { slots: Vec<Slot>, done: oneshot::Sender<PullOutcome> },
+    /// A pull whose answer has arrived, and whose bytes are arriving.
+    Landing { message: Vec<u8>, landing: Landing, done: oneshot::Sender<PullOutcome> },
+    /// An offer that the peer has not accepted.
+    Offer { ready: oneshot::Sender<OfferClaim>, done: oneshot::Sender<Result<Vec<u8>, Refusal>> },
+    /// An offer that the peer has accepted.
+    Sending { done: oneshot::Sender<Result<Vec<u8>, Refusal>>, claim: OfferClaim },
 }
 
-/// Who has the last word on an accepted offer: its asker, who sends its bytes, or this link, which tells the peer that none come.
-/// Whichever comes first; so the peer, which lends a slot meanwhile, hears one of the two and not both.
+/// Decides the end of an accepted offer. Either its caller takes the claim and sends the bytes, or this link takes it and sends
+/// `Withdrawn`. The peer, which has reserved a slot, thus gets exactly one of the two.
 #[derive(Clone, Default)]
-pub(super) struct Turn(Arc<AtomicBool>);
+pub(super) struct OfferClaim(Arc<AtomicBool>);
 
-impl Turn {
-    /// Whether it is ours.
+impl OfferClaim {
+    /// Takes the claim. Returns whether it was free.
     pub(super) fn take(&self) -> bool {
         !self.0.swap(true, Ordering::AcqRel)
     }
 }
 
-impl State {
-    /// The link has ended. An offer's asker learns it by what is dropped here.
-    fn give_back(self) {
+impl RequestState {
+    /// Returns the slots of a request whose link has ended. The caller of an offer notices that its channel is dropped here.
+    fn return_slots(self) {
         let (slots, done) = match self {
             Self::Pull { slots, done } => (slots, done),
             Self::Landing { landing, done, .. } => (landing.finish().0, done),
             Self::Offer { .. } | Self::Sending { .. } => return,
         };
-        // An asker that has given up is not there any more; then the slots are free now.
-        let _ = done.send(PullEnd::Unanswered(slots));
+        // If the caller has given up, this drops the slots, which frees them.
+        let _ = done.send(PullOutcome::Unanswered(slots));
     }
 }
 
-/// What is under way on a link; `None` once it has ended.
-struct Pending(Mutex<Option<HashMap<u64, Request>>>);
+/// The requests under way on a link, by number; `None` once the link has ended.
+struct Pending(Mutex<Option<HashMap<u64, PendingRequest>>>);
 
 impl Pending {
-    fn lock(&self) -> MutexGuard<'_, Option<HashMap<u64, Request>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<HashMap<u64, PendingRequest>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn remove(&self, number: u64) -> Option<Request> {
+    fn remove(&self, number: u64) -> Option<PendingRequest> {
         self.lock().as_mut()?.remove(&number)
     }
 
-    fn insert(&self, number: u64, request: Request) {
+    fn insert(&self, number: u64, request: PendingRequest) {
         if let Some(requests) = &mut *self.lock() {
             requests.insert(number, request);
         }
     }
 }
 
-/// A link. Its task, which [`Link::start`] returns, ends with it.
+/// One TCP stream to a peer. The future that [`Link::start`] returns runs it.
 pub(super) struct Link {
     pub(super) sender: Sender,
     pub(super) permits: Arc<Semaphore>,
     pending: Pending,
     next: AtomicU64,
-    heard: Arc<Clock>,
-    sent: Arc<Clock>,
-    /// Why it ended.
+    last_received: Arc<Timestamp>,
+    last_sent: Arc<Timestamp>,
+    /// Set once the link has ended or is about to.
     ended: OnceLock<LossCause>,
     ending: Notify,
 }
 
 impl Link {
-    /// Makes a link of a stream, and the future that takes in answers until it ends.
+    /// Makes a link of a stream, and the future that receives its answers until it ends. `limit` bounds every write.
     pub(super) fn start(
         (read, write): (ReadHalf, WriteHalf),
         start: Instant,
-        patience: Duration,
+        limit: Duration,
     ) -> (Arc<Self>, impl Future<Output = ()>) {
-        let (heard, sent) = (Clock::new(start), Clock::new(start));
-        heard.tick();
-        let (sender, write) = writer(write, patience, sent.clone());
+        let (last_received, last_sent) = (Timestamp::new(start), Timestamp::new(start));
+        last_received.touch();
+        let (sender, write) = writer(write, limit, last_sent.clone());
         let link = Arc::new(Self {
             sender,
             permits: Arc::new(Semaphore::new(PEER_REQUESTS_MAX)),
             pending: Pending(Mutex::new(Some(HashMap::new()))),
             next: AtomicU64::new(1),
-            heard,
-            sent,
+            last_received,
+            last_sent,
             ended: OnceLock::new(),
             ending: Notify::new(),
         });
@@ -130,7 +133,7 @@ impl Link {
     }
 
     async fn run(&self, read: ReadHalf, write: impl Future<Output = io::Result<()>>) {
-        // What is landing when the link ends has slots to give back too.
+        // The request whose bytes are landing is not in the table, but its slots must be returned too.
         let mut landing = None;
         let ended = tokio::select! {
             read = self.receive(read, &mut landing) => read,
@@ -138,128 +141,133 @@ impl Link {
             () = self.ending.notified() => Ok(()),
         };
         self.end(ended.map_or_else(LossCause::ended, |()| LossCause::Closed));
-        // The stream is closed: nothing lands any more.
+        // The stream is closed now, so no more bytes can land.
         self.permits.close();
         let requests = self.pending.lock().take().unwrap_or_default();
-        requests.into_values().chain(landing).for_each(|request| request.state.give_back());
+        requests.into_values().chain(landing).for_each(|request| request.state.return_slots());
     }
 
-    /// Has it end, for a reason that only the first to call this gives.
+    /// Ends the link. Only the first cause counts.
     pub(super) fn end(&self, cause: LossCause) {
-        // It has ended already if this fails.
         let _ = self.ended.set(cause);
         self.ending.notify_one();
     }
 
-    /// Why it ended, once it has, or is about to.
+    /// Why the link has ended or is about to end.
     pub(super) fn ended(&self) -> Option<&LossCause> {
         self.ended.get()
     }
 
-    /// How many requests wait for their answers.
+    /// Number of requests that wait for their answers.
     pub(super) fn load(&self) -> usize {
         PEER_REQUESTS_MAX - self.permits.available_permits()
     }
 
-    /// When it was last heard, from the start.
-    pub(super) fn heard(&self) -> Duration {
-        self.heard.at()
+    /// The time, since the start, at which bytes last arrived.
+    pub(super) fn last_received(&self) -> Duration {
+        self.last_received.at()
     }
 
-    /// When it last took bytes of an offer. A ping behind these may be long on its way.
-    pub(super) fn sent(&self) -> Duration {
-        self.sent.at()
+    /// The time, since the start, at which the stream last took bytes of an offer. A ping queued behind them may arrive late.
+    pub(super) fn last_sent(&self) -> Duration {
+        self.last_sent.at()
     }
 
-    /// Enters a request; where the link has ended, gives it back.
+    /// Enters a request into the table and returns its number, or returns its state if the link has ended.
     pub(super) fn register(
         &self,
         progress: &Progress,
         permit: OwnedSemaphorePermit,
-        held: Option<Arc<Held>>,
-        state: State,
-    ) -> Result<u64, State> {
+        share: Option<Arc<BudgetShare>>,
+        state: RequestState,
+    ) -> Result<u64, RequestState> {
         let mut pending = self.pending.lock();
         let Some(requests) = &mut *pending else { return Err(state) };
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        requests.insert(number, Request { progress: progress.clone(), state, _permit: permit, _held: held });
+        let request = PendingRequest { progress: progress.clone(), state, _permit: permit, _share: share };
+        requests.insert(number, request);
         Ok(number)
     }
 
-    /// Forgets a request that was never sent.
+    /// Removes a request that was never sent.
     pub(super) fn withdraw(&self, number: u64) {
         drop(self.pending.remove(number));
     }
 
-    /// Takes in answers until the stream ends.
-    async fn receive(&self, read: ReadHalf, now: &mut Option<Request>) -> io::Result<()> {
+    /// Receives answers until the stream ends. `current` is the request whose frame is being read.
+    async fn receive(&self, read: ReadHalf, current: &mut Option<PendingRequest>) -> io::Result<()> {
         let mut read = Reader::new(read);
-        // Not sent from here: the queue may be full, and this must go on reading. As many as requests, for each has its permit.
+        // `Withdrawn` frames are sent by tasks, because the queue may be full and this loop must continue to read. The tasks are
+        // no more than the requests, because each keeps its request's permit.
         let mut withdrawing = JoinSet::new();
         loop {
             let header = read.header().await?;
             while withdrawing.try_join_next().is_some() {}
-            self.heard.tick();
-            // While a frame's bytes land, its request is out of the table; nobody else touches it.
+            self.last_received.touch();
+            // The request leaves the table while a frame for it is read, so that nothing else touches it.
             let request = self.pending.remove(header.request);
             if let Some(request) = &request {
                 request.progress.touch();
             }
             if header.kind == Kind::Data {
-                let request = now.insert(request.ok_or_else(unexpected)?);
-                let State::Landing { landing, .. } = &mut request.state else { return Err(unexpected()) };
+                let request = current.insert(request.ok_or_else(unexpected)?);
+                let RequestState::Landing { landing, .. } = &mut request.state else { return Err(unexpected()) };
                 let progress = &request.progress;
-                let heard = || {
-                    self.heard.tick();
+                let on_bytes = || {
+                    self.last_received.touch();
                     progress.touch();
                 };
-                read.land(landing, u64::from(header.body_len), heard).await?;
+                read.land(landing, u64::from(header.body_len), on_bytes).await?;
                 progress.touch();
-                if let Some(request) = now.take() {
+                if let Some(request) = current.take() {
                     self.pending.insert(header.request, request);
                 }
                 continue;
             }
-            *now = request;
+            *current = request;
             let body = read.body(&header).await?;
-            let request = now.take();
+            let request = current.take();
             if header.kind == Kind::Pong && request.is_none() {
                 continue;
             }
-            let Request { progress, state, _permit: permit, _held: held } = request.ok_or_else(unexpected)?;
-            let again = |state, _permit, _held| self.pending.insert(header.request, Request { progress, state, _permit, _held });
+            let PendingRequest { progress, state, _permit: permit, _share: share } = request.ok_or_else(unexpected)?;
+            let keep = |state, _permit, _share| {
+                self.pending.insert(header.request, PendingRequest { progress, state, _permit, _share });
+            };
             match (header.kind, state) {
-                (Kind::Pulled, State::Pull { slots, done }) => {
+                (Kind::Pulled, RequestState::Pull { slots, done }) => {
                     let (lens, message) = split_body(&body).ok_or_else(unexpected)?;
                     let landing = Landing::new(slots, lens).ok_or_else(unexpected)?;
                     if header.argument == 0 {
                         finish(message, landing, Unread::default(), done)?;
                     } else {
-                        again(State::Landing { message, landing, done }, permit, held);
+                        keep(RequestState::Landing { message, landing, done }, permit, share);
                     }
                 }
-                (Kind::End, State::Landing { message, landing, done }) => {
+                (Kind::End, RequestState::Landing { message, landing, done }) => {
                     let unread = split_unread(&body, landing.pieces()).ok_or_else(unexpected)?;
                     finish(message, landing, unread, done)?;
                 }
-                (Kind::Ready, State::Offer { ready, done }) => {
-                    let turn = Turn::default();
-                    again(State::Sending { done, turn: turn.clone() }, permit, held);
-                    // An asker that has given up sends nothing; the peer then gives up too, and hears of it below.
-                    let _ = ready.send(turn);
+                (Kind::Ready, RequestState::Offer { ready, done }) => {
+                    let claim = OfferClaim::default();
+                    keep(RequestState::Sending { done, claim: claim.clone() }, permit, share);
+                    // A caller that has given up sends nothing. The peer then refuses after its deadline, which is handled below.
+                    let _ = ready.send(claim);
                 }
-                (Kind::Offered, State::Offer { done, .. } | State::Sending { done, .. }) => {
+                (Kind::Offered, RequestState::Offer { done, .. } | RequestState::Sending { done, .. }) => {
                     let _ = done.send(Ok(body));
                 }
                 (Kind::Refused, state) => {
                     let refusal = Refusal::new(String::from_utf8_lossy(&body));
                     match state {
-                        State::Pull { done, .. } | State::Landing { done, .. } => drop(done.send(PullEnd::Refused(refusal))),
-                        State::Offer { done, .. } => drop(done.send(Err(refusal))),
-                        State::Sending { done, turn } => {
+                        RequestState::Pull { done, .. } | RequestState::Landing { done, .. } => {
+                            drop(done.send(PullOutcome::Refused(refusal)))
+                        }
+                        RequestState::Offer { done, .. } => drop(done.send(Err(refusal))),
+                        RequestState::Sending { done, claim } => {
                             drop(done.send(Err(refusal)));
-                            if turn.take() {
-                                withdrawing.spawn(tell_withdrawn(self.sender.clone(), header.request, permit));
+                            if claim.take() {
+                                withdrawing.spawn(send_withdrawn(self.sender.clone(), header.request, permit));
                             }
                         }
                     }
@@ -270,22 +278,22 @@ impl Link {
     }
 }
 
-/// Tells the peer that the bytes for which it lends a slot do not come. That the link has ended is as good.
-async fn tell_withdrawn(sender: Sender, request: u64, _permit: OwnedSemaphorePermit) {
+/// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer knows anyway.
+async fn send_withdrawn(sender: Sender, request: u64, _permit: OwnedSemaphorePermit) {
     let _ = sender.send(Outgoing::Frame { kind: Kind::Withdrawn, request, argument: 0, body: Vec::new() }).await;
 }
 
-/// Answers the asker: all bytes have landed.
-fn finish(message: Vec<u8>, landing: Landing, unread: Unread, done: oneshot::Sender<PullEnd>) -> io::Result<()> {
+/// Returns the answer to the caller; all of its bytes must have landed.
+fn finish(message: Vec<u8>, landing: Landing, unread: Unread, done: oneshot::Sender<PullOutcome>) -> io::Result<()> {
     if !landing.is_complete() {
         return Err(unexpected());
     }
     let (slots, lens) = landing.finish();
-    // An asker that has given up is not there any more; then the slots are free now.
-    let _ = done.send(PullEnd::Done(Pulled { message, slots, lens, unread }));
+    // If the caller has given up, this drops the slots, which frees them.
+    let _ = done.send(PullOutcome::Done(Pulled { message, slots, lens, unread }));
     Ok(())
 }
 
 fn unexpected() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "it sent a frame that answers nothing")
+    io::Error::new(io::ErrorKind::InvalidData, "the peer sent a frame that answers no request")
 }

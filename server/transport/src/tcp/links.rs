@@ -1,5 +1,6 @@
-//! All links to one peer, and who looks after them. Each link is judged by itself: one that is silent while its siblings are not is
-//! ended, and dialled again in the background. The peer is lost when all its links have ended, or all have been silent for too long.
+//! All links to one peer, and the monitor that watches them. Each link is judged on its own: a link that is silent while others
+//! receive bytes is ended and dialed again in the background. The peer is lost when all of its links have ended, or when all have
+//! been silent for too long.
 
 use std::io;
 use std::net::SocketAddr;
@@ -12,16 +13,15 @@ use dayfly_meta::wire::frame::Kind;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use super::Identity;
-use super::dial::dial_patiently;
+use super::dial::{Halves, dial_with_retries};
+use super::identity::Identity;
 use super::link::Link;
-use super::seal::{ReadHalf, WriteHalf};
 use super::stream::Outgoing;
-use crate::{LossCause, TransportError};
+use crate::error::{LossCause, TransportError};
 
-/// A link that lived so long did not end for what made the one before it end.
+/// A link that lived this long is not part of a series of failures.
 const GOOD_LIFE: Duration = Duration::from_secs(10);
-/// A link that ends again and again is dialled ever later, up to so many times [`Deadlines::redial`].
+/// The longest pause before a link is dialed again after a series of failures, as a multiple of [`Deadlines::redial`].
 const BACK_OFF_MAX: u32 = 8;
 
 /// The links to one peer: the first for small messages, the others for bulk.
@@ -34,9 +34,6 @@ pub(super) struct Links {
     lost: OnceLock<LossCause>,
 }
 
-/// The streams of a link.
-pub(super) type Halves = (ReadHalf, WriteHalf);
-
 impl Links {
     pub(super) fn new(peer: NodeId, address: SocketAddr, deadlines: Deadlines) -> Self {
         Self { peer, address, deadlines, start: Instant::now(), up: Mutex::default(), lost: OnceLock::new() }
@@ -46,7 +43,7 @@ impl Links {
         self.up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the peer is lost. Without a link it is, for good, also before the watch has seen it.
+    /// Whether the peer is lost. A peer without links is lost for good, even before the monitor has noticed.
     pub(super) fn is_lost(&self) -> bool {
         if self.lost.get().is_none() {
             let ended = {
@@ -74,54 +71,55 @@ impl Links {
         }
     }
 
-    /// The link that a request should take: one that was heard of late, of the right kind, and with little to do.
+    /// Picks the link for a request. It prefers links that received bytes recently, then those of the right kind, then those with
+    /// few requests.
     pub(super) fn pick(&self, is_bulk: bool) -> Option<Arc<Link>> {
         let now = self.start.elapsed();
         let links = self.lock();
         let open = links.iter().enumerate().filter_map(|(number, link)| Some((number, link.as_ref()?)));
         open.filter(|(_, link)| link.ended().is_none())
             .min_by_key(|(number, link)| {
-                let is_quiet = now.saturating_sub(link.heard()) > self.deadlines.ping_interval * 3 / 2;
+                let is_quiet = now.saturating_sub(link.last_received()) > self.deadlines.ping_interval * 3 / 2;
                 (is_quiet, (*number > 0) != is_bulk, link.load())
             })
             .map(|(_, link)| link.clone())
     }
 }
 
-/// Looks after the links until the peer is lost.
-pub(super) struct Watch {
+/// Watches the links and replaces those that fail, until the peer is lost.
+pub(super) struct LinkMonitor {
     links: Arc<Links>,
     identity: Identity,
     running: JoinSet<usize>,
-    dialling: JoinSet<(usize, io::Result<Halves>)>,
-    notes: Vec<Note>,
-    /// Looks in a row that found all links silent for too long.
-    looks: u32,
+    dialing: JoinSet<(usize, io::Result<Halves>)>,
+    histories: Vec<LinkHistory>,
+    /// Number of checks in a row that found all links silent for too long.
+    silent_checks: u32,
 }
 
-/// What is known of one link's past.
-struct Note {
+/// The past of one link.
+struct LinkHistory {
     began: Instant,
-    /// It ended so often without a good life between.
+    /// Number of times that the link ended without a good life in between.
     failures: u32,
-    /// Looks in a row that found it silent while others were not.
-    looks: u32,
+    /// Number of checks in a row that found it silent while others were not.
+    silent_checks: u32,
 }
 
-impl Watch {
-    /// Begins with what the first dials gave.
-    pub(super) fn new(links: Arc<Links>, identity: Identity, dialled: Vec<io::Result<Halves>>) -> Self {
-        let note = || Note { began: Instant::now(), failures: 0, looks: 0 };
-        let notes = dialled.iter().map(|_| note()).collect();
-        let mut watch = Self { links, identity, running: JoinSet::new(), dialling: JoinSet::new(), notes, looks: 0 };
-        *watch.links.lock() = dialled.iter().map(|_| None).collect();
-        for (number, halves) in dialled.into_iter().enumerate() {
-            watch.dialled(number, halves);
+impl LinkMonitor {
+    /// Starts with the results of the first dials, one for each link.
+    pub(super) fn new(links: Arc<Links>, identity: Identity, dialed: Vec<io::Result<Halves>>) -> Self {
+        let history = || LinkHistory { began: Instant::now(), failures: 0, silent_checks: 0 };
+        let histories = dialed.iter().map(|_| history()).collect();
+        let mut monitor = Self { links, identity, running: JoinSet::new(), dialing: JoinSet::new(), histories, silent_checks: 0 };
+        *monitor.links.lock() = dialed.iter().map(|_| None).collect();
+        for (number, halves) in dialed.into_iter().enumerate() {
+            monitor.dialed(number, halves);
         }
-        watch
+        monitor
     }
 
-    /// Runs until the peer is lost; then no link is left.
+    /// Runs until the peer is lost. Afterwards no link is left.
     pub(super) async fn run(mut self) {
         while !self.links.is_lost() {
             self.ping();
@@ -130,21 +128,21 @@ impl Watch {
             tokio::select! {
                 Some(ended) = self.running.join_next() => match ended {
                     Ok(number) => self.ended(number),
-                    // What was asked on it is in no table any more.
+                    // The link's task panicked, so the requests under way on it are in no table any more.
                     Err(error) => self.links.lose(LossCause::ended(io::Error::other(error))),
                 },
-                Some(Ok((number, halves))) = self.dialling.join_next() => self.dialled(number, halves),
+                Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),
                 () = sleep(wait) => {
-                    // Who stood still looks first at what came meanwhile.
+                    // A process that was suspended first reads what has arrived meanwhile.
                     if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
-                        self.looks = 0;
-                        self.notes.iter_mut().for_each(|note| note.looks = 0);
+                        self.silent_checks = 0;
+                        self.histories.iter_mut().for_each(|history| history.silent_checks = 0);
                     }
-                    self.look();
+                    self.check_silence();
                 }
             }
         }
-        self.dialling.shutdown().await;
+        self.dialing.shutdown().await;
         let cause = self.links.lost.get().unwrap_or(&LossCause::Closed);
         self.links.lock().iter().flatten().for_each(|link| link.end(cause.clone()));
         while self.running.join_next().await.is_some() {}
@@ -153,45 +151,45 @@ impl Watch {
 
     fn ping(&self) {
         for link in self.links.lock().iter().flatten() {
-            // A full queue is being written, which tells as much as a ping.
+            // If the queue is full, it is being written, which tests the link as well as a ping does.
             let _ = link.sender.try_send(Outgoing::Frame { kind: Kind::Ping, request: 0, argument: 0, body: Vec::new() });
         }
     }
 
-    /// How long to sleep: not past the moment at which something is overdue.
+    /// How long to sleep: until the next link may have been silent for too long.
     fn pause(&self) -> Duration {
         let now = self.links.start.elapsed();
-        let oldest = self.links.lock().iter().flatten().map(|link| link.heard()).min().unwrap_or(now);
+        let oldest = self.links.lock().iter().flatten().map(|link| link.last_received()).min().unwrap_or(now);
         let Deadlines { link_silent, look_interval, ping_interval, .. } = self.links.deadlines;
         link_silent.saturating_sub(now.saturating_sub(oldest)).clamp(look_interval, ping_interval)
     }
 
-    /// Judges all links.
-    fn look(&mut self) {
+    /// Ends the links that have been silent for too long, and finds the peer lost if all have. Only several checks in a row count.
+    fn check_silence(&mut self) {
         let Deadlines { link_silent, peer_lost, ping_interval, .. } = self.links.deadlines;
         let now = self.links.start.elapsed();
         let links = self.links.lock().clone();
-        let newest = links.iter().flatten().map(|link| link.heard()).max().unwrap_or_default();
-        for (link, note) in links.iter().zip(&mut self.notes) {
+        let newest = links.iter().flatten().map(|link| link.last_received()).max().unwrap_or_default();
+        for (link, history) in links.iter().zip(&mut self.histories) {
             let Some(link) = link else { continue };
-            // What we send may be slow on its way, and a ping waits behind it: as long as it is taken, the link lives.
-            let is_behind_ours = !link.sent().is_zero() && link.heard() < link.sent() + peer_lost;
-            let patience = if is_behind_ours { peer_lost } else { link_silent };
-            let is_silent = now.saturating_sub(link.heard().max(link.sent())) >= patience;
-            // Others were heard after it: it is not the peer, nor we, who stood still.
-            let is_behind = newest.saturating_sub(link.heard()) >= ping_interval;
-            note.looks = if is_silent && is_behind { note.looks + 1 } else { 0 };
-            if note.looks >= Deadlines::LOOKS_MIN {
+            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link takes them, it lives.
+            let is_behind_ours = !link.last_sent().is_zero() && link.last_received() < link.last_sent() + peer_lost;
+            let limit = if is_behind_ours { peer_lost } else { link_silent };
+            let is_silent = now.saturating_sub(link.last_received().max(link.last_sent())) >= limit;
+            // Bytes arrived on another link later, so neither the peer nor this process was suspended.
+            let is_behind = newest.saturating_sub(link.last_received()) >= ping_interval;
+            history.silent_checks = if is_silent && is_behind { history.silent_checks + 1 } else { 0 };
+            if history.silent_checks >= Deadlines::LOOKS_MIN {
                 link.end(LossCause::Silent(link_silent));
             }
         }
-        self.looks = if now.saturating_sub(newest) >= peer_lost { self.looks + 1 } else { 0 };
-        if self.looks >= Deadlines::LOOKS_MIN {
+        self.silent_checks = if now.saturating_sub(newest) >= peer_lost { self.silent_checks + 1 } else { 0 };
+        if self.silent_checks >= Deadlines::LOOKS_MIN {
             self.links.lose(LossCause::Silent(peer_lost));
         }
     }
 
-    /// A link has ended: what was asked on it has been handed back.
+    /// Handles the end of a link, which has returned the slots of its requests.
     fn ended(&mut self, number: usize) {
         let (link, is_last) = {
             let mut links = self.links.lock();
@@ -203,29 +201,33 @@ impl Watch {
             self.links.lose(cause);
             return;
         }
-        tracing::warn!(node = %self.links.peer, address = %self.links.address, link = number, error = %cause, "link lost; dialing again");
+        let Links { peer, address, .. } = &*self.links;
+        tracing::warn!(node = %peer, %address, link = number, error = %cause, "link lost; dialing it again");
         self.dial(number);
     }
 
-    /// Dials a link again, ever later if it ends at once.
+    /// Dials a link again, with growing pauses if it ends soon after each dial.
     fn dial(&mut self, number: usize) {
-        let note = &mut self.notes[number];
-        note.failures = if note.began.elapsed() > GOOD_LIFE { 0 } else { note.failures + 1 };
-        note.looks = 0;
-        let pause =
-            if note.failures == 0 { Duration::ZERO } else { self.links.deadlines.redial * note.failures.min(BACK_OFF_MAX) };
+        let history = &mut self.histories[number];
+        history.failures = if history.began.elapsed() > GOOD_LIFE { 0 } else { history.failures + 1 };
+        history.silent_checks = 0;
+        let pause = match history.failures {
+            0 => Duration::ZERO,
+            failures => self.links.deadlines.redial * failures.min(BACK_OFF_MAX),
+        };
         let (identity, peer, address) = (self.identity.clone(), self.links.peer, self.links.address);
-        self.dialling.spawn(async move {
+        self.dialing.spawn(async move {
             sleep(pause).await;
-            (number, dial_patiently(&identity, peer, address).await)
+            (number, dial_with_retries(&identity, peer, address).await)
         });
     }
 
-    fn dialled(&mut self, number: usize, halves: io::Result<Halves>) {
+    fn dialed(&mut self, number: usize, halves: io::Result<Halves>) {
         let halves = match halves {
             Ok(halves) => halves,
             Err(error) => {
-                tracing::info!(peer = %self.links.peer, address = %self.links.address, link = number, %error, "a link to a peer cannot be made");
+                let Links { peer, address, .. } = &*self.links;
+                tracing::warn!(node = %peer, %address, link = number, %error, "cannot dial a link; dialing it again");
                 self.dial(number);
                 return;
             }
@@ -235,7 +237,7 @@ impl Watch {
             running.await;
             number
         });
-        self.notes[number].began = Instant::now();
+        self.histories[number].began = Instant::now();
         self.links.lock()[number] = Some(link);
     }
 }

@@ -1,21 +1,22 @@
-//! Frames on their way in. Small ones go through a buffer; bulk bytes go from the socket straight into their slots, many slots
-//! with one system call.
+//! Reads frames. Small frames pass through a buffer. Bulk bytes go from the socket straight into their slots, many slots with one
+//! system call.
 
 use std::io::{self, IoSliceMut};
 
-use super::seal::ReadHalf;
-use crate::Slot;
 use dayfly_meta::wire::frame::{PEER_HEADER_LEN, PeerHeader};
 
-/// Read ahead of what is looked at.
+use super::seal::ReadHalf;
+use crate::region::Slot;
+
+/// Length of the buffer for small frames.
 const BUFFER_LEN: usize = 64 << 10;
-/// Behind bulk bytes so much is read with the same call: what follows them is a header or two, and what else would come has to be
-/// copied once more.
+/// Bytes that a call reads beyond the bulk bytes it asks for. One or two headers follow bulk bytes; anything more would have to
+/// be copied a second time.
 const BEHIND_LEN: usize = 256;
-/// Slots filled with one call.
+/// Most slots that one call fills.
 const SLICES_MAX: usize = 256;
 
-/// The reading half of a connection.
+/// Reads the frames of one link.
 pub(super) struct Reader {
     half: ReadHalf,
     buffer: Box<[u8]>,
@@ -28,22 +29,22 @@ impl Reader {
         Self { half, buffer: vec![0; BUFFER_LEN].into_boxed_slice(), start: 0, end: 0 }
     }
 
-    /// The next frame's header; an error also where the stream ends.
+    /// Reads the next frame's header. The end of the stream is an error.
     pub(super) async fn header(&mut self) -> io::Result<PeerHeader> {
         let mut bytes = [0; PEER_HEADER_LEN];
         self.exactly(&mut bytes).await?;
         PeerHeader::decode(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// A frame's body, whose length its header has bounded.
+    /// Reads a frame's body. The header has checked its length.
     pub(super) async fn body(&mut self, header: &PeerHeader) -> io::Result<Vec<u8>> {
         let mut body = vec![0; header.body_len as usize];
         self.exactly(&mut body).await?;
         Ok(body)
     }
 
-    /// A `Data` frame's bytes, into the slots; `heard` is called whenever some have come.
-    pub(super) async fn land(&mut self, landing: &mut Landing, len: u64, heard: impl Fn()) -> io::Result<()> {
+    /// Reads the `len` bytes of a `Data` frame into the slots, and calls `on_bytes` whenever some have arrived.
+    pub(super) async fn land(&mut self, landing: &mut Landing, len: u64, on_bytes: impl Fn()) -> io::Result<()> {
         let mut left = len as usize;
         while left > 0 {
             if self.start < self.end {
@@ -62,12 +63,12 @@ impl Reader {
                 return Err(too_many());
             }
             if room == left {
-                // What follows the frame comes with the same call.
+                // The same call reads what follows the frame.
                 slices.push(IoSliceMut::new(&mut self.buffer[..BEHIND_LEN]));
             }
             let got = self.half.read(&mut slices).await?;
             drop(slices);
-            heard();
+            on_bytes();
             (*start, *end) = (0, got.saturating_sub(left));
             landing.advance(got.min(left));
             left -= got.min(left);
@@ -98,10 +99,10 @@ impl Reader {
 }
 
 fn too_many() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "more bytes than were announced")
+    io::Error::new(io::ErrorKind::InvalidData, "the peer sent more bytes than it announced")
 }
 
-/// Bytes of bulk on their way into slots, in order.
+/// Bulk bytes that land in slots, in order.
 pub(super) struct Landing {
     slots: Vec<Slot>,
     lens: Vec<u64>,
@@ -110,7 +111,7 @@ pub(super) struct Landing {
 }
 
 impl Landing {
-    /// `lens[i]` bytes will land in `slots[i]`; `None` if they do not fit.
+    /// Expects `lens[i]` bytes for `slots[i]`. Returns `None` if they do not fit.
     pub(super) fn new(slots: Vec<Slot>, lens: Vec<u64>) -> Option<Self> {
         let fits = lens.len() <= slots.len() && slots.iter().zip(&lens).all(|(slot, &len)| len <= slot.len() as u64);
         fits.then(|| {
@@ -120,7 +121,7 @@ impl Landing {
         })
     }
 
-    /// How many pieces land.
+    /// Number of pieces that land.
     pub(super) fn pieces(&self) -> usize {
         self.lens.len()
     }
@@ -130,19 +131,19 @@ impl Landing {
         self.slot == self.lens.len()
     }
 
-    /// The slots, and how many bytes landed in each.
+    /// Returns the slots and the number of bytes for each.
     pub(super) fn finish(mut self) -> (Vec<Slot>, Vec<u64>) {
         self.lens.resize(self.slots.len(), 0);
         (self.slots, self.lens)
     }
 
-    /// Where the next bytes go.
+    /// The rest of the current slot.
     fn space(&mut self) -> Option<&mut [u8]> {
         let len = *self.lens.get(self.slot)? as usize;
         self.slots.get_mut(self.slot)?.get_mut(self.offset..len)
     }
 
-    /// Where the next `len` bytes go, as far as one call reaches.
+    /// The destinations of the next `len` bytes, as many as one call can fill.
     fn spaces(&mut self, len: usize) -> Vec<IoSliceMut<'_>> {
         let (mut left, mut offset) = (len, self.offset);
         let mut slices = Vec::with_capacity(SLICES_MAX.min(self.lens.len() - self.slot) + 1);

@@ -1,5 +1,5 @@
-//! The two halves of a stream that has shaken hands: plain, or sealed in Noise frames (a length in 16 bits, then what the handshake's
-//! keys have encrypted and authenticated, in order).
+//! The two halves of a stream after its handshake: plain, or sealed in Noise frames. A frame is its length in 16 bits and then the
+//! bytes, encrypted and authenticated by the handshake's keys. Frames are numbered implicitly, so none can be dropped or reordered.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
@@ -9,33 +9,33 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-/// Longest frame of Noise.
+/// Longest Noise frame in bytes.
 const CIPHER_LEN_MAX: usize = 65535;
-/// Its tag.
+/// Length of the authentication tag of a frame.
 const TAG_LEN: usize = 16;
-/// Bytes that one frame carries.
+/// Payload bytes in the longest frame.
 const PLAIN_LEN_MAX: usize = CIPHER_LEN_MAX - TAG_LEN;
 
-/// What a handshake leaves: keys both ways, and how many frames each way it has used already.
+/// The result of a handshake: keys for both directions, and the number of frames that it has used in each direction.
 pub(crate) struct Keys {
     pub(crate) noise: StatelessTransportState,
     pub(crate) sent: u64,
     pub(crate) received: u64,
 }
 
-/// The reading half.
+/// The reading half of a stream.
 pub(crate) enum ReadHalf {
     Plain(OwnedReadHalf),
     Sealed(Unsealing),
 }
 
-/// The writing half.
+/// The writing half of a stream.
 pub(crate) enum WriteHalf {
     Plain(OwnedWriteHalf),
     Sealed(Sealing),
 }
 
-/// Parts a stream; `keys` seal it.
+/// Splits a stream into its halves, sealed by `keys` if there are any.
 pub(crate) fn split(stream: TcpStream, keys: Option<Keys>) -> (ReadHalf, WriteHalf) {
     let (read, write) = stream.into_split();
     let Some(Keys { noise, sent, received }) = keys else { return (ReadHalf::Plain(read), WriteHalf::Plain(write)) };
@@ -46,7 +46,7 @@ pub(crate) fn split(stream: TcpStream, keys: Option<Keys>) -> (ReadHalf, WriteHa
 }
 
 impl ReadHalf {
-    /// At least a byte, or an error where the stream ends.
+    /// Reads at least one byte. The end of the stream is an error.
     pub(crate) async fn read(&mut self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let half = match self {
             Self::Plain(half) => half,
@@ -63,7 +63,7 @@ impl ReadHalf {
         }
     }
 
-    /// Fills all of it.
+    /// Fills the whole buffer.
     pub(crate) async fn read_exact(&mut self, mut out: &mut [u8]) -> io::Result<()> {
         while !out.is_empty() {
             let got = self.read(&mut [IoSliceMut::new(out)]).await?;
@@ -74,7 +74,7 @@ impl ReadHalf {
 }
 
 impl WriteHalf {
-    /// At least a byte, if there is any; it may be less than all.
+    /// Writes some of the bytes, at least one if there are any. Returns how many.
     pub(crate) async fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         match self {
             Self::Plain(half) => half.write_vectored(slices).await,
@@ -82,7 +82,7 @@ impl WriteHalf {
         }
     }
 
-    /// All of it.
+    /// Writes all bytes.
     pub(crate) async fn write_all(&mut self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         while !slices.is_empty() {
             let written = self.write(slices).await?;
@@ -102,7 +102,7 @@ impl WriteHalf {
     }
 }
 
-/// See [`ReadHalf`].
+/// The sealed variant of [`ReadHalf`].
 pub(crate) struct Unsealing {
     half: OwnedReadHalf,
     noise: Arc<StatelessTransportState>,
@@ -133,7 +133,7 @@ impl Unsealing {
         self.cipher.resize(len, 0);
         self.half.read_exact(&mut self.cipher).await?;
         self.plain.resize(PLAIN_LEN_MAX, 0);
-        let forged = |_| io::Error::new(io::ErrorKind::InvalidData, "a sealed frame was changed on its way");
+        let forged = |_| io::Error::new(io::ErrorKind::InvalidData, "a sealed frame was changed in transit");
         self.end = self.noise.read_message(self.count, &self.cipher, &mut self.plain).map_err(forged)?;
         self.start = 0;
         self.count += 1;
@@ -141,7 +141,7 @@ impl Unsealing {
     }
 }
 
-/// See [`WriteHalf`].
+/// The sealed variant of [`WriteHalf`].
 pub(crate) struct Sealing {
     half: OwnedWriteHalf,
     noise: Arc<StatelessTransportState>,
@@ -150,7 +150,7 @@ pub(crate) struct Sealing {
 }
 
 impl Sealing {
-    /// One frame of what fits.
+    /// Writes one frame with as many bytes as fit.
     async fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let mut plain = Vec::with_capacity(slices.iter().map(|slice| slice.len()).sum::<usize>().min(PLAIN_LEN_MAX));
         for slice in slices {

@@ -1,5 +1,5 @@
-//! Our peers' requests: the listener, and for each link a task that reads frames and starts an answer for each, as many
-//! at once as the limits allow.
+//! Serves the peers' requests. The listener starts a task for each link, which reads frames and starts an answer for each request,
+//! as many at once as the limits allow.
 
 use std::collections::HashMap;
 use std::io;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_PROBES, MESSAGE_LEN_MAX, PEER_REQUESTS_MAX};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_PROBES, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpStream};
@@ -17,17 +17,18 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::Identity;
 use super::answer::send_answer;
-use super::door::Door;
 use super::handshake;
+use super::handshake_limiter::HandshakeLimiter;
+use super::identity::Identity;
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf, split};
-use super::stream::{Clock, Outgoing, Sender, split_body, writer};
-use crate::turns::Turns;
-use crate::{Incoming, Refusal, Service, Serving, Slot};
+use super::stream::{Outgoing, Sender, Timestamp, refusal_body, split_body, writer};
+use crate::contract::{Incoming, Service, Serving};
+use crate::fair_queue::FairQueue;
+use crate::region::Slot;
 
-/// Accepts peers until the result is dropped.
+/// Accepts peers until the returned guard is dropped.
 pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) -> Serving {
     let mut tasks = JoinSet::new();
     tasks.spawn(accept_all(listener, identity, service));
@@ -35,8 +36,8 @@ pub(super) fn start(listener: TcpListener, identity: Identity, service: Arc<dyn 
 }
 
 async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn Service>) {
-    let mut door = Door::new(listener, identity.deadlines.handshake);
-    let turns = Turns::new(DRIVE_READERS_MAX, identity.deadlines.landing);
+    let mut limiter = HandshakeLimiter::new(listener, identity.deadlines.handshake);
+    let drive_readers = FairQueue::new(DRIVE_READERS_MAX, identity.deadlines.landing);
     let mut links = JoinSet::new();
     let shake = |mut stream: TcpStream| {
         let identity = identity.clone();
@@ -48,14 +49,14 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
         }
     };
     loop {
-        let (peer, halves) = door.admit(shake).await;
+        let (peer, halves) = limiter.accept(shake).await;
         while links.try_join_next().is_some() {}
-        links.spawn(serve_link(halves, peer, service.clone(), turns.clone(), identity.deadlines));
+        links.spawn(serve_link(halves, peer, service.clone(), drive_readers.clone(), identity.deadlines));
     }
 }
 
-/// Has the kernel end a connection whose far end is gone without a word. Nobody else would: on this side only answers are written. The far
-/// end's kernel answers also for a process that is stopped.
+/// Makes the kernel close a connection whose other end vanished without closing it. Nothing else would notice, because this side
+/// only writes answers. A peer that is merely suspended is kept, because its kernel answers the probes.
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_INTERVAL)?;
@@ -68,43 +69,44 @@ async fn serve_link(
     (read, write): (ReadHalf, WriteHalf),
     peer: NodeId,
     service: Arc<dyn Service>,
-    turns: Turns,
+    drive_readers: FairQueue,
     deadlines: Deadlines,
 ) {
-    let (sender, write) = writer(write, deadlines.peer_lost, Clock::new(Instant::now()));
+    let (sender, write) = writer(write, deadlines.peer_lost, Timestamp::new(Instant::now()));
     let permits = Arc::new(Semaphore::new(PEER_REQUESTS_MAX));
-    let link = Link { peer, service, turns, sender, offers: Arc::default(), permits, deadlines };
+    let link = ServedLink { peer, service, drive_readers, sender, offers: Arc::default(), permits, deadlines };
     let ended = tokio::select! { read = receive(read, &link) => read, write = write => write };
     if let Err(error) = ended {
-        tracing::debug!(%peer, %error, "a peer's connection ended");
+        tracing::debug!(node = %peer, %error, "link closed by the peer that dialed it");
     }
 }
 
-/// Accepted offers, by request.
+/// Accepted offers whose bytes have not all arrived, by the number of the request.
 type Offers = Arc<Mutex<HashMap<u64, (Landing, oneshot::Sender<Slot>)>>>;
 
 fn lock(offers: &Offers) -> MutexGuard<'_, HashMap<u64, (Landing, oneshot::Sender<Slot>)>> {
     offers.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-struct Link {
+/// A link that a peer dialed, on which this node answers.
+struct ServedLink {
     peer: NodeId,
     service: Arc<dyn Service>,
-    turns: Turns,
+    drive_readers: FairQueue,
     sender: Sender,
     offers: Offers,
     permits: Arc<Semaphore>,
     deadlines: Deadlines,
 }
 
-/// Reads requests until the stream ends; the answers under way end with it.
-async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
+/// Reads requests until the stream ends. The answers under way are aborted with it.
+async fn receive(read: ReadHalf, link: &ServedLink) -> io::Result<()> {
     let mut read = Reader::new(read);
     let mut answers = JoinSet::new();
     loop {
         let header = read.header().await?;
         while let Some(answered) = answers.try_join_next() {
-            // A request that is never answered keeps its asker's slots: better that the link ends.
+            // An answer panicked. A request that is never answered would keep its asker's slots, so the link must end.
             answered.map_err(io::Error::other)?;
         }
         if header.kind == Kind::Data {
@@ -123,16 +125,16 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
         let (service, sender) = (link.service.clone(), link.sender.clone());
         match header.kind {
             Kind::Ping => {
-                // Not waited for: a full queue is being written, which tells the peer as much.
+                // No need to wait if the queue is full: it is being written, which shows the peer as much.
                 let _ = sender.try_send(Outgoing::Frame { kind: Kind::Pong, request, argument: 0, body: Vec::new() });
             }
             Kind::Pull => {
                 let (room, message) = split_body(&body).ok_or_else(unexpected)?;
                 let permit = permit(link).await?;
-                let turns = link.turns.clone();
+                let drive_readers = link.drive_readers.clone();
                 answers.spawn(async move {
                     let answer = service.pulled(peer, message, room.clone()).await;
-                    send_answer(&sender, request, &room, answer, peer, &turns).await;
+                    send_answer(&sender, request, &room, answer, peer, &drive_readers).await;
                     drop(permit);
                 });
             }
@@ -142,38 +144,33 @@ async fn receive(read: ReadHalf, link: &Link) -> io::Result<()> {
                     len: header.argument,
                     sender: sender.clone(),
                     offers: link.offers.clone(),
-                    patience: link.deadlines.request,
+                    timeout: link.deadlines.request,
                 });
-                let incoming = Incoming { len: header.argument, landing };
+                let incoming = Incoming::new(header.argument, landing);
                 let permit = permit(link).await?;
                 answers.spawn(async move {
                     let answer = service.offered(peer, body, incoming).await;
-                    let (kind, body) =
-                        answer.map_or_else(|refusal| (Kind::Refused, refusal_body(&refusal)), |message| (Kind::Offered, message));
+                    let (kind, body) = match answer {
+                        Ok(message) => (Kind::Offered, message),
+                        Err(refusal) => (Kind::Refused, refusal_body(&refusal)),
+                    };
                     let _ = sender.send(Outgoing::Frame { kind, request, argument: 0, body }).await;
                     drop(permit);
                 });
             }
-            // With it goes the slot that was lent.
+            // This frees the slot that was reserved for the offer.
             Kind::Withdrawn => drop(lock(&link.offers).remove(&request)),
             _ => return Err(unexpected()),
         }
     }
 }
 
-async fn permit(link: &Link) -> io::Result<tokio::sync::OwnedSemaphorePermit> {
+async fn permit(link: &ServedLink) -> io::Result<tokio::sync::OwnedSemaphorePermit> {
     link.permits.clone().acquire_owned().await.map_err(io::Error::other)
 }
 
 fn unexpected() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "a frame that no peer sends")
-}
-
-/// The body of a `Refused` frame: the reason, cut to the length of a message.
-pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
-    let mut reason = refusal.to_string().into_bytes();
-    reason.truncate(MESSAGE_LEN_MAX);
-    reason
+    io::Error::new(io::ErrorKind::InvalidData, "the peer sent an unexpected frame")
 }
 
 struct TcpLanding {
@@ -181,11 +178,11 @@ struct TcpLanding {
     len: u64,
     sender: Sender,
     offers: Offers,
-    patience: Duration,
+    timeout: Duration,
 }
 
 #[async_trait]
-impl crate::Landing for TcpLanding {
+impl crate::contract::Landing for TcpLanding {
     async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot> {
         let landing = Landing::new(vec![slot], vec![self.len]).ok_or_else(unexpected)?;
         if landing.is_complete() {
@@ -195,8 +192,8 @@ impl crate::Landing for TcpLanding {
         lock(&self.offers).insert(self.request, (landing, done));
         let ready = Outgoing::Frame { kind: Kind::Ready, request: self.request, argument: 0, body: Vec::new() };
         self.sender.send(ready).await.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?;
-        // On a deadline the slot stays in the table: bytes may still land in it, until the offer is withdrawn or the link ends.
-        let landed = timeout(self.patience, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
+        // After a timeout the slot stays in the table: bytes may still land in it until the offer is withdrawn or the link ends.
+        let landed = timeout(self.timeout, landed).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?;
         landed.map_err(|_| io::ErrorKind::ConnectionReset.into())
     }
 }

@@ -1,5 +1,5 @@
-//! Frames on their way out. One task writes, so that a frame is never cut by a request that is given up; it takes from a
-//! bounded queue, so that who has much to send waits.
+//! Writes frames. One task owns the writing half of a link, so that a request that is aborted never leaves half a frame. The task
+//! takes frames from a bounded queue, which slows down those who send much.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::FRAME_BODY_LEN_MAX;
+use dayfly_meta::limits::{FRAME_BODY_LEN_MAX, MESSAGE_LEN_MAX};
 use dayfly_meta::wire::frame::{Kind, PEER_HEADER_LEN, PeerHeader};
 use rustix::net::{SendFlags, send};
 use tokio::io::{AsyncWriteExt, Interest};
@@ -17,28 +17,30 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
 use super::seal::WriteHalf;
-use crate::cold::{blocking_here, is_cached};
-use crate::{GIVEN_UP, Slot, Unread, drive_failure};
+use crate::contract::Unread;
+use crate::error::{PieceError, Refusal};
+use crate::page_cache::{blocking_here, is_cached};
+use crate::region::Slot;
 
-/// Frames waiting to be written on one stream; bulk ones are 1 MiB.
+/// Frames that may wait in the queue of one link. Bulk frames have up to 1 MiB each.
 const QUEUE_LEN: usize = 8;
 
-/// Frames that wait are written together up to this: one call has one deadline.
+/// Waiting frames are written with one call up to this many bytes. A call has one deadline, so it must not be longer.
 const WRITTEN_TOGETHER: usize = 256 << 10;
 
-/// What is to be written.
+/// An entry of the queue.
 pub(super) enum Outgoing {
-    /// A frame.
+    /// One frame.
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
-    /// The last of an answer's bytes, as `Data`, and the `End` with what could not be read.
+    /// The last bytes of an answer, as a `Data` frame, and the `End` frame that names the pieces that could not be read.
     Last { request: u64, body: Vec<u8>, unread: Unread },
-    /// A slot's bytes as `Data` frames; the slot goes back when they are written.
+    /// The bytes of a slot, as `Data` frames. The slot is returned by `back` once they are written.
     Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
-    /// A file's bytes as `Data` frames, by the kernel alone; then why they are not what they should be, if they are not.
-    File { request: u64, range: FileRange, sent: oneshot::Sender<Option<String>> },
+    /// A range of a file, as `Data` frames, sent by the kernel alone where possible. `done` reports whether its bytes are valid.
+    File { request: u64, range: FileRange, done: oneshot::Sender<Result<(), PieceError>> },
 }
 
-/// Bytes of a file.
+/// A range of a file.
 pub(super) struct FileRange {
     pub(super) file: Arc<File>,
     pub(super) offset: u64,
@@ -46,47 +48,48 @@ pub(super) struct FileRange {
     pub(super) revoked: Arc<AtomicBool>,
 }
 
-/// When something happened last.
-pub(super) struct Clock {
+/// The time at which something last happened, shared between tasks.
+pub(super) struct Timestamp {
     start: Instant,
     ms: AtomicU64,
 }
 
-impl Clock {
-    /// It has never happened; times are told from `start`.
+impl Timestamp {
+    /// Starts as "never". Times are relative to `start`.
     pub(super) fn new(start: Instant) -> Arc<Self> {
         Arc::new(Self { start, ms: AtomicU64::new(0) })
     }
 
-    pub(super) fn tick(&self) {
+    /// Records that it happens now.
+    pub(super) fn touch(&self) {
         self.ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// When, from the start; 0 is never.
+    /// The time of the last occurrence since the start; 0 means never.
     pub(super) fn at(&self) -> Duration {
         Duration::from_millis(self.ms.load(Ordering::Relaxed))
     }
 }
 
-/// The way to the writing task. Sending fails when the stream is dead.
+/// The queue to the writing task. Sending fails when the stream is dead.
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
-/// Makes the queue and the future that writes what comes in; it ends with the stream, with the last sender, or when the peer takes no
-/// bytes for `patience`. `sent` tells when the stream last took bytes of a payload.
-pub(super) fn writer(half: WriteHalf, patience: Duration, sent: Arc<Clock>) -> (Sender, impl Future<Output = io::Result<()>>) {
+/// Makes the queue, and the future that writes its entries. The future ends with the stream, with the last sender, or when the peer
+/// takes no bytes for `limit`. `sent` records when the stream last took bytes of a payload.
+pub(super) fn writer(half: WriteHalf, limit: Duration, sent: Arc<Timestamp>) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
-    (sender, write_all(half, queue, patience, sent))
+    (sender, write_all(half, queue, limit, sent))
 }
 
 async fn write_all(
     mut half: WriteHalf,
     mut queue: mpsc::Receiver<Outgoing>,
-    patience: Duration,
-    sent: Arc<Clock>,
+    limit: Duration,
+    sent: Arc<Timestamp>,
 ) -> io::Result<()> {
     let mut frames = Frames::default();
     while let Some(outgoing) = queue.recv().await {
-        // Frames that wait behind each other go out together.
+        // Frames that wait are written together.
         let mut next = Some(outgoing);
         let bulk = loop {
             let is_enough = frames.bytes >= WRITTEN_TOGETHER;
@@ -101,24 +104,24 @@ async fn write_all(
                 other => break other,
             }
         };
-        frames.write(&mut half, patience).await?;
+        frames.write(&mut half, limit).await?;
         match bulk {
             Some(Outgoing::Payload { request, slot, len, back }) => {
                 for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
                     let header = data(request, chunk.len());
                     let mut slices = &mut [IoSlice::new(&header), IoSlice::new(chunk)][..];
                     while !slices.is_empty() {
-                        let written = timeout(patience, half.write(slices)).await.map_err(late)??;
+                        let written = timeout(limit, half.write(slices)).await.map_err(late)??;
                         IoSlice::advance_slices(&mut slices, written);
-                        sent.tick();
+                        sent.touch();
                     }
                 }
-                // Nobody waits for it any more if the request was given up; then the slot is free.
+                // If the request was given up, nothing waits for the slot, and it is freed here.
                 let _ = back.send(slot);
             }
-            Some(Outgoing::File { request, range, sent: told }) => {
-                let failure = write_file(&mut half, request, &range, patience).await?;
-                let _ = told.send(failure);
+            Some(Outgoing::File { request, range, done }) => {
+                let read = write_file(&mut half, request, &range, limit).await?;
+                let _ = done.send(read);
             }
             _ => {}
         }
@@ -126,7 +129,7 @@ async fn write_all(
     half.shutdown().await
 }
 
-/// Frames that are written with one call.
+/// Frames that are written by one call.
 #[derive(Default)]
 struct Frames {
     frames: Vec<([u8; PEER_HEADER_LEN], Vec<u8>)>,
@@ -139,14 +142,20 @@ impl Frames {
         self.frames.push((PeerHeader { body_len: body.len() as u32, kind, request, argument }.encode(), body));
     }
 
-    async fn write(&mut self, half: &mut WriteHalf, patience: Duration) -> io::Result<()> {
+    async fn write(&mut self, half: &mut WriteHalf, limit: Duration) -> io::Result<()> {
         let frames = std::mem::take(self).frames;
         if frames.is_empty() {
             return Ok(());
         }
         let both = |(header, body)| [IoSlice::new(header), IoSlice::new(body)];
         let mut slices: Vec<IoSlice<'_>> = frames.iter().map(|(header, body)| (&header[..], &body[..])).flat_map(both).collect();
-        write(half, &mut slices, patience).await
+        write(half, &mut slices, limit).await
+    }
+}
+
+impl FileRange {
+    fn check_revoked(&self) -> Result<(), PieceError> {
+        if self.revoked.load(Ordering::Acquire) { Err(PieceError::Revoked) } else { Ok(()) }
     }
 }
 
@@ -154,56 +163,54 @@ fn data(request: u64, len: usize) -> [u8; PEER_HEADER_LEN] {
     PeerHeader { body_len: len as u32, kind: Kind::Data, request, argument: 0 }.encode()
 }
 
-async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], patience: Duration) -> io::Result<()> {
-    timeout(patience, half.write_all(slices)).await.map_err(late)?
+async fn write(half: &mut WriteHalf, slices: &mut [IoSlice<'_>], limit: Duration) -> io::Result<()> {
+    timeout(limit, half.write_all(slices)).await.map_err(late)?
 }
 
 fn late(_: tokio::time::error::Elapsed) -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "the peer takes no bytes")
+    io::Error::new(io::ErrorKind::TimedOut, "the peer took no bytes in time")
 }
 
-/// Sends a file's bytes; out of the page cache without copying them, if they go as they are. All bytes were announced: those that cannot
-/// be read are made up with zeros, and the answer says why the piece does not count. An error is the stream's, never the file's.
-async fn write_file(half: &mut WriteHalf, request: u64, range: &FileRange, patience: Duration) -> io::Result<Option<String>> {
+/// Sends a range of a file; on a plain stream, out of the page cache without a copy. All bytes were announced, so those that
+/// cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the piece does not count.
+async fn write_file(
+    half: &mut WriteHalf,
+    request: u64,
+    range: &FileRange,
+    limit: Duration,
+) -> io::Result<Result<(), PieceError>> {
     let (mut at, end) = (range.offset, range.offset + range.len);
-    let mut failure = None;
+    let mut valid = Ok(());
     while at < end {
-        if failure.is_none() && range.revoked.load(Ordering::Acquire) {
-            failure = Some(GIVEN_UP.to_owned());
-        }
+        valid = valid.and_then(|()| range.check_revoked());
         let until = end.min(at + FRAME_BODY_LEN_MAX as u64);
         let header = data(request, (until - at) as usize);
         match half {
-            WriteHalf::Plain(half) if failure.is_none() => {
-                failure = send_range(half, &header, range, (at, until), patience).await?
-            }
+            WriteHalf::Plain(half) if valid.is_ok() => valid = send_range(half, &header, range, (at, until), limit).await?,
             _ => {
                 let mut bytes = vec![0; (until - at) as usize];
-                if failure.is_none() {
+                if valid.is_ok() {
                     let mut read = || read_whole(range, at, &mut bytes);
                     let read = if is_cached(&range.file, at, until - at) { read() } else { blocking_here(read) };
-                    failure = read.err().map(|error| drive_failure(&error));
+                    valid = read.map_err(PieceError::from);
                 }
-                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], patience).await?;
+                write(half, &mut [IoSlice::new(&header), IoSlice::new(&bytes)], limit).await?;
             }
         }
         at = until;
     }
-    // What was given up in the meantime may have been read as zeros.
-    if failure.is_none() && range.revoked.load(Ordering::Acquire) {
-        failure = Some(GIVEN_UP.to_owned());
-    }
-    Ok(failure)
+    // Bytes that were freed in the meantime may have been read as zeros.
+    Ok(valid.and_then(|()| range.check_revoked()))
 }
 
-/// Sends one frame out of the page cache.
+/// Sends one frame out of the page cache. The outer error is the stream's, the inner one the file's.
 async fn send_range(
     half: &mut OwnedWriteHalf,
     mut header: &[u8],
     range: &FileRange,
     (mut at, until): (u64, u64),
-    patience: Duration,
-) -> io::Result<Option<String>> {
+    limit: Duration,
+) -> io::Result<Result<(), PieceError>> {
     let sending = async {
         while !header.is_empty() {
             let stream = half.as_ref();
@@ -212,29 +219,29 @@ async fn send_range(
         }
         while at < until {
             let (stream, left) = (half.as_ref(), (until - at) as usize);
-            // It was in the page cache when the answer began; should it have gone meanwhile, a drive may keep us waiting.
+            // The range was in the page cache when the answer began. If it has left it since, the drive may block this thread.
             let is_here = is_cached(&range.file, at, left as u64);
             let mut send = || rustix::fs::sendfile(stream, &range.file, Some(&mut at), left);
             let more = || Ok(if is_here { send()? } else { blocking_here(&mut send)? });
             match stream.async_io(Interest::WRITABLE, more).await {
-                Ok(0) => return Ok(Some(drive_failure(&io::ErrorKind::UnexpectedEof.into()))),
+                Ok(0) => return Ok(Err(PieceError::Truncated)),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Of the file or of the stream: the zeros that follow tell, for a broken stream takes none.
-                Err(error) => return Ok(Some(drive_failure(&error))),
+                // The error is the file's or the stream's. The zeros below decide it: a broken stream does not take them.
+                Err(error) => return Ok(Err(error.into())),
             }
         }
-        io::Result::Ok(None)
+        io::Result::Ok(Ok(()))
     };
-    let failure = timeout(patience, sending).await.map_err(late)??;
-    if failure.is_some() {
+    let valid = timeout(limit, sending).await.map_err(late)??;
+    if valid.is_err() {
         let zeros = vec![0; (until - at) as usize];
-        timeout(patience, half.write_all(&zeros)).await.map_err(late)??;
+        timeout(limit, half.write_all(&zeros)).await.map_err(late)??;
     }
-    Ok(failure)
+    Ok(valid)
 }
 
-/// What is at a place of the file, which has just been read into the page cache.
+/// Reads the bytes of a range from `at` on; they have just been read into the page cache.
 fn read_whole(range: &FileRange, mut at: u64, mut rest: &mut [u8]) -> io::Result<()> {
     while !rest.is_empty() {
         match range.file.read_at(rest, at) {
@@ -250,7 +257,7 @@ fn read_whole(range: &FileRange, mut at: u64, mut rest: &mut [u8]) -> io::Result
     Ok(())
 }
 
-/// What an `End` says of pieces that could not be read; nothing if there are none.
+/// The body of an `End` frame: the pieces that could not be read, or nothing if there are none.
 fn join_unread(unread: &Unread) -> Vec<u8> {
     if unread.pieces.is_empty() {
         return Vec::new();
@@ -261,7 +268,7 @@ fn join_unread(unread: &Unread) -> Vec<u8> {
     body
 }
 
-/// Takes that apart; `None` if it names pieces that the answer has not.
+/// Parses the body of an `End` frame. Returns `None` if it is malformed or names pieces that the answer does not have.
 pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
     let Some((len, rest)) = body.split_first_chunk::<4>() else { return body.is_empty().then(Unread::default) };
     let (reason, numbers) = rest.split_at_checked(u32::from_le_bytes(*len) as usize)?;
@@ -272,7 +279,14 @@ pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
     is_valid.then(|| Unread { pieces: numbers, reason: String::from_utf8_lossy(reason).into_owned() })
 }
 
-/// Lengths and a message in one body: what `Pull` and `Pulled` carry.
+/// The body of a `Refused` frame: the reason, cut to the length of a message.
+pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
+    let mut reason = refusal.to_string().into_bytes();
+    reason.truncate(MESSAGE_LEN_MAX);
+    reason
+}
+
+/// The body of `Pull` and `Pulled` frames: lengths and a message.
 pub(super) fn join_body(lens: &[u64], message: &[u8]) -> Vec<u8> {
     let mut body = Vec::with_capacity(4 + lens.len() * 8 + message.len());
     body.extend_from_slice(&(lens.len() as u32).to_le_bytes());
@@ -281,7 +295,7 @@ pub(super) fn join_body(lens: &[u64], message: &[u8]) -> Vec<u8> {
     body
 }
 
-/// Takes such a body apart.
+/// Parses the body of a `Pull` or `Pulled` frame.
 pub(super) fn split_body(body: &[u8]) -> Option<(Vec<u64>, Vec<u8>)> {
     let (count, rest) = body.split_first_chunk::<4>()?;
     let (lens, message) = rest.split_at_checked(u32::from_le_bytes(*count) as usize * 8)?;

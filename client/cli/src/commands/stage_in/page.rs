@@ -1,5 +1,4 @@
-//! The report of a stage-in: one page that needs nothing else, with plots that show where the time went and how the samples
-//! are spread.
+//! The report of a stage-in: one self-contained HTML page, with plots of where the time went and how the samples are spread.
 
 mod plot;
 
@@ -11,16 +10,16 @@ use dayfly_meta::wire::control::{ClassShare, NodeShare, Step, Summary};
 use crate::size;
 use plot::{Series, bars, escape, lines, stacks};
 
-/// More nodes than this are drawn as their sum: lines and colours could not be told apart.
+/// More nodes than this are drawn only as their sum, because nobody could distinguish the lines and colors.
 const NODES_DRAWN_MAX: usize = 16;
-/// Classes drawn, the largest first.
+/// How many classes are drawn, the largest first.
 const CLASSES_DRAWN_MAX: usize = 60;
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}\
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em 1em .15em 0;text-align:left}\
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#444}.note{color:#666;font-size:.9em}";
 
-/// The page.
+/// Makes the page.
 pub(super) fn page(target: &str, summary: &Summary) -> String {
     let mut page = String::new();
     let title = format!("Stage-in of {}", escape(target));
@@ -29,17 +28,16 @@ pub(super) fn page(target: &str, summary: &Summary) -> String {
         "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"
     );
     page.push_str(&numbers(summary));
-    section(&mut page, "Rate of reading", "Bytes of the sources that each node read, over time.", &rates(summary));
-    let note =
-        "How long the threads of each node were busy with, or waited for, each step, in seconds. The longest is the bottleneck.";
+    section(&mut page, "Rate of reading", "Bytes of the sources that each node read per second, over time.", &rates(summary));
+    let note = "Seconds that the threads of each node spent on each step, including waiting. The longest step is the bottleneck.";
     section(&mut page, "Time by step", note, &steps(summary));
-    let note = "What each node owns; the line is the mean. A node with more room was given more.";
+    let note = "Bytes that each node owns; the line is the mean. Nodes with more space get more.";
     section(&mut page, "Balance of bytes", note, &balance(summary, |node| node.bytes, &|value| size::show(value as u64)));
     section(&mut page, "Balance of samples", note, &balance(summary, |node| node.samples, &|value| format!("{value:.0}")));
-    section(&mut page, "Sizes", "Samples by size; each bar is twice as wide as the one before.", &sizes(summary));
+    section(&mut page, "Sizes", "Samples by size; each bar covers twice the range of the one before.", &sizes(summary));
     if !summary.classes.is_empty() {
-        let note = "How the samples of each top directory, the largest first, are spread over the nodes; the first bar is all samples. \
-                    Where directories are classes, bars that look alike say that every node has its share of each.";
+        let note = "How the samples of each top-level directory are spread over the nodes, the largest directory first. The first bar shows \
+                    all samples. If directories are classes, similar bars mean that every node has its share of each class.";
         section(&mut page, "Balance of classes", note, &classes(summary));
     }
     let left_out = summary.counts.notes.iter().chain(&summary.counts.skipped_notes);
@@ -71,8 +69,8 @@ fn numbers(summary: &Summary) -> String {
             ),
         ),
         (
-            "read of the sources",
-            format!("{}, of which {} twice", size::show(summary.source_bytes), size::show(summary.redone_bytes)),
+            "read from the sources",
+            format!("{}, including {} read twice", size::show(summary.source_bytes), size::show(summary.redone_bytes)),
         ),
         ("sent to other nodes", size::show(shipped)),
         ("catalog on each node", size::show(summary.catalog_bytes)),
@@ -160,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_is_whole_and_names_are_no_markup() {
+    fn the_page_is_complete_and_names_are_escaped() {
         let counted = Counted { busy_ns: [5, 4, 3, 2, 1], ..Counted::default() };
         let node = NodeShare { samples: 3, bytes: 300, counted, rates: vec![100, 200] };
         let mut summary = Summary { samples: 6, nodes: vec![node; 2], rate_interval_ms: 200, ..Summary::default() };

@@ -1,8 +1,9 @@
-//! How a stage-in looks to its user: bars on a terminal, plain lines elsewhere, JSON for machines.
+//! How the user sees a stage-in: bars on a terminal, plain lines elsewhere, and JSON for programs.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
+use dayfly_launch::units;
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::{Counted, Event, Phase, Progress, StageInEstimate, Step, Summary};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -12,19 +13,19 @@ use crate::args::StageInOptions;
 use crate::failure::{complain, mention, say};
 use crate::size;
 
-/// Where there is no terminal, a line this often.
+/// Without a terminal, a line of progress appears this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// From so many samples on, how evenly the nodes share them is told.
+/// With fewer samples, how evenly the nodes share them means nothing and is not shown.
 const BALANCE_SAMPLES_MIN: u64 = 1000;
 
-/// With more nodes than this, only one bar for all.
+/// With more nodes than this, there is only one bar for all.
 const NODE_BARS_MAX: usize = 16;
 
-/// What kept a stage-in busy is told of those that took at least so long.
-const BOTTLENECK_TOLD_MS_MIN: u64 = 1000;
+/// The bottleneck is shown only for stage-ins that took at least this long.
+const BOTTLENECK_SHOWN_MS_MIN: u64 = 1000;
 
-/// Shows events.
+/// Shows the events of one stage-in.
 pub(super) struct Reporter {
     json: bool,
     target: String,
@@ -33,11 +34,11 @@ pub(super) struct Reporter {
     last_line: Instant,
     start: Instant,
     phase: Phase,
-    /// Whether archives that stay files are meant so, or are unpacked as far as they can be.
-    is_unpacking_all: bool,
+    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`, and so needs no hint about them.
+    has_decided_on_archives: bool,
 }
 
-/// Bars on a terminal: one for all, and one for each node where these are few.
+/// Bars on a terminal: one for all nodes together, and one for each node if there are few.
 struct Bars {
     all: MultiProgress,
     total: ProgressBar,
@@ -59,7 +60,7 @@ impl Bars {
             return;
         }
         while self.nodes.len() < progress.nodes.len() {
-            // Its part of the whole, for how much it will be is not known before.
+            // The bar shows the node's part of the total, because its own total is not known in advance.
             let bar = self.all.add(ProgressBar::new(self.total.length().unwrap_or(0)));
             bar.set_style(style("{bar:30} {prefix}: {binary_bytes} read, {binary_bytes_per_sec}, {msg}"));
             bar.set_prefix(format!("node {}", self.nodes.len()));
@@ -67,22 +68,22 @@ impl Bars {
         }
         for (bar, counted) in self.nodes.iter().zip(&progress.nodes) {
             bar.set_position(counted.source_bytes);
-            bar.set_message(format!("{} files", counted.files));
+            bar.set_message(units::counted(counted.files, "file"));
         }
     }
 }
 
-/// The templates are our own, so they parse; without them the default style serves.
+/// The templates are fixed, so they parse. If one did not, the default style would do.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
 impl Reporter {
     pub(super) fn new(json: bool, target: &str, options: &StageInOptions) -> Self {
-        let (max_rate, is_unpacking_all) = (options.max_rate, options.nested || options.no_unpack);
+        let (max_rate, has_decided_on_archives) = (options.max_rate, options.nested || options.no_unpack);
         let now = Instant::now();
         let target = if json { target.to_owned() } else { display(target.as_bytes()) };
-        Self { json, target, max_rate, bars: None, last_line: now, start: now, phase: Phase::Planning, is_unpacking_all }
+        Self { json, target, max_rate, bars: None, last_line: now, start: now, phase: Phase::Planning, has_decided_on_archives }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -100,11 +101,11 @@ impl Reporter {
         }
     }
 
-    /// Nobody waits for the end any more.
+    /// Reports that the user interrupted the stage-in.
     pub(super) fn interrupt(&mut self) {
         self.clear();
         let reason = match self.phase {
-            Phase::Publishing => "interrupted while it was being shown; 'dayfly ls' tells whether it came about all the same",
+            Phase::Publishing => "interrupted while it was being published; 'dayfly ls' shows whether the dataset exists",
             _ => "interrupted: nothing was staged in",
         };
         if self.json {
@@ -122,12 +123,14 @@ impl Reporter {
 
     fn show_plan(&mut self, plan: &StageInEstimate) {
         let files = match plan.files_are_all_known {
-            true => format!("{} files, a catalog of about {}", plan.known_files, size::show(plan.catalog_bytes)),
-            false => "as many files as the archives hold".to_owned(),
+            true => {
+                format!("{}, a catalog of about {}", units::counted(plan.known_files, "file"), size::show(plan.catalog_bytes))
+            }
+            false => "an unknown number of files in archives".to_owned(),
         };
         mention(format_args!(
-            "staging {} sources of {} into {}: {files}; {} are free on all nodes",
-            plan.sources,
+            "staging {} of {} in to {}: {files}; {} free on all nodes",
+            units::counted(plan.sources, "source"),
             size::show(plan.source_bytes),
             self.target,
             size::show(plan.free_bytes)
@@ -140,9 +143,9 @@ impl Reporter {
     fn show_progress(&mut self, progress: &Progress) {
         self.phase = progress.phase;
         let what = match progress.phase {
-            Phase::Waiting => "waiting for other stage-ins to end".to_owned(),
+            Phase::Waiting => "waiting for other stage-ins to finish".to_owned(),
             Phase::Planning => "finding sources".to_owned(),
-            Phase::Reading => format!("{} files, {}", progress.files, size::show(progress.bytes)),
+            Phase::Reading => format!("{}, {}", units::counted(progress.files, "file"), size::show(progress.bytes)),
             Phase::Merging => "merging the catalog".to_owned(),
             Phase::Publishing => "publishing the catalog".to_owned(),
         };
@@ -151,7 +154,7 @@ impl Reporter {
         } else if self.last_line.elapsed() >= LINE_INTERVAL {
             self.last_line = Instant::now();
             mention(format_args!(
-                "{:.0} s: {} of sources read, {what}",
+                "{:.0} s: {} of the sources read, {what}",
                 self.start.elapsed().as_secs_f64(),
                 size::show(progress.source_bytes)
             ));
@@ -160,16 +163,15 @@ impl Reporter {
 
     fn show_summary(&mut self, summary: &Summary) {
         self.clear();
-        // Of few samples nothing can be said.
         let balance = match summary.samples {
             0..BALANCE_SAMPLES_MIN => String::new(),
-            _ => format!("; fullest node {:.1} % over the mean", summary.imbalance_permille as f64 / 10.0),
+            _ => format!("; the fullest node has {:.1} % more than the mean", summary.imbalance_permille as f64 / 10.0),
         };
         let seconds = (summary.elapsed_ms as f64 / 1000.0).max(0.001);
         mention(format_args!(
-            "{}: {} samples, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symlinks, catalog {}{}",
+            "{}: {}, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symbolic links, catalog {}{}",
             self.target,
-            summary.samples,
+            units::counted(summary.samples, "sample"),
             size::show(summary.bytes),
             summary.samples as f64 / seconds,
             size::show((summary.bytes as f64 / seconds) as u64),
@@ -177,36 +179,40 @@ impl Reporter {
             size::show(summary.catalog_bytes),
             balance
         ));
-        if summary.elapsed_ms >= BOTTLENECK_TOLD_MS_MIN {
+        if summary.elapsed_ms >= BOTTLENECK_SHOWN_MS_MIN {
             let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
             match is_held_back {
-                true => mention("--max-rate was what held it back"),
-                false => mention(format_args!("most of the time went into {}", told(summary.bottleneck()))),
+                true => mention("--max-rate was the bottleneck"),
+                false => mention(format_args!("most of the time went into {}", explain(summary.bottleneck()))),
             }
         }
         if summary.samples == 0 {
-            mention("warning: the dataset is empty; do --include, --exclude or --strip-components leave everything out?");
+            mention(
+                "warning: the dataset is empty; check whether --include, --exclude or --strip-components leaves everything out",
+            );
         }
-        if !self.is_unpacking_all && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
+        if !self.has_decided_on_archives && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
             mention(format_args!(
-                "hint: {} of {} samples are archives by their names; --nested unpacks each into a directory (--no-unpack says that they are meant so)",
+                "hint: {} of {} samples have names of archives; --nested unpacks each into a directory, and --no-unpack silences this hint",
                 summary.archives, summary.samples
             ));
         }
         let counts = &summary.counts;
         let remarks = [
-            (counts.special, "devices, FIFOs or sockets skipped"),
-            (counts.refused, "members refused"),
-            (counts.made_relative, "absolute names made relative"),
-            (counts.unmarked_ends, "archives without an end mark"),
+            (counts.special, "device, FIFO or socket", "devices, FIFOs or sockets", "skipped"),
+            (counts.refused, "archive member", "archive members", "refused"),
+            (counts.made_relative, "absolute name", "absolute names", "made relative"),
+            (counts.unmarked_ends, "archive", "archives", "without an end mark"),
             (
                 counts.replaced,
-                "samples replaced by later ones of the same path (--prefix-by-source keeps those of several archives apart)",
+                "sample",
+                "samples",
+                "replaced by later ones of the same path (--prefix-by-source keeps the files of several archives apart)",
             ),
-            (counts.skipped, "members or sources left out, for they cannot be read"),
+            (counts.skipped, "unreadable archive member or source", "unreadable archive members or sources", "left out"),
         ];
-        for (count, what) in remarks.iter().filter(|(count, _)| *count > 0) {
-            mention(format_args!("warning: {count} {what}"));
+        for (count, singular, plural, what) in remarks.into_iter().filter(|(count, ..)| *count > 0) {
+            mention(format_args!("warning: {} {what}", units::counted_as(count, singular, plural)));
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
             mention(format_args!("  {}", display(note.as_bytes())));
@@ -248,15 +254,15 @@ impl Reporter {
     }
 }
 
-/// A step, and what would make it shorter.
-fn told(step: Step) -> &'static str {
+/// Describes a step, and what would make it faster.
+fn explain(step: Step) -> &'static str {
     match step {
-        Step::Reading => "reading the sources: the file system they lie on is the bottleneck",
+        Step::Reading => "reading the sources: their file system is the bottleneck",
         Step::Decoding => {
-            "decompressing: sources of several frames or blocks (zstd -B, xz -T, bgzip), or more of them, would be decoded in parallel"
+            "decompressing: more sources, or sources compressed in several frames or blocks (zstd -B, xz -T, bgzip), would be decoded in parallel"
         }
         Step::Placing => "unpacking and hashing: more cores or nodes would help",
-        Step::Shipping => "waiting for owners to take what was sent to them: the network or their drives are the bottleneck",
+        Step::Shipping => "waiting for owners to receive blocks: the network or the owners' drives are the bottleneck",
         Step::Writing => "writing to the data dirs: their drives are the bottleneck",
     }
 }

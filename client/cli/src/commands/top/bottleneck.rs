@@ -1,13 +1,15 @@
-//! One line that names what holds readers up.
+//! One line that names what slows readers down.
 
+use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
-/// Requests that waited for room are a sign of themselves; what processes wait for otherwise, from this share of their time on.
+/// Readers that spend less of their time waiting for other nodes are not slowed down by them. Requests that wait for space in the
+/// arena count at any share.
 const WAITING_PERCENT: f64 = 20.0;
-/// An owner is hot that sends so many times the mean.
+/// An owner that sends this many times the mean is hot.
 const HOT: f64 = 1.5;
 
-/// What held readers up between two looks, for the user.
+/// Names what slowed readers down between two samples of the status.
 pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f64) -> String {
     let pairs: Vec<(&NodeStatus, &NodeStatus)> = before
         .nodes
@@ -18,12 +20,13 @@ pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f6
     let sum = |of: &dyn Fn(&NodeStatus) -> u64| -> u64 { pairs.iter().map(|(old, new)| of(new).saturating_sub(of(old))).sum() };
     let read = sum(&|node| total(&node.reads).bytes);
     if read == 0 {
-        return "bottleneck: none, nothing is read".to_owned();
+        return "bottleneck: none, because nothing is being read".to_owned();
     }
     let queued = sum(&|node| node.queued_total);
     if queued > 0 {
         return format!(
-            "bottleneck: room in the arena, for which {queued} requests waited; start servers with more --memory, or hold fewer samples at once"
+            "bottleneck: space in the arena, for which {} waited; start servers with more --memory, or hold fewer samples at once",
+            counted(queued, "request")
         );
     }
     let clients: u64 = pairs.iter().map(|(_, new)| new.clients.max(1)).sum();
@@ -31,18 +34,19 @@ pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f6
     let asked = sum(&|node| node.reads[Source::Asked as usize].bytes);
     let waiting_percent = busy_us as f64 / (seconds * 1e6 * clients as f64) * 100.0;
     if asked * 10 < read || waiting_percent < WAITING_PERCENT {
-        return "bottleneck: the readers themselves; their data is there when they want it".to_owned();
+        return "bottleneck: the readers themselves; their data arrives before they need it".to_owned();
     }
     let late = sum(&|node| node.prefetch.late);
     let what = match hottest(&pairs) {
-        Some((owner, share)) => format!("node {owner}, which sends {share:.0} % of what crosses the network"),
-        None if late > 0 => "the network and its nodes: what is ordered comes too late".to_owned(),
-        None => "the way to other nodes; submit the order of reading (dayfly_order_epoch), or read many at once".to_owned(),
+        Some((owner, share)) => format!("node {owner}, which sends {share:.0} % of all bytes between nodes"),
+        None if late > 0 => "the network and the other nodes, because prefetched samples arrive too late".to_owned(),
+        None => "the latency of other nodes; submit the order of reading (dayfly_order_epoch), or read many samples at once"
+            .to_owned(),
     };
     format!("bottleneck: {what}")
 }
 
-/// The owner that sends most, if that is much more than its share.
+/// Returns the owner that sends the most and its share in percent, if it sends much more than the mean.
 fn hottest(pairs: &[(&NodeStatus, &NodeStatus)]) -> Option<(usize, f64)> {
     let owners = pairs.iter().map(|(_, new)| new.owners.len()).max()?;
     let bytes = |owners: &[OwnerStatus], owner: usize| owners.get(owner).map_or(0, |owner| owner.reads.bytes);
@@ -77,16 +81,16 @@ mod tests {
     }
 
     #[test]
-    fn each_has_its_line() {
+    fn each_bottleneck_has_its_line() {
         let asks = |node: &mut NodeStatus| {
             node.clients = 1;
             node.reads[Source::Asked as usize] = Reads { count: 100, bytes: 1000 };
             node.owners.iter_mut().for_each(|owner| (owner.busy_us, owner.reads.bytes) = (200_000, 250));
         };
-        check("nothing is read", |_| {});
+        check("nothing is being read", |_| {});
         check("the readers themselves", |node| node.reads[0] = Reads { count: 9, bytes: 1000 });
-        check("the way to other nodes", asks);
-        check("what is ordered comes too late", |node| {
+        check("the latency of other nodes", asks);
+        check("prefetched samples arrive too late", |node| {
             asks(node);
             node.prefetch.late = 5;
         });
@@ -94,7 +98,7 @@ mod tests {
             asks(node);
             node.owners[2].reads.bytes = 1750;
         });
-        check("room in the arena, for which 8 requests waited", |node| {
+        check("space in the arena, for which 8 requests waited", |node| {
             asks(node);
             node.queued_total = 2;
         });

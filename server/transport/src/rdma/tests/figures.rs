@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hundred_thousand_operations_leave_the_kernel_as_it_was() {
+async fn a_hundred_thousand_operations_leave_kernel_memory_unchanged() {
     if !has_card() {
         return;
     }
@@ -70,7 +70,7 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
 
 /// Large pieces of a cold file, of all lengths, come past the page cache.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn cold_pieces_come_past_the_page_cache() {
+async fn cold_pieces_are_read_past_the_page_cache() {
     struct Cold(Arc<std::fs::File>);
 
     #[async_trait]
@@ -103,7 +103,7 @@ async fn cold_pieces_come_past_the_page_cache() {
     std::fs::remove_file(folder.path().join("mnt/f")).unwrap();
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let file = Arc::new(file);
-    let second = direct::DirectFiles::default().of(&file, 31 << 20).unwrap();
+    let second = direct::DirectFiles::default().get(&file, 31 << 20).unwrap();
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let (ours, theirs) = (rdma(ours, Limits::default()), rdma(theirs, Limits::default()));
     let serving = theirs.serve(Arc::new(Cold(file.clone()))).await.unwrap();
@@ -123,7 +123,7 @@ async fn cold_pieces_come_past_the_page_cache() {
     }
     // More answers than places at the drives, each with pieces that are read past the cache and by way of it.
     rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
-    let mixed = (0..2 * limits::DRIVE_READERS_MAX).map(|_| async {
+    let mixed = (0..2 * dayfly_meta::limits::DRIVE_READERS_MAX).map(|_| async {
         let slots = [110_000, 3000, 110_000, 5000].map(|len| region.slot(len).unwrap()).into();
         connection.pull(vec![], slots, TIMEOUT).await.unwrap()
     });
@@ -144,8 +144,9 @@ async fn registered_memory_does_not_grow_with_peers() {
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let registered = theirs.status().registered_bytes;
-    let fixed =
-        limits::RDMA_STAGING_LEN + limits::RDMA_MESSAGES_LEN + u64::from(limits::RDMA_RECEIVES * limits::RDMA_REQUEST_LEN_MAX);
+    let fixed = dayfly_meta::limits::RDMA_STAGING_LEN
+        + dayfly_meta::limits::RDMA_MESSAGES_LEN
+        + u64::from(dayfly_meta::limits::RDMA_RECEIVES * dayfly_meta::limits::RDMA_REQUEST_LEN_MAX);
     assert_eq!(registered, fixed + (16 << 20));
     let mut peers = Vec::new();
     for node in [0, 2, 3, 4, 5] {

@@ -1,35 +1,37 @@
-//! Plots as SVG.
+//! Plots as SVG: lines over time, bars, and stacked bars.
 
 use std::fmt::Write;
 
+/// Size of a plot, in pixels.
 const WIDTH: f64 = 800.0;
 const HEIGHT: f64 = 240.0;
-/// Room for labels.
+/// Margins for labels.
 const LEFT: f64 = 90.0;
 const BOTTOM: f64 = 24.0;
 const TOP: f64 = 10.0;
+/// Height of a row of stacked bars or of the legend.
 const ROW: f64 = 18.0;
 
-/// Colours that can be told apart, also by most who see few.
-const COLOURS: [&str; 10] =
+/// Colors that most people with color blindness can distinguish, too.
+const COLORS: [&str; 10] =
     ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7f3c8d", "#666666", "#11a579"];
 
-/// A line.
+/// A named line of a plot.
 pub(super) struct Series {
     pub(super) name: String,
     pub(super) values: Vec<f64>,
 }
 
-/// Text that is no markup.
+/// Escapes text for HTML.
 pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-fn colour(number: usize) -> &'static str {
-    COLOURS[number % COLOURS.len()]
+fn color(number: usize) -> &'static str {
+    COLORS[number % COLORS.len()]
 }
 
-/// At least a little, so that nothing is divided by nothing.
+/// Returns the largest value, or a tiny positive number instead of zero, so that callers can divide by it.
 fn most(values: impl Iterator<Item = f64>) -> f64 {
     values.fold(f64::MIN_POSITIVE, f64::max)
 }
@@ -42,7 +44,7 @@ fn text(svg: &mut String, (x, y): (f64, f64), anchor: &str, text: &str) {
     let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>", escape(text));
 }
 
-/// Names beside their colours; returns where what follows may begin.
+/// Draws names beside their colors. Returns the height below them.
 fn legend(svg: &mut String, names: &[String], y: f64) -> f64 {
     let (mut x, mut y) = (LEFT, y);
     for (number, name) in names.iter().enumerate() {
@@ -50,14 +52,14 @@ fn legend(svg: &mut String, names: &[String], y: f64) -> f64 {
         if x + width > WIDTH {
             (x, y) = (LEFT, y + ROW);
         }
-        let _ = write!(svg, "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"10\" height=\"10\" fill=\"{}\"/>", colour(number));
+        let _ = write!(svg, "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"10\" height=\"10\" fill=\"{}\"/>", color(number));
         text(svg, (x + 14.0, y + 9.0), "start", name);
         x += width;
     }
     y + ROW
 }
 
-/// An axis with the largest value, half of it, and zero.
+/// Draws an axis with the largest value, half of it, and zero.
 fn axis(svg: &mut String, most: f64, show: &dyn Fn(f64) -> String) {
     for share in [0.0, 0.5, 1.0] {
         let y = HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP);
@@ -66,7 +68,7 @@ fn axis(svg: &mut String, most: f64, show: &dyn Fn(f64) -> String) {
     }
 }
 
-/// Lines over time; neighbouring values are `interval_s` apart.
+/// Draws lines over time. Neighboring values are `interval_s` seconds apart.
 pub(super) fn lines(series: &[Series], interval_s: f64, show: &dyn Fn(f64) -> String) -> String {
     let names: Vec<String> = series.iter().map(|line| line.name.clone()).collect();
     let mut labels = String::new();
@@ -81,24 +83,24 @@ pub(super) fn lines(series: &[Series], interval_s: f64, show: &dyn Fn(f64) -> St
             format!("{:.1},{:.1} ", LEFT + (at as f64 + 0.5) * step, HEIGHT - BOTTOM - value / highest * (HEIGHT - BOTTOM - TOP))
         };
         let points: String = line.values.iter().enumerate().map(point).collect();
-        let _ = write!(svg, "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" points=\"{points}\"/>", colour(number));
+        let _ = write!(svg, "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.5\" points=\"{points}\"/>", color(number));
     }
     text(&mut svg, (LEFT, HEIGHT - 8.0), "start", "0 s");
     text(&mut svg, (WIDTH, HEIGHT - 8.0), "end", &format!("{:.1} s", count as f64 * interval_s));
     svg + "</svg>"
 }
 
-/// Upright bars, with a line across at `mark`.
+/// Draws vertical bars, with a line across at `mark`.
 pub(super) fn bars(values: &[(String, f64)], mark: Option<f64>, show: &dyn Fn(f64) -> String) -> String {
     let mut svg = open(HEIGHT);
     let highest = most(values.iter().map(|(_, value)| *value));
     axis(&mut svg, highest, show);
     let step = (WIDTH - LEFT) / values.len().max(1) as f64;
-    // Every label would not be legible.
+    // With many bars, only some labels fit.
     let labelled = values.len().div_ceil(20).max(1);
     for (number, (name, value)) in values.iter().enumerate() {
         let (x, height) = (LEFT + number as f64 * step, value / highest * (HEIGHT - BOTTOM - TOP));
-        let (y, width, fill) = (HEIGHT - BOTTOM - height, step * 0.9, colour(0));
+        let (y, width, fill) = (HEIGHT - BOTTOM - height, step * 0.9, color(0));
         let title = escape(&format!("{name}: {}", show(*value)));
         let _ = write!(
             svg,
@@ -118,7 +120,7 @@ pub(super) fn bars(values: &[(String, f64)], mark: Option<f64>, show: &dyn Fn(f6
     svg + "</svg>"
 }
 
-/// Lying bars of several parts each; as shares of their own whole, or to one scale.
+/// Draws horizontal stacked bars, each scaled to the full width (`as_shares`) or all to the same scale.
 pub(super) fn stacks(rows: &[(String, Vec<f64>)], parts: &[String], as_shares: bool, show: &dyn Fn(f64) -> String) -> String {
     let mut svg = String::new();
     let top = legend(&mut svg, parts, 0.0) + 4.0;
@@ -131,7 +133,7 @@ pub(super) fn stacks(rows: &[(String, Vec<f64>)], parts: &[String], as_shares: b
         let short: String = name.chars().take(12).collect();
         text(&mut svg, (LEFT - 6.0, y + 11.0), "end", &short);
         for (part, value) in values.iter().enumerate() {
-            let (width, height, fill) = (value / scale * (WIDTH - LEFT), ROW - 4.0, colour(part));
+            let (width, height, fill) = (value / scale * (WIDTH - LEFT), ROW - 4.0, color(part));
             let of = parts.get(part).map_or("", String::as_str);
             let title = escape(&format!("{name}, {of}: {}", show(*value)));
             let _ = write!(

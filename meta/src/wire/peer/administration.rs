@@ -1,0 +1,61 @@
+//! Administration: membership, status, policy and the end of a session.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use crate::wire::status::{NodeStatus, Policy};
+
+/// A request to a member of the session.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum AdministrationRequest {
+    /// Report this node's status. Reply: [`AdministrationReply::Status`].
+    Status,
+    /// Apply a policy for reading ahead and caching. Reply: [`AdministrationReply::Done`].
+    Tune(Policy),
+    /// From the node above in the tree: the roster. Connect to peers, and pass it on to the nodes below. Reply:
+    /// [`AdministrationReply::Joined`].
+    Join {
+        /// The address of every node, in order.
+        addresses: Vec<String>,
+        /// How to try to reach the peers.
+        network: AgreedNetwork,
+    },
+    /// From the node above in the tree: how all nodes reach each other from now on. Pass it on to the nodes below. Reply:
+    /// [`AdministrationReply::Done`].
+    Agree(AgreedNetwork),
+    /// End the session on this node. Reply: [`AdministrationReply::Ended`], after which the server exits.
+    End,
+}
+
+/// The network that all nodes use.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum AgreedNetwork {
+    /// RDMA.
+    Rdma {
+        /// What is not as it should be, for the user.
+        note: Option<String>,
+    },
+    /// TCP.
+    Tcp {
+        /// Why RDMA is not used, for the user.
+        why: String,
+    },
+}
+
+/// The answer to an [`AdministrationRequest`].
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum AdministrationReply {
+    /// The node and all nodes below it have met their peers.
+    Joined {
+        /// Pairs of nodes that do not reach each other over the network that was tried, as sentences.
+        fallen_back: Vec<String>,
+    },
+    /// The request was carried out.
+    Done,
+    /// The node's status.
+    Status(Box<NodeStatus>),
+    /// The node serves no longer.
+    Ended {
+        /// Bytes freed on its data dirs.
+        freed_bytes: u64,
+    },
+}

@@ -1,0 +1,51 @@
+//! How path conflicts are found while sources are read.
+//!
+//! Samples of one path in several archives of one pattern are a conflict. No node sees all samples, so the search is
+//! divided: owners compare hashes of paths and report a *question* when one hash has come from two sources; the
+//! coordinator hands questions to all workers; workers answer with *sightings*, which name the path.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+/// Says which sources must not contain the same path. Sources with the same pattern and different matches are rivals.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rivalry {
+    /// Number of the pattern or list, from 1; 0 for a source that has no rivals.
+    pub pattern: u32,
+    /// Number of the file or directory that matched the pattern.
+    pub given: u32,
+}
+
+/// What an owner compares of a sample's path.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rival {
+    /// Hash of the path, seeded by the pattern.
+    pub hash: u64,
+    /// See [`Rivalry::pattern`].
+    pub pattern: u32,
+    /// See [`Rivalry::given`].
+    pub given: u32,
+}
+
+/// Asks workers which samples have a path with this hash.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Question {
+    /// Hash of the path.
+    pub hash: u64,
+    /// The pattern that seeds the hash.
+    pub pattern: u32,
+}
+
+/// A sample whose path has the hash of a question.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct Sighting {
+    /// The hash of the question.
+    pub hash: u64,
+    /// The sample's path.
+    pub path: Vec<u8>,
+    /// Number of the sample's source.
+    pub source: u32,
+    /// The unit's assignment that found it. It counts only if the unit is not rejected later.
+    pub ticket: u32,
+    /// A hash of the sample's size and checksums: equal samples are no conflict.
+    pub content: u64,
+}

@@ -1,0 +1,87 @@
+//! Coordination: what nodes ask of the coordinator, for their users and for their workers.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use super::{Question, Rejection, Sighting, Unit, UnitReport};
+use crate::wire::control::{Counted, Event, StageInRequest};
+
+/// A request to the coordinator.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum CoordinatorRequest {
+    /// Start a stage-in for a user of the asking node. Reply: [`CoordinatorReply::Started`].
+    Start(StageInRequest),
+    /// Wait a moment for the next event of a stage-in that this node started. Reply: [`CoordinatorReply::Event`].
+    NextEvent {
+        /// The number from [`CoordinatorReply::Started`].
+        subscription: u64,
+        /// How many events have arrived so far. The coordinator repeats the last event if its answer was lost.
+        received: u64,
+    },
+    /// Nobody waits for events any more: cancel the stage-in if it runs. Reply: [`CoordinatorReply::Done`].
+    Unsubscribe {
+        /// The number from [`CoordinatorReply::Started`].
+        subscription: u64,
+    },
+    /// Report finished units and ask for more. Reply: [`CoordinatorReply::Units`], [`CoordinatorReply::Wait`],
+    /// [`CoordinatorReply::NoUnit`] or [`CoordinatorReply::Over`].
+    NextUnits {
+        /// The worker's stage-in.
+        stage_in: u64,
+        /// Units that the worker has finished since its last request.
+        finished: Vec<UnitReport>,
+    },
+    /// A node's regular report. Reply: [`CoordinatorReply::Continue`], [`CoordinatorReply::Settle`] or
+    /// [`CoordinatorReply::Abort`].
+    Report {
+        /// The stage-in that the report is about.
+        stage_in: u64,
+        /// Counted since the last report.
+        progress: Counted,
+        /// What the node's threads wait for, if nothing was counted.
+        waits: Vec<String>,
+        /// Path conflicts that this node suspects as an owner.
+        suspects: Vec<Question>,
+        /// Samples that its workers found with the paths in question.
+        sightings: Vec<Sighting>,
+    },
+    /// The stage-in failed on this node. Reply: [`CoordinatorReply::Done`].
+    Fail {
+        /// The stage-in that failed.
+        stage_in: u64,
+        /// Why it failed.
+        rejection: Rejection,
+    },
+}
+
+/// The answer to a [`CoordinatorRequest`].
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum CoordinatorReply {
+    /// The stage-in is on its way. The asker must keep asking for events, or the stage-in is cancelled.
+    Started {
+        /// Names the stage-in's events until its end.
+        subscription: u64,
+    },
+    /// The next event, or `None` if nothing has happened yet.
+    Event(Option<Box<Event>>),
+    /// The request was carried out.
+    Done,
+    /// Units to read: one, or several small ones.
+    Units(Vec<Unit>),
+    /// No unit is free now, but one may become free. Ask again.
+    Wait,
+    /// All units are finished.
+    NoUnit,
+    /// The stage-in has failed, or its user cancelled it.
+    Over,
+    /// The stage-in is still running.
+    Continue {
+        /// Files found on all nodes so far. Each takes room in the catalog, of which every node will hold a copy.
+        files: u64,
+        /// Paths to look for.
+        questions: Vec<Question>,
+    },
+    /// The stage-in has become a dataset on all nodes: free what it replaced.
+    Settle,
+    /// The stage-in has failed: forget all of it, even if its dataset is visible on this node already.
+    Abort,
+}

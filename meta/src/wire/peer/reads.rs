@@ -1,0 +1,49 @@
+//! Reads: requests that are answered with bulk bytes.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use crate::chunk::Chunk;
+use crate::id::DatasetId;
+
+/// A request for bytes that the peer holds.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum ReadRequest {
+    /// Chunks of blocks that the peer owns, one piece and one slot for each. Reply: [`ReadReply::Chunks`].
+    Chunks {
+        /// The dataset of all these chunks.
+        dataset: DatasetId,
+        /// The chunks, in the order of the slots.
+        chunks: Vec<Chunk>,
+    },
+    /// Bytes of a sorted run of found archive members, as many as fit the slot. Reply: [`ReadReply::Bytes`].
+    Run {
+        /// The stage-in that the run belongs to.
+        stage_in: u64,
+        /// The run's index among the peer's runs.
+        run: u32,
+        /// Offset of the first wanted byte.
+        offset: u64,
+    },
+    /// Bytes of a catalog that is about to be published, as many as fit the slot. Reply: [`ReadReply::Bytes`].
+    Catalog {
+        /// The stage-in that made the catalog.
+        stage_in: u64,
+        /// Offset of the first wanted byte.
+        offset: u64,
+    },
+}
+
+/// The answer to a [`ReadRequest`].
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum ReadReply {
+    /// The chunks lie in their slots.
+    Chunks {
+        /// Chunks that the peer does not hold, by position in the request.
+        missing: Vec<u32>,
+    },
+    /// The bytes lie in the slot.
+    Bytes {
+        /// CRC32C of these bytes, which the transport does not check.
+        checksum: u32,
+    },
+}

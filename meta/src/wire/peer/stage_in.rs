@@ -1,0 +1,97 @@
+//! What a node's part of a stage-in must do. All but `Reserve` come from the coordinator, in the order of the variants.
+
+use rkyv::{Archive, Deserialize, Serialize};
+
+use super::Rival;
+use crate::id::{DatasetId, NodeId};
+use crate::wire::control::{Counted, Selection};
+
+/// A request to a node's part of a stage-in.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum NodeStageInRequest {
+    /// Evict cached blocks where other programs have filled a drive. Comes before a stage-in. Reply:
+    /// [`NodeStageInReply::Done`].
+    MakeHeadroom,
+    /// A stage-in begins: make room for its blocks and start workers. Reply: [`NodeStageInReply::Done`].
+    Begin {
+        /// The stage-in's number, which the coordinator assigns.
+        stage_in: u64,
+        /// What to take of the sources.
+        selection: Selection,
+        /// Seed of the placement, and of the order in which blocks are stored.
+        seed: u64,
+        /// Source bytes that this node may read in a second.
+        max_rate: Option<u64>,
+        /// Free bytes on each node, in order: its weight in the placement.
+        capacities: Vec<u64>,
+    },
+    /// Reserve room for a large block that will arrive in pieces. Comes from a worker of any node. Reply:
+    /// [`NodeStageInReply::Reserved`].
+    Reserve {
+        /// The worker's stage-in.
+        stage_in: u64,
+        /// The block's length in bytes.
+        block_len: u64,
+        /// What the owner compares to find path conflicts.
+        rival: Rival,
+    },
+    /// No unit is left: write out all blocks and report the sorted runs. Reply: [`NodeStageInReply::Finished`].
+    Finish {
+        /// The stage-in to finish.
+        stage_in: u64,
+    },
+    /// Fetch the catalog from a node, check it, and fill the table of locations. Reply: [`NodeStageInReply::Done`].
+    Prepare {
+        /// The stage-in that made the catalog.
+        stage_in: u64,
+        /// The dataset's number.
+        dataset: DatasetId,
+        /// The dataset's root, below the prefix.
+        target: Vec<u8>,
+        /// A node that has the catalog.
+        from: NodeId,
+        /// Length of the catalog in bytes.
+        len: u64,
+        /// CRC32C of the catalog.
+        checksum: u32,
+    },
+    /// Make the prepared dataset visible, in place of the one that it replaces. Reply: [`NodeStageInReply::Done`].
+    Commit {
+        /// The stage-in that prepared it.
+        stage_in: u64,
+        /// The dataset to hide.
+        replaces: Option<DatasetId>,
+    },
+    /// The dataset is visible on all nodes: free what it replaced, and all else of the stage-in. Reply:
+    /// [`NodeStageInReply::Done`].
+    Settle {
+        /// The stage-in that succeeded.
+        stage_in: u64,
+    },
+    /// The stage-in failed: forget all of it, and make visible again what it replaced. Reply:
+    /// [`NodeStageInReply::Done`].
+    Abort {
+        /// The stage-in that failed.
+        stage_in: u64,
+    },
+}
+
+/// The answer to a [`NodeStageInRequest`].
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
+pub enum NodeStageInReply {
+    /// The request was carried out.
+    Done,
+    /// Room for a large block.
+    Reserved {
+        /// The number that the block's pieces name, or `None` if no drive has room: the block goes to the next node on
+        /// the ring.
+        arrival: Option<u32>,
+    },
+    /// All blocks are on the drives.
+    Finished {
+        /// Length of each sorted run in bytes.
+        run_lens: Vec<u64>,
+        /// Counted since the last report.
+        counted: Counted,
+    },
+}

@@ -1,0 +1,70 @@
+//! Commands of the command line that concern the whole session.
+
+use std::io;
+
+use dayfly_meta::wire::control::{Command, Event, StageInRequest};
+use dayfly_meta::wire::local::FromServer;
+use dayfly_meta::wire::peer::AdministrationRequest;
+use dayfly_meta::wire::status::Policy;
+use futures_util::future::join_all;
+use tokio::sync::mpsc;
+
+use super::{Client, ClientContext};
+use crate::coordinator::{self, EVENTS_QUEUE_LEN};
+use crate::membership::Ending;
+use crate::peers::PeerError;
+
+impl Client {
+    /// Carries out a command and sends its events.
+    pub(super) async fn control(&mut self, command: Command) -> io::Result<()> {
+        match command {
+            Command::Status => self.send_event(Event::Status(self.context.status.session_status().await)).await,
+            Command::Tune(policy) => {
+                let event = match tune_all(&self.context, policy).await {
+                    Ok(policy) => Event::Tuned(policy),
+                    Err(error) => Event::Failed { reason: format!("not all nodes have applied the policy: {error}") },
+                };
+                self.send_event(event).await
+            }
+            Command::Down { but } => {
+                let all = || (0..=u16::MAX).collect();
+                let spared: Vec<u16> = but.unwrap_or_else(all);
+                let Ending { nodes, freed_bytes, failures } = self.context.membership.end_others(&spared).await;
+                let sent = self.send_event(Event::Down { nodes, freed_bytes, untold: failures }).await;
+                self.context.membership.end();
+                sent
+            }
+            Command::StageIn(request) => self.stage_in(request).await,
+        }
+    }
+
+    async fn stage_in(&mut self, request: StageInRequest) -> io::Result<()> {
+        let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
+        // On a task of its own, because the coordinator must be told when the client goes away.
+        tokio::spawn(coordinator::stage_in(self.context.peers.clone(), request, sender));
+        loop {
+            tokio::select! {
+                event = events.recv() => match event {
+                    Some(event) => self.send_event(event).await?,
+                    None => return Ok(()),
+                },
+                // Meanwhile nothing may arrive but the end of the connection. Returning drops `events`, which cancels.
+                _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
+            }
+        }
+    }
+
+    async fn send_event(&self, event: Event) -> io::Result<()> {
+        self.sender.send(&FromServer::Event(event), &[]).await
+    }
+}
+
+/// Applies a policy on all nodes. Returns the policy of this node, in which what was left open is filled in.
+async fn tune_all(context: &ClientContext, policy: Policy) -> Result<Policy, PeerError> {
+    let timeout = context.deadlines().request + context.deadlines().views;
+    let asking = context.peers.nodes().map(|node| context.peers.ask(node, AdministrationRequest::Tune(policy), timeout));
+    for applied in join_all(asking).await {
+        applied?;
+    }
+    Ok(context.prefetcher.policy())
+}

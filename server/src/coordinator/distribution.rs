@@ -1,0 +1,74 @@
+//! How the samples of a finished dataset are distributed over nodes, sizes and directories.
+
+use std::collections::HashMap;
+
+use dayfly_meta::catalog::{EntryId, block_len};
+use dayfly_meta::id::BlockId;
+use dayfly_meta::wire::control::{ClassShare, NodeShare};
+
+use dayfly_stagein::has_archive_ending;
+
+use crate::store::Dataset;
+
+/// Classes times nodes that fit a summary.
+const SHARES_MAX: usize = 16 << 10;
+/// Classes that a reader of the summary can tell apart.
+const CLASSES_MAX: usize = 200;
+/// Top directories that are counted. Samples in further ones are of no class.
+const DIRECTORIES_MAX: usize = 100_000;
+
+/// Figures of the whole catalog, for the summary.
+pub(super) struct Distribution {
+    pub(super) nodes: Vec<NodeShare>,
+    pub(super) sizes: Vec<u64>,
+    pub(super) classes: Vec<ClassShare>,
+    /// Samples whose names end like those of archives.
+    pub(super) archives: u64,
+}
+
+impl Distribution {
+    /// Reads the whole catalog. Blocks.
+    pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
+        let catalog = dataset.catalog();
+        let mut distribution =
+            Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
+        let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
+        let root = EntryId(0);
+        let (mut top, mut top_end) = (root, root);
+        for id in (1..catalog.header().entries).map(EntryId) {
+            let Some(entry) = catalog.entry(id) else { continue };
+            if id >= top_end {
+                (top, top_end) = (id, entry.next);
+            }
+            let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
+            distribution.archives += u64::from(has_archive_ending(entry.name));
+            distribution.sizes[64 - size.leading_zeros() as usize] += 1;
+            for (part, block) in (0..).zip(blocks.map(BlockId)) {
+                let Some(owner) = catalog.owner(block) else { continue };
+                let Some(node) = distribution.nodes.get_mut(owner.index()) else { continue };
+                node.bytes += block_len(size, part);
+                if part > 0 {
+                    continue;
+                }
+                node.samples += 1;
+                // A sample directly in the root is of no class.
+                if top != id && (classes.len() < DIRECTORIES_MAX || classes.contains_key(&top)) {
+                    classes.entry(top).or_insert_with(|| vec![0; nodes])[owner.index()] += 1;
+                }
+            }
+        }
+        let name = |id: EntryId| catalog.entry(id).map_or_else(Vec::new, |entry| entry.name.to_vec());
+        let mut largest: Vec<(EntryId, Vec<u64>)> = classes.into_iter().collect();
+        largest.sort_by_key(|(id, samples)| (std::cmp::Reverse(samples.iter().sum::<u64>()), *id));
+        largest.truncate((SHARES_MAX / nodes.max(1)).clamp(1, CLASSES_MAX));
+        distribution.classes = largest.into_iter().map(|(id, samples)| ClassShare { name: name(id), samples }).collect();
+        distribution
+    }
+}
+
+/// How much more the fullest node holds than the mean, in thousandths of the mean.
+pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
+    let all: u64 = nodes.iter().map(|node| node.bytes).sum();
+    let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;
+    fullest.checked_div(u128::from(all)).map_or(0, |share| (share as u64).saturating_sub(1000))
+}

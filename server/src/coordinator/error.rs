@@ -1,0 +1,96 @@
+//! Why a stage-in failed, as its coordinator knows it. The message is what its user reads.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+
+use dayfly_meta::catalog::BuildError;
+use dayfly_meta::catalog::resolve::ResolveError;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::DATASETS_MAX;
+use dayfly_stagein::StageInError;
+
+use super::COORDINATOR;
+use super::conflicts::PathConflict;
+use crate::blocking::JobLost;
+use crate::peers::{PeerError, Peers};
+use crate::room::RoomError;
+use crate::stage_in::NodeStageInError;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CoordinatorError {
+    #[error("cancelled")]
+    Cancelled,
+    #[error("'{0}' cannot be the path of a dataset: it has an empty, '.' or '..' component, or none at all")]
+    InvalidTarget(String),
+    #[error("another stage-in to '{0}' is running; wait until it has ended")]
+    TargetClaimed(String),
+    /// A dataset is at the target, above or below it.
+    #[error("{0}")]
+    TargetTaken(String),
+    #[error("a session has at most {DATASETS_MAX} datasets; replace one with --replace, or start another session")]
+    TooManyDatasets,
+    #[error(
+        "the sources take at least {needed} bytes, and all nodes together have {free} bytes free; allow more with --capacity, \
+         or add drives with --data-dir"
+    )]
+    NotEnoughRoom { needed: u64, free: u64 },
+    #[error("a stage-in needs all nodes: {0}")]
+    NodeMissing(#[source] PeerError),
+    #[error(transparent)]
+    Peer(#[from] PeerError),
+    /// A node has failed, and its name precedes the cause unless the session has only one node.
+    #[error("{}{cause}", node.map_or_else(String::new, |node| format!("node {node}: ")))]
+    OnNode {
+        node: Option<NodeId>,
+        #[source]
+        cause: Box<dyn Error + Send + Sync>,
+    },
+    #[error("node {node}{} was lost during the stage-in", address.map_or_else(String::new, |address| format!(" ({address})")))]
+    NodeLost { node: NodeId, address: Option<std::net::SocketAddr> },
+    #[error("node {node} has not reported for {seconds} s, so it has given up on the stage-in")]
+    NodeSilent { node: NodeId, seconds: f64 },
+    #[error("no progress on any node for {seconds} s (the session's --stage-in-timeout); it waited for: {waits_for}")]
+    Stalled { seconds: u64, waits_for: String },
+    /// A unit that counts could not be read to its end.
+    #[error("{0}")]
+    UnitFailed(String),
+    #[error(transparent)]
+    Ledger(#[from] StageInError),
+    #[error(transparent)]
+    PathConflict(#[from] PathConflict),
+    #[error("cannot merge what was found: {0}")]
+    Merge(#[source] io::Error),
+    #[error(transparent)]
+    Links(#[from] ResolveError),
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    #[error(transparent)]
+    Room(#[from] RoomError),
+    #[error(transparent)]
+    OwnPart(#[from] NodeStageInError),
+    #[error("'{0}' was replaced at once by another stage-in")]
+    ReplacedAtOnce(String),
+    #[error("node {COORDINATOR} failed unexpectedly while it coordinated the stage-in; see its log")]
+    Panicked,
+    #[error(transparent)]
+    JobLost(#[from] JobLost),
+    /// The first failure of a stage-in, which several parts of the coordinator learn of.
+    #[error(transparent)]
+    Shared(Arc<CoordinatorError>),
+}
+
+impl CoordinatorError {
+    /// The failure of a node.
+    pub(super) fn on_node(peers: &Peers, node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        Self::OnNode { node: (peers.count() > 1).then_some(node), cause: cause.into() }
+    }
+
+    /// Makes the error shareable. A shared error stays as it is.
+    pub(super) fn share(self) -> Arc<Self> {
+        match self {
+            Self::Shared(error) => error,
+            error => Arc::new(error),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Asking the coordinator for a stage-in, from any node: starts it there and relays its events.
+
+use std::sync::Arc;
+
+use dayfly_meta::wire::control::{Event, StageInRequest};
+use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest};
+use dayfly_transport::TransportError;
+use tokio::sync::mpsc;
+
+use super::COORDINATOR;
+use crate::peers::{PeerError, Peers};
+
+/// Has the coordinator run a stage-in, and sends its events to `events`, the last of which says how it ended. If the
+/// receiver goes away, the stage-in is cancelled.
+pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
+    let timeout = peers.deadlines().request;
+    let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {
+        Ok(CoordinatorReply::Started { subscription }) => subscription,
+        other => {
+            // The client that asked may be gone; here and below.
+            let _ = events.send(failure(other)).await;
+            return;
+        }
+    };
+    let last = tokio::select! {
+        biased;
+        last = relay(&peers, subscription, &events) => last,
+        () = events.closed() => None,
+    };
+    if let Some(last) = last {
+        let _ = events.send(last).await;
+    }
+    // If this message is lost, the coordinator notices that nobody asks any more.
+    let _ = peers.ask(COORDINATOR, CoordinatorRequest::Unsubscribe { subscription }, timeout).await;
+}
+
+/// Relays progress. Returns the last event, or `None` if the client is gone.
+async fn relay(peers: &Peers, subscription: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
+    let timeout = peers.deadlines().request;
+    let mut received = 0;
+    loop {
+        let request = CoordinatorRequest::NextEvent { subscription, received };
+        let mut answer = peers.ask(COORDINATOR, request.clone(), timeout).await;
+        if matches!(answer, Err(PeerError::Transport(_))) {
+            answer = peers.ask(COORDINATOR, request, timeout).await;
+        }
+        match answer {
+            Ok(CoordinatorReply::Event(None)) => {}
+            Ok(CoordinatorReply::Event(Some(event))) if matches!(*event, Event::Planned(_) | Event::Progress(_)) => {
+                received += 1;
+                events.send(*event).await.ok()?;
+            }
+            Ok(CoordinatorReply::Event(Some(event))) => return Some(*event),
+            other => return Some(failure(other)),
+        }
+    }
+}
+
+/// The event for the user when the coordinator rejects a request, or cannot be reached.
+fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
+    let reason = match answer {
+        // The coordinator's name does not help its user.
+        Err(PeerError::Rejected { rejection, .. }) => rejection.reason,
+        Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
+            format!("{error}: too many sources for one message; name them in a file, @LIST")
+        }
+        Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset came about all the same"),
+        Ok(_) => PeerError::InvalidAnswer(COORDINATOR).to_string(),
+    };
+    Event::Failed { reason }
+}

@@ -1,0 +1,268 @@
+//! One stage-in, from its request to its end, on the coordinator.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use dayfly_meta::limits::DATASETS_MAX;
+use dayfly_meta::path::{display, is_normal, join};
+use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
+use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, NodeStageInRequest};
+use dayfly_stagein::StageInError;
+use dayfly_stagein::plan::{self, PlanRequest, StageInPlan};
+use dayfly_stagein::progress::ProgressMonitor;
+use dayfly_stagein::unit_ledger::UnitLedger;
+use futures_util::future::{FutureExt, join_all};
+use tokio::sync::mpsc;
+use tokio::time::sleep;
+use tracing::Instrument;
+
+use super::conflicts::Rivals;
+use super::publication::Publication;
+use super::stall::StallDetector;
+use super::{COORDINATOR, CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
+use crate::peers::PeerError;
+use crate::store::unnamed_file;
+
+/// Bytes of catalog that an entry takes beside its name.
+const CATALOG_ENTRY_LEN: u64 = 88;
+
+/// Cancels when dropped, so that blocking work ends with the future that waits for it.
+#[derive(Default)]
+struct CancelOnDrop(Arc<ProgressMonitor>);
+
+impl Drop for CancelOnDrop {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
+}
+
+/// Runs a stage-in and sends its events, the last of which says how it ended. If the receiver goes away before the dataset
+/// is committed, the stage-in is cancelled.
+pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest, events: mpsc::Sender<Event>) {
+    let (node, target) = (coordinator.context.node, display(&request.target));
+    let span = tracing::info_span!("coordinate", %node, target, stage_in = tracing::field::Empty);
+    let running = catch_panic(run_to_end(coordinator, request, &events)).instrument(span.clone());
+    let event = match Box::pin(running).await {
+        Ok(summary) => {
+            span.in_scope(|| tracing::info!(samples = summary.samples, bytes = summary.bytes, "staged in"));
+            Event::StagedIn(Box::new(summary))
+        }
+        Err(error) => {
+            span.in_scope(|| tracing::info!(%error, "a stage-in failed"));
+            Event::Failed { reason: error.to_string() }
+        }
+    };
+    // The client that asked for the stage-in may be gone.
+    let _ = events.send(event).await;
+}
+
+/// Turns a panic into an error of the stage-in, so that its room is freed and its user learns of it.
+async fn catch_panic<T>(work: impl Future<Output = Result<T, CoordinatorError>>) -> Result<T, CoordinatorError> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or(Err(CoordinatorError::Panicked))
+}
+
+async fn run_to_end(
+    coordinator: &Arc<Coordinator>,
+    request: StageInRequest,
+    events: &mpsc::Sender<Event>,
+) -> Result<Summary, CoordinatorError> {
+    let (start, context) = (Instant::now(), &coordinator.context);
+    if !is_normal(&request.target) {
+        return Err(CoordinatorError::InvalidTarget(display(&request.target)));
+    }
+    let claim = TargetClaim::new(&coordinator.targets, &request.target);
+    let _claim = claim.map_err(|other| CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other))))?;
+    let _permit = tokio::select! {
+        biased;
+        // Nothing closes the semaphore.
+        permit = coordinator.permits.acquire() => permit.map_err(|_| CoordinatorError::Cancelled)?,
+        () = events.closed() => return Err(CoordinatorError::Cancelled),
+        never = report_phase(context, events, Phase::Waiting) => never,
+    };
+    let conflict = context.store.conflict(&request.target, request.replace);
+    let replaces = conflict.map_err(|conflict| CoordinatorError::TargetTaken(conflict.message(&context.prefix)))?;
+    if context.store.datasets().len() >= DATASETS_MAX {
+        return Err(CoordinatorError::TooManyDatasets);
+    }
+    // The plan is written to a data dir too.
+    make_headroom(context).await?;
+    let planning = CancelOnDrop::default();
+    let plan = tokio::select! {
+        biased;
+        plan = make_plan(context, &request, planning.0.clone()) => plan?,
+        stalled = planning_stalls(context, &planning.0) => return Err(stalled),
+        () = events.closed() => return Err(CoordinatorError::Cancelled),
+        never = report_phase(context, events, Phase::Planning) => never,
+    };
+    // While the stage-in was planned, blocks may have been cached, and other programs may have filled drives.
+    make_headroom(context).await?;
+    let free = free_room(context).await?;
+    let estimate = estimate(&plan, free.iter().sum());
+    let (needed, all_free) = (estimate.least_bytes, estimate.free_bytes);
+    let _ = events.send(Event::Planned(estimate)).await;
+    if needed > all_free {
+        return Err(CoordinatorError::NotEnoughRoom { needed, free: all_free });
+    }
+    let number = coordinator.last_number.fetch_add(1, Ordering::Relaxed) + 1;
+    tracing::Span::current().record("stage_in", number);
+    let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
+    let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
+    let judging = (rivals.clone(), request.selection.keep_going);
+    let (nodes, deadlines) = (context.peers.count(), *context.deadlines());
+    let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan.counts), judging, nodes, deadlines));
+    coordinator.registry.insert(stage_in.clone());
+    let publication = Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free };
+    let preparing = async {
+        tokio::select! {
+            biased;
+            failure = stage_in.failed() => Err(CoordinatorError::Shared(failure)),
+            () = events.closed() => Err(CoordinatorError::Cancelled),
+            prepared = Box::pin(publication.prepare()) => prepared,
+            never = watch_progress(context, &stage_in, events) => never,
+        }
+    };
+    let prepared = catch_panic(preparing).await;
+    // From here on the stage-in cannot be cancelled: either all nodes show the dataset, or it is undone.
+    let published = match prepared {
+        Ok(merged) => catch_panic(publication.commit(replaces)).await.map(|()| merged),
+        Err(error) => Err(error),
+    };
+    let result = match published {
+        Ok(merged) => {
+            coordinator.registry.set_published(number);
+            // All nodes show it. A node that misses this message settles when its next report is answered.
+            let settled = publication.settle().await;
+            publication.summary(merged, settled.err(), start).await
+        }
+        Err(error) => {
+            // A lost node has nothing to undo, and the user needs to know the first failure only.
+            let _ = publication.abort().await;
+            let error = error.share();
+            stage_in.fail(CoordinatorError::Shared(error.clone()));
+            Err(CoordinatorError::Shared(error))
+        }
+    };
+    coordinator.registry.remove(number);
+    result
+}
+
+/// Sends progress events for a phase that counts nothing, until dropped.
+async fn report_phase<T>(context: &CoordinatorContext, events: &mpsc::Sender<Event>, phase: Phase) -> T {
+    loop {
+        sleep(context.deadlines().progress_interval).await;
+        let _ = events.try_send(Event::Progress(Progress { phase, ..Progress::default() }));
+    }
+}
+
+/// Returns an error once planning makes no progress any more.
+async fn planning_stalls(context: &CoordinatorContext, monitor: &ProgressMonitor) -> CoordinatorError {
+    let mut detector = StallDetector::new(context.deadlines());
+    let mut steps = 0;
+    loop {
+        sleep(context.deadlines().progress_interval).await;
+        steps += monitor.take_counted().steps;
+        if detector.is_stalled(steps) {
+            return detector.error(format!("node {COORDINATOR}: {}", monitor.current_activities().join(", ")));
+        }
+    }
+}
+
+async fn make_plan(
+    context: &CoordinatorContext,
+    request: &StageInRequest,
+    monitor: Arc<ProgressMonitor>,
+) -> Result<StageInPlan, CoordinatorError> {
+    let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
+    let workers = (context.peers.count() * context.workers) as u64;
+    let drive = context.store.roomiest_drive();
+    let planning = context.blocking.run(move || {
+        let name_drive = |error| StageInError::TempFile(drive.write_error(error));
+        let scratch = unnamed_file(drive.path()).map_err(name_drive)?;
+        let plan_request = PlanRequest { patterns: &sources, selection: &selection, seed, workers };
+        plan::plan_sources(&plan_request, scratch, &monitor).map_err(|error| match error {
+            StageInError::TempFile(error) => name_drive(error),
+            error => error,
+        })
+    });
+    planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
+}
+
+/// Has all nodes evict cached blocks for what a stage-in writes beside blocks.
+async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorError> {
+    let timeout = context.deadlines().request + context.deadlines().views;
+    let asking = context.peers.nodes().map(|node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));
+    for made in join_all(asking).await {
+        made.map_err(CoordinatorError::NodeMissing)?;
+    }
+    Ok(())
+}
+
+/// Free bytes on each node, in order.
+async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, CoordinatorError> {
+    let timeout = context.deadlines().request;
+    let asking = context.peers.nodes().map(|node| async move {
+        match context.peers.ask(node, AdministrationRequest::Status, timeout).await {
+            Ok(AdministrationReply::Status(status)) => Ok(status.free_bytes),
+            Ok(_) => Err(CoordinatorError::Peer(PeerError::InvalidAnswer(node))),
+            Err(error) => Err(CoordinatorError::NodeMissing(error)),
+        }
+    });
+    join_all(asking).await.into_iter().collect()
+}
+
+fn estimate(plan: &StageInPlan, free_bytes: u64) -> StageInEstimate {
+    StageInEstimate {
+        sources: plan.sources.len() as u64,
+        source_bytes: plan.source_bytes,
+        known_files: plan.known_files,
+        files_are_all_known: plan.files_are_all_known,
+        least_bytes: plan.known_bytes,
+        catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
+        free_bytes,
+    }
+}
+
+/// Sends progress events until dropped. Returns an error once the stage-in stalls or a node is lost.
+async fn watch_progress<T>(
+    context: &CoordinatorContext,
+    stage_in: &CoordinatedStageIn,
+    events: &mpsc::Sender<Event>,
+) -> Result<T, CoordinatorError> {
+    let mut detector = StallDetector::new(context.deadlines());
+    loop {
+        sleep(context.deadlines().progress_interval).await;
+        // Each step of publishing has a deadline of its own.
+        let is_publishing = stage_in.progress().phase == Phase::Publishing;
+        if detector.is_stalled(stage_in.steps()) && !is_publishing {
+            return Err(detector.error(stage_in.waits_for()));
+        }
+        if let Some(node) = context.peers.nodes().find(|&node| context.peers.is_lost(node)) {
+            return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+        }
+        if let Some(node) = stage_in.silent_node() {
+            let seconds = context.deadlines().node_silent.as_secs_f64();
+            return Err(CoordinatorError::NodeSilent { node, seconds });
+        }
+        // A slow client misses some events; the next one contains them.
+        let _ = events.try_send(Event::Progress(stage_in.progress().clone()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_of_the_coordinator_is_an_error_of_its_stage_in() {
+        let panics = || -> Result<(), CoordinatorError> { std::panic::resume_unwind(Box::new("a defect")) };
+        let error = catch_panic(async { panics() }).await.unwrap_err();
+        assert!(error.to_string().contains("node 0 failed"));
+        assert!(matches!(
+            catch_panic(async { Err::<(), _>(CoordinatorError::Cancelled) }).await,
+            Err(CoordinatorError::Cancelled)
+        ));
+        assert!(matches!(catch_panic(async { Ok(1) }).await, Ok(1)));
+    }
+}

@@ -1,0 +1,287 @@
+//! The state of one stage-in on the coordinator: units to assign, how far each node is, and the first failure.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
+use dayfly_meta::wire::peer::{CoordinatorReply, Question, Sighting, UnitReport};
+use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
+use tokio::sync::{Notify, SetOnce, watch};
+use tokio::time::Instant;
+
+use super::conflicts::{Rivals, Suspicions};
+use super::rates::Rates;
+use super::{COORDINATOR, CoordinatorError};
+
+/// Nodes that are named when a stage-in stalls.
+const WAITING_NODES_SHOWN_MAX: usize = 8;
+
+/// A node's regular report.
+#[derive(Default)]
+pub(crate) struct NodeReport {
+    /// Counted since the last report.
+    pub(crate) progress: Counted,
+    /// What the node's threads wait for, if nothing was counted.
+    pub(crate) waits: Vec<String>,
+    /// Path conflicts that the node suspects as an owner.
+    pub(crate) suspects: Vec<Question>,
+    /// Samples that its workers found with the paths in question.
+    pub(crate) sightings: Vec<Sighting>,
+}
+
+/// A stage-in that runs, as its coordinator sees it.
+pub(crate) struct CoordinatedStageIn {
+    pub(super) number: u64,
+    unit_ledger: Mutex<UnitLedger>,
+    progress: Mutex<Progress>,
+    rates: Mutex<Rates>,
+    counts: Mutex<Counts>,
+    redone_bytes: AtomicU64,
+    /// When each node last reported; before its first report, when the stage-in was planned.
+    reported_at: Mutex<Vec<Instant>>,
+    failure: watch::Sender<Option<Arc<CoordinatorError>>>,
+    /// Set when all nodes have begun. Before, a unit's blocks could reach a node that does not know the stage-in.
+    all_begun: SetOnce<()>,
+    all_read: watch::Sender<bool>,
+    /// Notified when a unit was reported: another may have become free, or none may be left.
+    unit_reported: Notify,
+    /// Counts all progress on all nodes. Without any for too long, the stage-in has stalled.
+    steps: AtomicU64,
+    /// What each node's threads wait for, while the node makes no progress.
+    waits: Mutex<Vec<Vec<String>>>,
+    rivals: Arc<Rivals>,
+    keeps_going: bool,
+    suspicions: Mutex<Suspicions>,
+    deadlines: Deadlines,
+}
+
+impl CoordinatedStageIn {
+    pub(super) fn new(
+        number: u64,
+        (unit_ledger, counts): (UnitLedger, Counts),
+        (rivals, keeps_going): (Arc<Rivals>, bool),
+        nodes: usize,
+        deadlines: Deadlines,
+    ) -> Self {
+        let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
+        Self {
+            number,
+            reported_at: Mutex::new(vec![Instant::now(); nodes]),
+            unit_ledger: Mutex::new(unit_ledger),
+            rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
+            progress: Mutex::new(progress),
+            counts: Mutex::new(counts),
+            redone_bytes: AtomicU64::new(0),
+            failure: watch::Sender::new(None),
+            all_begun: SetOnce::new(),
+            all_read: watch::Sender::new(false),
+            unit_reported: Notify::new(),
+            steps: AtomicU64::new(0),
+            waits: Mutex::new(vec![Vec::new(); nodes]),
+            rivals,
+            keeps_going,
+            suspicions: Mutex::default(),
+            deadlines,
+        }
+    }
+
+    /// Lets workers have units, because all nodes have begun.
+    pub(super) fn set_all_begun(&self) {
+        // A failure may have set it already.
+        let _ = self.all_begun.set(());
+    }
+
+    /// Waits until all units are finished.
+    pub(super) async fn all_read(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.all_read.subscribe().wait_for(|all_read| *all_read).await;
+    }
+
+    /// Answers a worker that has finished units, or none yet, and wants more.
+    pub(super) async fn next_units(&self, finished: Vec<UnitReport>) -> CoordinatorReply {
+        // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
+        self.all_begun.wait().await;
+        if !finished.is_empty() {
+            self.step();
+            finished.into_iter().for_each(|report| self.record(report));
+            self.unit_reported.notify_waiters();
+        }
+        let wait = async {
+            loop {
+                let unit_reported = self.unit_reported.notified();
+                tokio::pin!(unit_reported);
+                unit_reported.as_mut().enable();
+                if self.has_failed() {
+                    return CoordinatorReply::Over;
+                }
+                let next = self.unit_ledger().assign_next();
+                match next {
+                    Ok(NextUnits::Assigned(units)) => {
+                        self.step();
+                        return CoordinatorReply::Units(units);
+                    }
+                    Ok(NextUnits::NoneYet) => {}
+                    Ok(NextUnits::Finished) => {
+                        self.all_read.send_replace(true);
+                        self.unit_reported.notify_waiters();
+                        return CoordinatorReply::NoUnit;
+                    }
+                    Err(error) => {
+                        self.fail(error.into());
+                        return CoordinatorReply::Over;
+                    }
+                }
+                unit_reported.await;
+            }
+        };
+        tokio::time::timeout(self.deadlines.unit, wait).await.unwrap_or(CoordinatorReply::Wait)
+    }
+
+    fn record(&self, report: UnitReport) {
+        let verdict = self.unit_ledger().record(report);
+        verdict.accepted.into_iter().for_each(|counts| self.counts().add(counts));
+        {
+            let mut progress = self.progress();
+            for rejected in verdict.rejected {
+                progress.files = progress.files.saturating_sub(rejected.files);
+                progress.bytes = progress.bytes.saturating_sub(rejected.bytes);
+            }
+        }
+        self.redone_bytes.fetch_add(verdict.rejected_bytes, Ordering::Relaxed);
+        if let Some(reason) = verdict.failure {
+            self.fail(CoordinatorError::UnitFailed(reason));
+        }
+    }
+
+    fn unit_ledger(&self) -> MutexGuard<'_, UnitLedger> {
+        self.unit_ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The assignments whose members do not count.
+    pub(super) fn rejected_tickets(&self) -> HashSet<u32> {
+        self.unit_ledger().rejected_tickets().clone()
+    }
+
+    /// Source bytes that were read for rejected assignments.
+    pub(super) fn redone_bytes(&self) -> u64 {
+        self.redone_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Source bytes that each node read in each interval, and the length of an interval in milliseconds.
+    pub(super) fn rates(&self) -> (Vec<Vec<u64>>, u64) {
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner).read()
+    }
+
+    /// Records a node's report, and answers it.
+    pub(super) fn report(&self, node: NodeId, report: NodeReport) -> CoordinatorReply {
+        let NodeReport { progress, waits, suspects, sightings } = report;
+        if let Some(reported_at) = self.reported_at().get_mut(node.index()) {
+            *reported_at = Instant::now();
+        }
+        self.count(node, progress);
+        if let Some(of_node) = self.waits().get_mut(node.index()) {
+            *of_node = waits;
+        }
+        let (questions, conflict) = {
+            let mut suspicions = self.suspicions.lock().unwrap_or_else(PoisonError::into_inner);
+            suspicions.add(suspects, sightings);
+            let unit_ledger = self.unit_ledger();
+            let is_certain = |ticket| unit_ledger.is_certain(ticket, self.keeps_going);
+            (suspicions.questions(), suspicions.conflict(&self.rivals, is_certain))
+        };
+        if let Some(conflict) = conflict {
+            self.fail(conflict.into());
+        }
+        if self.has_failed() {
+            CoordinatorReply::Abort
+        } else {
+            CoordinatorReply::Continue { files: self.progress().files, questions }
+        }
+    }
+
+    /// Adds what a node has counted since its last report.
+    pub(super) fn count(&self, node: NodeId, counted: Counted) {
+        if !counted.is_still() {
+            self.step();
+        }
+        let mut progress = self.progress();
+        progress.source_bytes += counted.source_bytes;
+        progress.files += counted.files;
+        progress.bytes += counted.bytes;
+        if let Some(of_node) = progress.nodes.get_mut(node.index()) {
+            of_node.add(&counted);
+        }
+        drop(progress);
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner).add(node, counted.source_bytes);
+    }
+
+    /// Counts one step of progress.
+    pub(super) fn step(&self) {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// All progress so far.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// What a stalled stage-in waits for, by node.
+    pub(super) fn waits_for(&self) -> String {
+        if self.progress().phase == Phase::Merging {
+            return format!("node {COORDINATOR}: merging what was found into the catalog");
+        }
+        let waits = self.waits();
+        let waiting = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty()).take(WAITING_NODES_SHOWN_MAX);
+        let waiting: Vec<String> = waiting.map(|(node, waits)| format!("node {node}: {}", waits.join(", "))).collect();
+        if waiting.is_empty() { "an unknown cause; no node reports one".to_owned() } else { waiting.join("; ") }
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<Vec<String>>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fails the stage-in. Only the first failure counts.
+    pub(super) fn fail(&self, error: CoordinatorError) {
+        self.failure.send_if_modified(|failure| {
+            let is_first = failure.is_none();
+            failure.get_or_insert_with(|| error.share());
+            is_first
+        });
+        // Workers that wait for all nodes to begin must learn that it is over. All may have begun before.
+        let _ = self.all_begun.set(());
+        self.unit_reported.notify_waiters();
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.borrow().is_some()
+    }
+
+    /// Waits for the first failure.
+    pub(super) async fn failed(&self) -> Arc<CoordinatorError> {
+        let mut failure = self.failure.subscribe();
+        // The sender lives as long as `self`.
+        let failure = failure.wait_for(Option::is_some).await.ok().and_then(|failure| failure.clone());
+        failure.unwrap_or_else(|| Arc::new(CoordinatorError::Cancelled))
+    }
+
+    /// A node that has not reported for so long that it has given up on the stage-in by itself.
+    pub(super) fn silent_node(&self) -> Option<NodeId> {
+        let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
+        silent.map(|node| NodeId(node as u16))
+    }
+
+    fn reported_at(&self) -> MutexGuard<'_, Vec<Instant>> {
+        self.reported_at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

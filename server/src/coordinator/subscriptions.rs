@@ -1,0 +1,196 @@
+//! Subscriptions: the events of a stage-in, kept until the node that started it asks for them.
+//!
+//! A node asks for one event after the other. Each question says how many events have arrived, so an event whose answer was
+//! lost is delivered again. A subscription that nobody asks about expires, which cancels its stage-in: the node, or its
+//! client, is gone.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::FORWARDED_STAGE_INS_MAX;
+use dayfly_meta::wire::control::Event;
+use dayfly_meta::wire::peer::{Rejection, RejectionKind};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::COORDINATOR;
+
+/// Why a subscription cannot be opened, or has no next event.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum SubscriptionError {
+    #[error("only node {COORDINATOR} coordinates stage-ins")]
+    NotCoordinator,
+    #[error(
+        "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended"
+    )]
+    TooMany,
+    #[error("cancelled, because the node that started the stage-in did not ask for its events for too long")]
+    Expired,
+    #[error("the last event of this stage-in was delivered already")]
+    Ended,
+}
+
+impl From<SubscriptionError> for Rejection {
+    fn from(error: SubscriptionError) -> Self {
+        let kind = match error {
+            SubscriptionError::NotCoordinator => RejectionKind::NotCoordinator,
+            SubscriptionError::TooMany => RejectionKind::Busy,
+            SubscriptionError::Expired => RejectionKind::Cancelled,
+            SubscriptionError::Ended => RejectionKind::NoSuchStageIn,
+        };
+        Self::new(kind, error)
+    }
+}
+
+/// All open subscriptions, by number.
+#[derive(Default)]
+pub(crate) struct Subscriptions {
+    table: Mutex<SubscriptionTable>,
+    deadlines: Deadlines,
+}
+
+#[derive(Default)]
+struct SubscriptionTable {
+    last_number: u64,
+    open: HashMap<u64, Arc<Subscription>>,
+}
+
+struct Subscription {
+    delivery: tokio::sync::Mutex<Delivery>,
+    asked_at: Mutex<Instant>,
+}
+
+struct Delivery {
+    events: mpsc::Receiver<Event>,
+    /// Events that were delivered so far.
+    count: u64,
+    /// The last of them, whose answer may have been lost. `None` once the stage-in has dropped its sender.
+    last: Option<Event>,
+}
+
+impl Subscription {
+    fn asked_at(&self) -> MutexGuard<'_, Instant> {
+        self.asked_at.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Subscriptions {
+    pub(super) fn new(deadlines: Deadlines) -> Self {
+        Self { table: Mutex::default(), deadlines }
+    }
+
+    /// Opens a subscription to a stage-in's events. Closing it drops `events`, which cancels the stage-in.
+    pub(super) fn open(&self, events: mpsc::Receiver<Event>) -> Result<u64, SubscriptionError> {
+        let delivery = tokio::sync::Mutex::new(Delivery { events, count: 0, last: None });
+        let mut table = self.table();
+        if table.open.len() >= FORWARDED_STAGE_INS_MAX {
+            return Err(SubscriptionError::TooMany);
+        }
+        table.last_number += 1;
+        let number = table.last_number;
+        table.open.insert(number, Arc::new(Subscription { delivery, asked_at: Mutex::new(Instant::now()) }));
+        Ok(number)
+    }
+
+    fn table(&self) -> MutexGuard<'_, SubscriptionTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes the subscription when nobody has asked about it for too long. Returns once it is closed, by this or otherwise.
+    pub(super) async fn expire(&self, number: u64) {
+        loop {
+            sleep(self.deadlines.ping_interval).await;
+            let mut table = self.table();
+            match table.open.get(&number) {
+                Some(subscription) if subscription.asked_at().elapsed() > self.deadlines.node_silent => {
+                    tracing::warn!(subscription = number, "a stage-in is cancelled, because nobody asks for its events");
+                    drop(table.open.remove(&number));
+                }
+                Some(_) => continue,
+                None => {}
+            }
+            return;
+        }
+    }
+
+    /// Returns the event after the first `received`, or `None` if it does not come soon.
+    pub(crate) async fn next(&self, number: u64, received: u64) -> Result<Option<Event>, SubscriptionError> {
+        let subscription = self.table().open.get(&number).cloned().ok_or(SubscriptionError::Expired)?;
+        *subscription.asked_at() = Instant::now();
+        // The wait ends well within the asker's deadline.
+        let next = timeout(self.deadlines.ping_interval, async {
+            let mut delivery = subscription.delivery.lock().await;
+            if delivery.count <= received {
+                delivery.last = delivery.events.recv().await;
+                delivery.count += 1;
+            }
+            delivery.last.clone()
+        });
+        let next = next.await;
+        *subscription.asked_at() = Instant::now();
+        match next {
+            Ok(None) => Err(SubscriptionError::Ended),
+            Ok(event) => Ok(event),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Closes a subscription, which cancels its stage-in if that runs.
+    pub(crate) fn close(&self, number: u64) {
+        self.table().open.remove(&number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed(reason: &str) -> Event {
+        Event::Failed { reason: reason.to_owned() }
+    }
+
+    #[tokio::test]
+    async fn an_event_whose_answer_was_lost_is_delivered_again() {
+        let subscriptions = Subscriptions::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = subscriptions.open(events).unwrap();
+        sender.send(failed("one")).await.unwrap();
+        sender.send(failed("two")).await.unwrap();
+        for (received, expect) in [(0, "one"), (0, "one"), (1, "two"), (1, "two")] {
+            assert_eq!(subscriptions.next(number, received).await, Ok(Some(failed(expect))));
+        }
+        assert_eq!(subscriptions.next(number, 2).await, Ok(None), "nothing has happened yet");
+        drop(sender);
+        assert_eq!(subscriptions.next(number, 2).await, Err(SubscriptionError::Ended));
+        subscriptions.close(number);
+        assert_eq!(subscriptions.next(number, 2).await, Err(SubscriptionError::Expired));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stage_in_that_nobody_asks_about_is_cancelled() {
+        let subscriptions = Subscriptions::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = subscriptions.open(events).unwrap();
+        let asking = async {
+            loop {
+                assert_eq!(subscriptions.next(number, 0).await, Ok(None));
+            }
+        };
+        tokio::select! {
+            _ = timeout(4 * Deadlines::DEFAULT.node_silent, asking) => assert!(!sender.is_closed(), "it is asked about often enough"),
+            () = subscriptions.expire(number) => panic!("it was asked about"),
+        }
+        subscriptions.expire(number).await;
+        assert!(sender.is_closed());
+    }
+
+    #[test]
+    fn the_number_of_subscriptions_is_bounded() {
+        let subscriptions = Subscriptions::default();
+        for _ in 0..FORWARDED_STAGE_INS_MAX {
+            subscriptions.open(mpsc::channel(1).1).unwrap();
+        }
+        assert_eq!(subscriptions.open(mpsc::channel(1).1), Err(SubscriptionError::TooMany));
+    }
+}

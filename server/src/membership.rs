@@ -1,0 +1,192 @@
+//! How the nodes of a session come together and part.
+//!
+//! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that
+//! no node has to reach all others. The end of a session goes from one node to all others directly, because nodes below a
+//! lost node must end too.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, START_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, AgreedNetwork, Rejection};
+use dayfly_transport::{Agreement, Transport};
+use futures_util::future::{join_all, try_join_all};
+use tokio::sync::watch;
+use tracing::Instrument;
+
+use crate::blocking::{Blocking, JobLost};
+use crate::peers::{PeerError, Peers};
+use crate::store::Store;
+
+/// Why a session could not start on all nodes.
+#[derive(Debug, thiserror::Error)]
+#[error("{}", self.message())]
+pub struct JoinError {
+    /// The node that could not reach a peer, or did not like its answer.
+    node: NodeId,
+    #[source]
+    cause: PeerError,
+}
+
+impl JoinError {
+    fn message(&self) -> String {
+        match &self.cause {
+            // The reason names the node that failed, which may be further down the tree.
+            PeerError::Rejected { rejection, .. } => rejection.reason.clone(),
+            cause => format!("node {}: {cause}", self.node),
+        }
+    }
+}
+
+impl From<JoinError> for Rejection {
+    fn from(error: JoinError) -> Self {
+        let reason = error.to_string();
+        Self { reason, ..error.cause.into_rejection() }
+    }
+}
+
+/// What the end of a session came to.
+#[derive(Default)]
+pub(crate) struct Ending {
+    /// Nodes that serve no longer.
+    pub(crate) nodes: u16,
+    /// Bytes freed on their data dirs.
+    pub(crate) freed_bytes: u64,
+    /// Nodes that could not be asked to end, and why.
+    pub(crate) failures: Vec<String>,
+}
+
+/// One node as a member of its session.
+pub(crate) struct Membership {
+    node: NodeId,
+    peers: Arc<Peers>,
+    transport: Arc<dyn Transport>,
+    store: Arc<Store>,
+    blocking: Arc<dyn Blocking>,
+    has_ended: watch::Sender<bool>,
+}
+
+impl Membership {
+    pub(crate) fn new(peers: Arc<Peers>, transport: Arc<dyn Transport>, store: Arc<Store>, blocking: Arc<dyn Blocking>) -> Self {
+        Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
+    }
+
+    /// Takes the roster, meets peers, and has the nodes below do the same. Returns, as sentences, which pairs of nodes do
+    /// not reach each other over the network that was tried.
+    pub(crate) async fn join(&self, addresses: &[SocketAddr], agreement: Agreement) -> Result<Vec<String>, JoinError> {
+        let span = tracing::info_span!("join", node = %self.node, nodes = addresses.len());
+        async {
+            self.peers.set_roster(addresses);
+            self.transport.agree(agreement.clone());
+            let addresses = addresses.iter().map(SocketAddr::to_string).collect();
+            let request = AdministrationRequest::Join { addresses, network: to_wire(agreement) };
+            let meeting = async { self.peers.meet().await.map_err(|cause| JoinError { node: self.node, cause }) };
+            let (below, ()) = tokio::try_join!(self.ask_below(&request), meeting)?;
+            let sentence = |(peer, why)| format!("node {} does not reach node {peer}: {why}", self.node);
+            let mut fallen_back: Vec<String> = self.transport.fallen_back().into_iter().map(sentence).collect();
+            for reply in below {
+                if let AdministrationReply::Joined { fallen_back: theirs } = reply {
+                    fallen_back.extend(theirs);
+                }
+            }
+            fallen_back.truncate(FALLEN_BACK_SHOWN_MAX);
+            tracing::info!("this node has joined the session");
+            Ok(fallen_back)
+        }
+        .instrument(span)
+        .await
+    }
+
+    /// Uses the network that all nodes have agreed on, and has the nodes below do the same.
+    pub(crate) async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
+        self.transport.agree(agreement.clone());
+        self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)
+    }
+
+    async fn ask_below(&self, request: &AdministrationRequest) -> Result<Vec<AdministrationReply>, JoinError> {
+        let asking = below(self.node.index(), self.peers.count()).map(|node| async move {
+            let asked = self.peers.ask(NodeId(node as u16), request.clone(), START_TIMEOUT).await;
+            asked.map_err(|cause| JoinError { node: self.node, cause })
+        });
+        try_join_all(asking).await
+    }
+
+    /// Ends the session on all other nodes but `spared`, and frees what this node holds. The caller ends this node itself,
+    /// with [`Self::end`], once its answer has gone out.
+    pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
+        let others = self.peers.nodes().filter(|node| *node != self.node && !spared.contains(&node.0));
+        let timeout = self.peers.deadlines().request;
+        let asking = join_all(others.map(|node| self.peers.ask(node, AdministrationRequest::End, timeout)));
+        let mut ending = Ending::default();
+        for answer in asking.await {
+            match answer {
+                Ok(AdministrationReply::Ended { freed_bytes }) => {
+                    ending.nodes += 1;
+                    ending.freed_bytes += freed_bytes;
+                }
+                Ok(_) => {}
+                Err(error) => ending.failures.push(error.to_string()),
+            }
+        }
+        match self.free_all().await {
+            Ok(freed_bytes) => {
+                ending.nodes += 1;
+                ending.freed_bytes += freed_bytes;
+            }
+            Err(error) => ending.failures.push(format!("node {}: {error}", self.node)),
+        }
+        ending
+    }
+
+    /// Frees all room on this node's drives, even under open files. Returns the bytes freed.
+    pub(crate) async fn free_all(&self) -> Result<u64, JobLost> {
+        let store = self.store.clone();
+        self.blocking.run(move || store.free_all()).await
+    }
+
+    /// Lets the server of this node exit.
+    pub(crate) fn end(&self) {
+        self.has_ended.send_replace(true);
+    }
+
+    /// Waits until the session has ended on this node.
+    pub(crate) async fn ended(&self) {
+        // It fails only once the sender is dropped, and `self` holds it.
+        let _ = self.has_ended.subscribe().wait_for(|has_ended| *has_ended).await;
+    }
+}
+
+/// The nodes directly below a node in the tree.
+fn below(node: usize, count: usize) -> impl Iterator<Item = usize> {
+    (node * TREE_WIDTH + 1..=node * TREE_WIDTH + TREE_WIDTH).take_while(move |&below| below < count)
+}
+
+fn to_wire(agreement: Agreement) -> AgreedNetwork {
+    match agreement {
+        Agreement::Rdma { note } => AgreedNetwork::Rdma { note },
+        Agreement::Tcp { why } => AgreedNetwork::Tcp { why },
+    }
+}
+
+/// The agreement that arrived in a message.
+pub(crate) fn from_wire(network: AgreedNetwork) -> Agreement {
+    match network {
+        AgreedNetwork::Rdma { note } => Agreement::Rdma { note },
+        AgreedNetwork::Tcp { why } => Agreement::Tcp { why },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tree_reaches_every_node_once() {
+        for count in [1, 2, 16, 17, 18, 300, 4096] {
+            let mut reached: Vec<usize> = (0..count).flat_map(|node| below(node, count)).collect();
+            reached.sort_unstable();
+            assert_eq!(reached, (1..count).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Connecting to one peer: when it is first needed, and again when the connection was lost.
+//!
+//! A dial runs as a task of its own. All requests that need the peer meanwhile share it, none waits for it longer than its
+//! own deadline allows, and a request that comes later finds its outcome.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_transport::{Connection, Transport, TransportError};
+use tokio::sync::SetOnce;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+use tokio::time::timeout;
+
+type DialOutcome = Result<Arc<dyn Connection>, TransportError>;
+/// A dial, under way or finished: when it ended, and its outcome. Waiters get it in the order in which they came.
+type Dial = SetOnce<(Instant, DialOutcome)>;
+
+/// Dials one peer, and keeps the connection.
+pub(super) struct Dialer {
+    peer: NodeId,
+    address: SocketAddr,
+    redial: Duration,
+    last_dial: Mutex<LastDial>,
+}
+
+#[derive(Default)]
+struct LastDial {
+    /// The last dial; unset while it is under way.
+    dial: Option<Arc<Dial>>,
+    /// The task of a dial under way. It ends with the dialer.
+    task: JoinSet<()>,
+}
+
+impl Dialer {
+    pub(super) fn new(peer: NodeId, address: SocketAddr, deadlines: &Deadlines) -> Self {
+        Self { peer, address, redial: deadlines.redial, last_dial: Mutex::default() }
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    fn last_dial(&self) -> MutexGuard<'_, LastDial> {
+        self.last_dial.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not lost.
+    pub(super) fn is_lost(&self) -> bool {
+        let last_dial = self.last_dial();
+        match last_dial.dial.as_ref().and_then(|dial| dial.get()) {
+            Some((_, Ok(connection))) => connection.is_lost(),
+            Some((_, Err(_))) => true,
+            None => false,
+        }
+    }
+
+    /// Returns the connection. If there is none, dials, and waits for that as long as `limit` allows.
+    pub(super) async fn connection(&self, transport: &Arc<dyn Transport>, limit: Duration) -> DialOutcome {
+        let dial = self.usable_dial(transport);
+        let late = || TransportError::Timeout { peer: self.peer, address: self.address, timeout: limit };
+        timeout(limit, dial.wait()).await.map_or_else(|_| Err(late()), |(_, outcome)| outcome.clone())
+    }
+
+    /// Returns the last dial, or starts a new one if the last is of no use any more.
+    fn usable_dial(&self, transport: &Arc<dyn Transport>) -> Arc<Dial> {
+        let mut last_dial = self.last_dial();
+        let LastDial { dial, task } = &mut *last_dial;
+        if let Some(dial) = dial {
+            let is_usable = match dial.get() {
+                Some((_, Ok(connection))) => {
+                    if connection.is_lost() {
+                        tracing::warn!(peer = %self.peer, address = %self.address, "peer lost; dialing again");
+                    }
+                    !connection.is_lost()
+                }
+                // A request that comes within a moment of a failure shares that failure instead of dialing again.
+                Some((at, Err(_))) => at.elapsed() < self.redial,
+                // A dial whose task has panicked never ends.
+                None => task.try_join_next().is_none(),
+            };
+            if is_usable {
+                return dial.clone();
+            }
+        }
+        let new = Arc::new(Dial::new());
+        let (transport, peer, address, dialing) = (transport.clone(), self.peer, self.address, new.clone());
+        *task = JoinSet::new();
+        task.spawn(async move {
+            let outcome = transport.connect(peer, address).await;
+            if let Err(error) = &outcome {
+                tracing::warn!(%peer, %address, %error, "cannot reach a peer");
+            }
+            // This task alone sets it. It stays until the next dial, whether anybody still waits for it or not.
+            let _ = dialing.set((Instant::now(), outcome));
+        });
+        *dial = Some(new.clone());
+        new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+    use dayfly_meta::wire::status::Network;
+    use dayfly_transport::{Ability, Agreement, LossCause, Offered, Pulled, Region, Service, Serving, Slot};
+    use tokio::sync::watch;
+
+    use super::*;
+
+    /// A peer that can be reached once the test opens it.
+    struct Slow {
+        dials: AtomicUsize,
+        open: watch::Receiver<bool>,
+    }
+
+    struct TestConnection(AtomicBool);
+
+    #[async_trait]
+    impl Connection for TestConnection {
+        fn peer(&self) -> NodeId {
+            NodeId(1)
+        }
+
+        fn is_lost(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+
+        async fn pull(&self, _message: Vec<u8>, _slots: Vec<Slot>, _timeout: Duration) -> Result<Pulled, TransportError> {
+            Err(TransportError::TooLong(0))
+        }
+
+        async fn offer(&self, _: Vec<u8>, _: Slot, _: usize, _: Duration) -> Result<Offered, TransportError> {
+            Err(TransportError::TooLong(0))
+        }
+    }
+
+    #[async_trait]
+    impl Transport for Slow {
+        fn region(&self, len: u64) -> io::Result<Region> {
+            Region::new(len)
+        }
+
+        async fn connect(&self, peer: NodeId, address: SocketAddr) -> DialOutcome {
+            let lost = || TransportError::Lost { peer, address, cause: LossCause::Closed };
+            self.dials.fetch_add(1, Ordering::Relaxed);
+            self.open.clone().wait_for(|open| *open).await.map_err(|_| lost())?;
+            Ok(Arc::new(TestConnection(AtomicBool::new(false))))
+        }
+
+        async fn serve(&self, _service: Arc<dyn Service>) -> io::Result<Serving> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn ability(&self) -> Ability {
+            Ability { rdma: Err("none".to_owned()) }
+        }
+
+        fn agree(&self, _agreement: Agreement) {}
+
+        fn fallen_back(&self) -> Vec<(NodeId, String)> {
+            Vec::new()
+        }
+
+        fn status(&self) -> Network {
+            Network::default()
+        }
+    }
+
+    /// Promise of `docs/SEMANTICS.md`: dialling counts towards a request's deadline, and goes on for the next request.
+    #[tokio::test]
+    async fn askers_share_a_dial_that_goes_on_past_their_deadlines() {
+        let (open, opened) = watch::channel(false);
+        let slow = Arc::new(Slow { dials: AtomicUsize::new(0), open: opened });
+        let transport: Arc<dyn Transport> = slow.clone();
+        let address = "127.0.0.1:1".parse().unwrap();
+        let dialer = Dialer::new(NodeId(1), address, &Deadlines::DEFAULT);
+        let limit = Duration::from_millis(50);
+        let start = Instant::now();
+        let asking = (0..10).map(|_| dialer.connection(&transport, limit));
+        for outcome in futures_util::future::join_all(asking).await {
+            assert!(matches!(outcome.err(), Some(TransportError::Timeout { peer: NodeId(1), .. })));
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "no request waits for another");
+        assert!(!dialer.is_lost(), "it is still being dialed");
+        open.send_replace(true);
+        let connection = dialer.connection(&transport, Duration::from_secs(30)).await.unwrap();
+        assert_eq!(connection.peer(), NodeId(1));
+        assert!(dialer.connection(&transport, Duration::ZERO).await.is_ok(), "it needs no wait");
+        assert_eq!(slow.dials.load(Ordering::Relaxed), 1, "one dial served all requests");
+        // All requests that come soon after a failure share it.
+        drop(open);
+        let (_, closed) = watch::channel(false);
+        let gone = Arc::new(Slow { dials: AtomicUsize::new(0), open: closed });
+        let (transport, dialer): (Arc<dyn Transport>, Dialer) =
+            (gone.clone(), Dialer::new(NodeId(1), address, &Deadlines::DEFAULT));
+        for _ in 0..2 {
+            assert!(matches!(dialer.connection(&transport, limit * 100).await.err(), Some(TransportError::Lost { .. })));
+        }
+        assert!(dialer.is_lost());
+        assert_eq!(gone.dials.load(Ordering::Relaxed), 1);
+    }
+}

@@ -1,0 +1,243 @@
+//! Room on this node's drives: what stage-ins need, and what cached blocks may use of the rest.
+//!
+//! Cached blocks are copies of other nodes' blocks. They make way: a stage-in that finds no room calls
+//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes beside blocks), which evict cached
+//! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
+//!
+//! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. Room is freed only when
+//! no process reads a block in place that lies in it.
+//!
+//! This module decides how much is cached. It does not write, read or place a single block: that is up to `store` and
+//! `cache_writer`.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::wire::peer::{Rejection, RejectionKind};
+use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep};
+
+use crate::blocking::{Blocking, JobLost};
+use crate::prefetch::Prefetcher;
+use crate::processes::Processes;
+use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
+
+/// How often to look whether processes still have views.
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+/// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
+/// each batch would take longer than writing the batch.
+const ROOM_STEPS: u64 = 64;
+/// How often the amount to evict doubles within one call. After that, everything is evicted.
+const ROUNDS_MAX: u32 = 16;
+
+/// Why room could not be made.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RoomError {
+    /// A drive did not free the blocks that were evicted.
+    #[error("cannot free cached blocks: {0}")]
+    Free(#[source] io::Error),
+    /// A drive did not take the table of cached blocks.
+    #[error("cannot prepare for caching blocks: {0}")]
+    Prepare(#[source] io::Error),
+    #[error(transparent)]
+    JobLost(#[from] JobLost),
+}
+
+impl From<RoomError> for Rejection {
+    fn from(error: RoomError) -> Self {
+        let kind = match &error {
+            RoomError::Free(_) | RoomError::Prepare(_) => RejectionKind::DriveFailed,
+            RoomError::JobLost(_) => RejectionKind::Failed,
+        };
+        Self::new(kind, error)
+    }
+}
+
+/// The room of one node.
+pub(crate) struct Room {
+    store: Arc<Store>,
+    processes: Arc<Processes>,
+    prefetcher: Arc<Prefetcher>,
+    blocking: Arc<dyn Blocking>,
+    deadlines: Deadlines,
+    /// Held while a plan or an eviction runs.
+    planning: Mutex<()>,
+    stage_ins: AtomicUsize,
+}
+
+/// A stage-in that needs room. While any exists, nothing more is cached.
+pub(crate) struct StageInGuard(Arc<Room>);
+
+impl Drop for StageInGuard {
+    fn drop(&mut self) {
+        self.0.stage_ins.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Room {
+    pub(crate) fn new(
+        store: Arc<Store>,
+        processes: Arc<Processes>,
+        prefetcher: Arc<Prefetcher>,
+        blocking: Arc<dyn Blocking>,
+        deadlines: Deadlines,
+    ) -> Self {
+        let (planning, stage_ins) = (Mutex::default(), AtomicUsize::new(0));
+        Self { store, processes, prefetcher, blocking, deadlines, planning, stage_ins }
+    }
+
+    /// Counts a stage-in. Drop the guard when the stage-in has ended, then call [`Self::plan_cache`].
+    pub(crate) fn stage_in(self: &Arc<Self>) -> StageInGuard {
+        self.stage_ins.fetch_add(1, Ordering::AcqRel);
+        StageInGuard(self.clone())
+    }
+
+    /// Applies a policy to this node.
+    pub(crate) async fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), RoomError> {
+        self.prefetcher.set_policy(policy);
+        match policy.cache_bytes {
+            Some(_) => self.plan_cache().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Evicts cached blocks for a stage-in that found no room for `bytes`, and for some more. Returns whether another
+    /// attempt is worth it.
+    pub(crate) async fn make_room(self: &Arc<Self>, bytes: u64) -> Result<bool, RoomError> {
+        let _alone = self.planning.lock().await;
+        let (has_room, missing) =
+            self.on_drives(move |room| (room.store.has_room(bytes), room.store.headroom_missing(0))).await?;
+        if has_room {
+            // Another caller has made some.
+            return Ok(true);
+        }
+        let wanted = bytes.max(self.store.capacity() / ROOM_STEPS).saturating_add(missing);
+        if self.evict(wanted).await? > 0 {
+            return Ok(true);
+        }
+        // With no cached blocks to evict, the stage-in's blocks may use the headroom too.
+        Ok(self.store.release_headroom())
+    }
+
+    /// Evicts cached blocks for what a stage-in writes beside blocks, `bytes` or somewhat more, where other programs have
+    /// filled the file system. If nothing is cached, the writes themselves meet the full drive.
+    pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
+        let missing = move |room: &Self| room.store.headroom_missing(bytes);
+        if self.on_drives(missing).await? == 0 {
+            return Ok(());
+        }
+        let _alone = self.planning.lock().await;
+        let missing = self.on_drives(missing).await?;
+        self.evict(missing).await.map(drop)
+    }
+
+    /// Stops caching, because a stage-in needs the room, until [`Self::plan_cache`] finds no stage-in.
+    pub(crate) fn pause_caching(&self) {
+        self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
+        // As long as cached blocks can make way, the stage-in's blocks leave the last of a file system free.
+        self.store.protect_headroom(self.store.cached_room() > 0);
+    }
+
+    /// Divides the room that is free, or taken by cached blocks, among the datasets. Cached blocks stay unless they exceed
+    /// the new share of their dataset.
+    pub(crate) async fn plan_cache(self: &Arc<Self>) -> Result<(), RoomError> {
+        let _alone = self.planning.lock().await;
+        let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
+        let planned = self.on_drives(move |room| {
+            let datasets = room.store.datasets();
+            let wanted = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
+            let threshold = threshold_for(room.store.free().min(limit), wanted);
+            datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(threshold));
+            (threshold, room.has_withdrawn())
+        });
+        let (threshold, has_withdrawn) = planned.await?;
+        if has_withdrawn {
+            // Blocks that processes still have views of are freed by the next plan.
+            self.free_withdrawn().await?;
+        }
+        if self.has_stage_in() {
+            // Stage-ins need the room. The last one to end calls this again.
+            return Ok(());
+        }
+        self.store.release_headroom();
+        let raised = self.on_drives(move |room| {
+            room.store.datasets().iter().try_for_each(|dataset| {
+                dataset.raise_cache_threshold(threshold)?;
+                dataset.cached_blocks().set_paused(false);
+                Ok(())
+            })
+        });
+        raised.await?.map_err(RoomError::Prepare)?;
+        // A stage-in may have begun in the meantime.
+        if self.has_stage_in() {
+            self.pause_caching();
+        }
+        Ok(())
+    }
+
+    fn has_stage_in(&self) -> bool {
+        self.stage_ins.load(Ordering::Acquire) > 0
+    }
+
+    /// Evicts about `wanted` bytes of cached blocks, or all of them. Returns the bytes freed.
+    async fn evict(self: &Arc<Self>, wanted: u64) -> Result<u64, RoomError> {
+        let (mut freed, mut rounds) = (0, 0);
+        while freed < wanted {
+            // A page of a drive is free when the last block in it is evicted. Where blocks are small, the first rounds free
+            // little, so each round evicts more.
+            let more = (wanted - freed).saturating_mul(1 << rounds);
+            rounds = (rounds + 1).min(ROUNDS_MAX);
+            if !self.on_drives(move |room| room.has_withdrawn() || room.withdraw(more)).await? {
+                break;
+            }
+            match self.free_withdrawn().await? {
+                Some(bytes) => freed += bytes,
+                None => break,
+            }
+        }
+        Ok(freed)
+    }
+
+    fn has_withdrawn(&self) -> bool {
+        self.store.datasets().iter().any(|dataset| dataset.has_withdrawn())
+    }
+
+    /// Withdraws about `bytes` of cached blocks, so that no process starts to read them. Returns `false` if none are cached.
+    fn withdraw(&self, bytes: u64) -> bool {
+        let cached_room = self.store.cached_room();
+        let cached: Vec<Arc<Dataset>> =
+            self.store.datasets().into_iter().filter(|dataset| dataset.cached_blocks().threshold() > 0).collect();
+        for dataset in &cached {
+            dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, cached_room));
+        }
+        !cached.is_empty()
+    }
+
+    /// Frees all withdrawn blocks once no process has views of them. Returns the bytes freed, or `None` if a process keeps
+    /// its views for too long.
+    async fn free_withdrawn(self: &Arc<Self>) -> Result<Option<u64>, RoomError> {
+        let deadline = Instant::now() + self.deadlines.views;
+        while self.processes.have_views(self.store.counters()) {
+            if Instant::now() > deadline {
+                tracing::warn!("processes still read withdrawn cached blocks in place; their room stays taken for now");
+                return Ok(None);
+            }
+            sleep(LOOK_INTERVAL).await;
+        }
+        let free = |room: &Self| room.store.datasets().iter().map(|dataset| dataset.free_withdrawn()).sum::<io::Result<u64>>();
+        self.on_drives(free).await?.map(Some).map_err(RoomError::Free)
+    }
+
+    /// Runs work that waits for drives, away from the runtime threads.
+    async fn on_drives<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Result<T, JobLost> {
+        let room = self.clone();
+        self.blocking.run(move || work(&room)).await
+    }
+}

@@ -1,0 +1,54 @@
+//! Administration: membership, status, policy and the end of the session.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, Answered, Rejection, RejectionKind};
+
+use crate::membership::{Membership, from_wire};
+use crate::room::Room;
+use crate::status::StatusReporter;
+
+/// Answers requests to this node as a member of the session.
+pub(crate) struct Administration {
+    pub(crate) membership: Arc<Membership>,
+    pub(crate) status: Arc<StatusReporter>,
+    pub(crate) room: Arc<Room>,
+    /// How long the last answer may take to go out before the server exits.
+    pub(crate) last_answer: Duration,
+}
+
+impl Administration {
+    pub(super) async fn answer(&self, request: AdministrationRequest) -> Answered<AdministrationReply> {
+        match request {
+            AdministrationRequest::Status => Ok(AdministrationReply::Status(Box::new(self.status.node_status()))),
+            AdministrationRequest::Tune(policy) => {
+                self.room.set_policy(policy).await?;
+                Ok(AdministrationReply::Done)
+            }
+            AdministrationRequest::Join { addresses, network } => {
+                let parsed: Result<Vec<SocketAddr>, _> = addresses.iter().map(|address| address.parse()).collect();
+                let invalid =
+                    |error| Rejection::new(RejectionKind::Invalid, format!("an address in the roster is invalid: {error}"));
+                let fallen_back = self.membership.join(&parsed.map_err(invalid)?, from_wire(network)).await?;
+                Ok(AdministrationReply::Joined { fallen_back })
+            }
+            AdministrationRequest::Agree(network) => {
+                self.membership.agree(from_wire(network)).await?;
+                Ok(AdministrationReply::Done)
+            }
+            AdministrationRequest::End => {
+                let freed = self.membership.free_all().await;
+                let freed_bytes = freed.map_err(|error| Rejection::new(RejectionKind::Failed, error))?;
+                let (membership, delay) = (self.membership.clone(), self.last_answer);
+                // On a task of its own, because this answer has to go out first.
+                tokio::spawn(async move {
+                    tokio::time::sleep(delay).await;
+                    membership.end();
+                });
+                Ok(AdministrationReply::Ended { freed_bytes })
+            }
+        }
+    }
+}

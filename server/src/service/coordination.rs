@@ -1,0 +1,41 @@
+//! Coordination: what nodes ask of the coordinator.
+
+use std::sync::Arc;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::peer::{Answered, CoordinatorReply, CoordinatorRequest};
+
+use crate::coordinator::{Coordinator, NodeReport};
+
+/// Answers requests to the coordinator.
+pub(crate) struct Coordination {
+    pub(crate) coordinator: Arc<Coordinator>,
+}
+
+impl Coordination {
+    pub(super) async fn answer(&self, from: NodeId, request: CoordinatorRequest) -> Answered<CoordinatorReply> {
+        let Self { coordinator } = self;
+        Ok(match request {
+            CoordinatorRequest::Start(request) => {
+                let subscription = coordinator.start(request)?;
+                CoordinatorReply::Started { subscription }
+            }
+            CoordinatorRequest::NextEvent { subscription, received } => {
+                let event = coordinator.subscriptions().next(subscription, received).await?;
+                CoordinatorReply::Event(event.map(Box::new))
+            }
+            CoordinatorRequest::Unsubscribe { subscription } => {
+                coordinator.subscriptions().close(subscription);
+                CoordinatorReply::Done
+            }
+            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, finished).await,
+            CoordinatorRequest::Report { stage_in, progress, waits, suspects, sightings } => {
+                coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })
+            }
+            CoordinatorRequest::Fail { stage_in, rejection } => {
+                coordinator.fail(stage_in, from, rejection);
+                CoordinatorReply::Done
+            }
+        })
+    }
+}

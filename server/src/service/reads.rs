@@ -1,0 +1,55 @@
+//! Reads: chunks of datasets, and bytes of runs and catalogs.
+
+use std::sync::Arc;
+
+use dayfly_meta::checksum::checksum;
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::wire::peer::{Answered, ReadReply, ReadRequest, Rejection, RejectionKind};
+use dayfly_transport::Piece;
+
+use crate::fetch::Fetcher;
+use crate::stage_in::NodeStageIns;
+use crate::store::{Dataset, Store};
+
+/// Answers reads.
+pub(crate) struct Reads {
+    pub(crate) store: Arc<Store>,
+    pub(crate) stage_ins: Arc<NodeStageIns>,
+    pub(crate) fetcher: Arc<Fetcher>,
+}
+
+impl Reads {
+    /// `room` has the length of each of the asker's slots.
+    pub(super) fn answer(&self, request: ReadRequest, room: &[u64]) -> Answered<(ReadReply, Vec<Piece>)> {
+        let first_room = room.first().copied().unwrap_or(0);
+        match request {
+            ReadRequest::Chunks { dataset, chunks } => {
+                let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset is not there (any more)");
+                let dataset = self.readable_dataset(dataset).ok_or_else(gone)?;
+                if chunks.len() != room.len() {
+                    let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());
+                    return Err(Rejection::new(RejectionKind::Invalid, reason));
+                }
+                let (missing, pieces) = self.fetcher.serve(&dataset, &chunks);
+                Ok((ReadReply::Chunks { missing }, pieces))
+            }
+            ReadRequest::Run { stage_in, run, offset } => {
+                Ok(with_checksum(self.stage_ins.get(stage_in)?.read_run(run, offset, first_room)?))
+            }
+            ReadRequest::Catalog { stage_in, offset } => {
+                Ok(with_checksum(self.stage_ins.get(stage_in)?.read_catalog(offset, first_room)?))
+            }
+        }
+    }
+
+    /// A dataset that peers may read: one that is visible here, or one that peers show before or after this node does.
+    fn readable_dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let visible = || self.store.dataset(id);
+        // Between the first two looks it may have become visible, and its stage-in may have settled.
+        visible().or_else(|| self.stage_ins.dataset(id)).or_else(visible)
+    }
+}
+
+fn with_checksum(bytes: Vec<u8>) -> (ReadReply, Vec<Piece>) {
+    (ReadReply::Bytes { checksum: checksum(&bytes) }, vec![Piece::Bytes(bytes)])
+}

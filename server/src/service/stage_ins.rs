@@ -1,0 +1,42 @@
+//! Stage-ins: what this node's parts of them must do.
+
+use std::sync::Arc;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::peer::{Answered, NodeStageInReply, NodeStageInRequest};
+
+use crate::stage_in::{NodeStageIns, PreparedCatalog, StageInOrder};
+
+/// Answers requests to this node's parts of stage-ins.
+pub(crate) struct StageIns {
+    pub(crate) stage_ins: Arc<NodeStageIns>,
+}
+
+impl StageIns {
+    pub(super) async fn answer(&self, from: NodeId, request: NodeStageInRequest) -> Answered<NodeStageInReply> {
+        let Self { stage_ins } = self;
+        match request {
+            NodeStageInRequest::MakeHeadroom => stage_ins.make_headroom().await?,
+            NodeStageInRequest::Begin { stage_in: number, selection, seed, max_rate, capacities } => {
+                let order = StageInOrder { number, coordinator: from, selection, seed, max_rate, capacities };
+                stage_ins.begin(order).await?;
+            }
+            NodeStageInRequest::Reserve { stage_in, block_len, rival } => {
+                let arrival = stage_ins.get(stage_in)?.reserve(block_len, rival).await?;
+                return Ok(NodeStageInReply::Reserved { arrival });
+            }
+            NodeStageInRequest::Finish { stage_in } => {
+                let (run_lens, counted) = stage_ins.get(stage_in)?.finish().await?;
+                return Ok(NodeStageInReply::Finished { run_lens, counted });
+            }
+            NodeStageInRequest::Prepare { stage_in, dataset, target, from, len, checksum } => {
+                let announced = PreparedCatalog { dataset, target, from, len, checksum };
+                stage_ins.get(stage_in)?.prepare(announced).await?;
+            }
+            NodeStageInRequest::Commit { stage_in, replaces } => stage_ins.get(stage_in)?.commit(replaces)?,
+            NodeStageInRequest::Settle { stage_in } => stage_ins.settle(stage_in).await?,
+            NodeStageInRequest::Abort { stage_in } => stage_ins.abort(stage_in).await?,
+        }
+        Ok(NodeStageInReply::Done)
+    }
+}

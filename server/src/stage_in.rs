@@ -1,0 +1,332 @@
+//! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
+//!
+//! [`NodeStageIns`] holds one [`NodeStageIn`] for each stage-in that runs. The coordinator, on node 0, drives it with
+//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works by itself:
+//!
+//! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
+//! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
+//! - `report`: tells the coordinator five times a second how far the node is, and notices when it must end;
+//! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
+//! - `memory`: divides the node's memory for stage-ins.
+//!
+//! Invariants: a part ends exactly once, by being removed from [`NodeStageIns`]; what follows is either settled (the dataset
+//! stays) or aborted (nothing of it stays). Once the dataset is visible here, only the coordinator may take that back,
+//! because other nodes may show it too. No wait of a worker outlasts the cancellation of its stage-in.
+//!
+//! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`], which it
+//! knows only as a peer that it asks.
+
+mod error;
+mod landing;
+mod memory;
+mod publish;
+mod report;
+mod sink;
+mod workers;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::placement::{self, Placement};
+use dayfly_meta::wire::control::{Counted, Selection};
+use dayfly_stagein::StageInError;
+use dayfly_stagein::path_conflicts::SuspectPaths;
+use dayfly_stagein::progress::ProgressMonitor;
+use dayfly_transport::{Region, Transport};
+use tokio::sync::{SetOnce, watch};
+use tokio::task::JoinSet;
+use tracing::Instrument;
+
+use crate::arena::Arena;
+use crate::blocking::Blocking;
+use crate::ingest::Ingest;
+use crate::peers::Peers;
+use crate::room::{Room, StageInGuard};
+use crate::store::{Dataset, Drive, Reservation, Segments, Store, unnamed_file};
+pub(crate) use error::NodeStageInError;
+use memory::MemoryShares;
+pub(crate) use publish::PreparedCatalog;
+
+/// The parts of a node that its stage-ins use.
+pub(crate) struct StageInContext {
+    pub(crate) node: NodeId,
+    /// Worker threads of each stage-in.
+    pub(crate) workers: usize,
+    /// Threads that decode one compressed source.
+    pub(crate) decoders: usize,
+    /// Bytes of memory for all stage-ins of this node.
+    pub(crate) memory: u64,
+    pub(crate) store: Arc<Store>,
+    pub(crate) arena: Arena,
+    pub(crate) room: Arc<Room>,
+    pub(crate) peers: Arc<Peers>,
+    /// Registers the memory for batches.
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) blocking: Arc<dyn Blocking>,
+}
+
+impl StageInContext {
+    fn deadlines(&self) -> &Deadlines {
+        self.peers.deadlines()
+    }
+}
+
+/// All stage-ins that this node takes part in.
+pub(crate) struct NodeStageIns {
+    context: Arc<StageInContext>,
+    running: Mutex<HashMap<u64, Running>>,
+}
+
+/// A stage-in that runs on this node.
+struct Running {
+    stage_in: Arc<NodeStageIn>,
+    /// Keeps caching paused.
+    _guard: StageInGuard,
+}
+
+/// What the coordinator announces of a stage-in when it begins.
+pub(crate) struct StageInOrder {
+    pub(crate) number: u64,
+    pub(crate) coordinator: NodeId,
+    pub(crate) selection: Selection,
+    pub(crate) seed: u64,
+    /// Source bytes that this node may read in a second.
+    pub(crate) max_rate: Option<u64>,
+    /// Free bytes on each node, in order.
+    pub(crate) capacities: Vec<u64>,
+}
+
+impl NodeStageIns {
+    pub(crate) fn new(context: StageInContext) -> Self {
+        Self { context: Arc::new(context), running: Mutex::default() }
+    }
+
+    /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
+    pub(crate) async fn begin(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
+        let stage_ins = self.clone();
+        // Creates files and builds the hash ring, so it must not run on a runtime thread.
+        self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
+        self.context.room.pause_caching();
+        Ok(())
+    }
+
+    fn begin_now(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
+        let (number, seed) = (order.number, order.seed);
+        let members = (0..).map(NodeId).zip(order.capacities.clone());
+        let members = members.map(|(node, capacity)| placement::Member { node, capacity }).collect::<Vec<_>>();
+        let stage_in = Arc::new(NodeStageIn::new(self.context.clone(), order)?);
+        let placement = Arc::new(Placement::new(seed, &members));
+        let span = tracing::info_span!("stage_in", node = %self.context.node, stage_in = number);
+        let mut tasks = stage_in.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        tasks.spawn(workers::run_all(stage_in.clone(), placement).instrument(span.clone()));
+        tasks.spawn(report::report_until_end(Arc::downgrade(self), stage_in.clone()).instrument(span.clone()));
+        tasks.spawn(report::maintain_headroom(stage_in.clone()).instrument(span));
+        drop(tasks);
+        let running = Running { stage_in, _guard: self.context.room.stage_in() };
+        self.running().insert(number, running);
+        Ok(())
+    }
+
+    pub(crate) fn get(&self, number: u64) -> Result<Arc<NodeStageIn>, NodeStageInError> {
+        self.running().get(&number).map(|running| running.stage_in.clone()).ok_or(NodeStageInError::NotRunning)
+    }
+
+    /// All stage-ins that run on this node.
+    pub(crate) fn all(&self) -> Vec<Arc<NodeStageIn>> {
+        self.running().values().map(|running| running.stage_in.clone()).collect()
+    }
+
+    /// Whether any stage-in runs on this node.
+    #[cfg(test)]
+    pub(crate) fn is_any(&self) -> bool {
+        !self.running().is_empty()
+    }
+
+    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
+        let datasets = |stage_in: Arc<NodeStageIn>| {
+            let publication = stage_in.publication();
+            [publication.prepared.clone(), publication.replaced.clone()]
+        };
+        self.all().into_iter().flat_map(datasets).flatten().find(|dataset| dataset.id() == id)
+    }
+
+    /// Makes room for what a stage-in writes beside blocks, before it begins.
+    pub(crate) async fn make_headroom(&self) -> Result<(), NodeStageInError> {
+        Ok(self.context.room.make_headroom(0).await?)
+    }
+
+    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has ended already.
+    pub(crate) async fn settle(&self, number: u64) -> Result<(), NodeStageInError> {
+        self.end(number, NodeStageIn::settle).await.map(drop)
+    }
+
+    /// Ends a stage-in and undoes all that it did. Does nothing if it has ended already.
+    pub(crate) async fn abort(&self, number: u64) -> Result<(), NodeStageInError> {
+        self.end(number, NodeStageIn::abort).await.map(drop)
+    }
+
+    async fn end(&self, number: u64, how: fn(&NodeStageIn)) -> Result<(), NodeStageInError> {
+        // The guard is dropped here, so that caching can resume.
+        let Some(Running { stage_in, .. }) = self.running().remove(&number) else { return Ok(()) };
+        self.context.blocking.run(move || how(&stage_in)).await?;
+        Ok(self.context.room.plan_cache().await?)
+    }
+
+    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One node's part of a stage-in.
+pub(crate) struct NodeStageIn {
+    number: u64,
+    coordinator: NodeId,
+    seed: u64,
+    selection: Selection,
+    context: Arc<StageInContext>,
+    memory: MemoryShares,
+    ingest: Arc<Ingest>,
+    /// Memory for batches that arrive, until they are written.
+    landing: Region,
+    monitor: Arc<ProgressMonitor>,
+    /// Paths that the coordinator has workers look for.
+    suspect_paths: Arc<SuspectPaths>,
+    /// The workers' runs, once all workers have finished.
+    runs: watch::Sender<Option<Runs>>,
+    publication: Mutex<Publication>,
+    /// Room for the catalog, reserved while files are found, so that blocks do not take it.
+    catalog_room: Mutex<Option<Reservation>>,
+    catalog_drive: Arc<Drive>,
+    /// Set together with the monitor's flag: ends the waits of workers at once.
+    cancelled: SetOnce<()>,
+    tasks: Mutex<JoinSet<()>>,
+}
+
+/// Sorted runs with their lengths, or why there are none.
+type Runs = Result<Arc<Vec<(File, u64)>>, Arc<NodeStageInError>>;
+
+/// How far publishing has come on this node.
+#[derive(Default)]
+struct Publication {
+    catalog: Option<Arc<File>>,
+    prepared: Option<Arc<Dataset>>,
+    /// The dataset, once it is visible.
+    visible: Option<DatasetId>,
+    /// The dataset that it replaced, until that is settled.
+    replaced: Option<Arc<Dataset>>,
+}
+
+impl NodeStageIn {
+    /// Reserves memory and creates the files of a stage-in. Blocks.
+    fn new(context: Arc<StageInContext>, order: StageInOrder) -> Result<Self, NodeStageInError> {
+        let StageInOrder { number, coordinator, selection, seed, max_rate, capacities } = order;
+        let (theirs, ours) = (capacities.len(), context.peers.count());
+        if theirs != ours {
+            return Err(NodeStageInError::OtherRoster { theirs, ours });
+        }
+        let segments = Segments::create(context.store.drives(), DatasetId(number as u32)).map_err(NodeStageInError::Begin)?;
+        let memory = MemoryShares::divide(context.memory, context.workers);
+        let landing = context.transport.region(memory.landing_len()).map_err(NodeStageInError::Begin)?;
+        let catalog_drive = context.store.roomiest_drive();
+        let arrivals =
+            unnamed_file(catalog_drive.path()).map_err(|error| NodeStageInError::Begin(catalog_drive.write_error(error)))?;
+        let monitor = Arc::new(ProgressMonitor::new(max_rate));
+        let ingest_memory = (memory.shuffle_len, memory.paths_len);
+        Ok(Self {
+            number,
+            coordinator,
+            seed,
+            selection,
+            memory,
+            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, ingest_memory, monitor.clone())),
+            landing,
+            monitor,
+            suspect_paths: Arc::default(),
+            runs: watch::Sender::new(None),
+            publication: Mutex::default(),
+            catalog_room: Mutex::new(catalog_drive.reserve(0)),
+            catalog_drive,
+            cancelled: SetOnce::new(),
+            tasks: Mutex::default(),
+            context,
+        })
+    }
+
+    pub(crate) fn ingest(&self) -> &Arc<Ingest> {
+        &self.ingest
+    }
+
+    fn deadlines(&self) -> &Deadlines {
+        self.context.deadlines()
+    }
+
+    /// Ends the workers at their next step, and each of their waits at once.
+    fn cancel(&self) {
+        self.monitor.cancel();
+        // A stage-in may be cancelled more than once.
+        let _ = self.cancelled.set(());
+    }
+
+    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. Through this, no
+    /// worker waits longer than that, whatever a drive or a peer does.
+    async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
+        tokio::select! {
+            biased;
+            _ = self.cancelled.wait() => Err(StageInError::Cancelled),
+            done = work => Ok(done),
+        }
+    }
+
+    /// Waits for the workers to finish, and writes all blocks to the drives. Returns the lengths of the runs, and what was
+    /// counted since the last report.
+    pub(crate) async fn finish(&self) -> Result<(Vec<u64>, Counted), NodeStageInError> {
+        let mut finished = self.runs.subscribe();
+        // The sender lives as long as `self`.
+        let runs = finished.wait_for(Option::is_some).await.ok().and_then(|runs| runs.clone());
+        let runs = runs.unwrap_or_else(|| Err(Arc::new(NodeStageInError::NotRunning))).map_err(NodeStageInError::Failed)?;
+        let ingest = self.ingest.clone();
+        self.context.blocking.run(move || ingest.finish()).await??;
+        Ok((runs.iter().map(|(_, len)| *len).collect(), self.monitor.take_counted()))
+    }
+
+    /// Reads at most `room` bytes of a run.
+    pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
+        let runs = self.runs.borrow().clone().ok_or(NodeStageInError::NotFinished)?.map_err(NodeStageInError::Failed)?;
+        let (file, len) = runs.get(run as usize).ok_or(NodeStageInError::NoSuchRun(run))?;
+        read_some(file, offset, room.min(len.saturating_sub(offset)))
+    }
+
+    /// Reads at most `room` bytes of the catalog.
+    pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
+        let catalog = self.publication().catalog.clone().ok_or(NodeStageInError::NoCatalog)?;
+        let len = catalog.metadata().map_err(NodeStageInError::ReadBack)?.len();
+        read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
+    }
+
+    /// Ends all tasks and waits of the stage-in.
+    fn stop(&self) {
+        self.cancel();
+        self.runs.send_if_modified(|runs| {
+            let is_open = runs.is_none();
+            runs.get_or_insert_with(|| Err(Arc::new(NodeStageInError::NotRunning)));
+            is_open
+        });
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).abort_all();
+    }
+
+    fn publication(&self) -> MutexGuard<'_, Publication> {
+        self.publication.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {
+    let mut bytes = vec![0; len.min(BATCH_LEN_MAX as u64) as usize];
+    file.read_exact_at(&mut bytes, offset).map_err(NodeStageInError::ReadBack)?;
+    Ok(bytes)
+}

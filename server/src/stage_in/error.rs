@@ -1,0 +1,132 @@
+//! Why a node's part of a stage-in did not do what it was asked.
+
+use std::io;
+use std::sync::Arc;
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::peer::{Rejection, RejectionKind};
+use dayfly_stagein::StageInError;
+
+use crate::blocking::JobLost;
+use crate::ingest::IngestError;
+use crate::peers::PeerError;
+use crate::room::RoomError;
+use crate::store::PrepareError;
+
+/// Why a node's part of a stage-in failed, or rejected a request.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NodeStageInError {
+    #[error("the stage-in has ended on this node, or never began here")]
+    NotRunning,
+    #[error("the coordinator's roster has {theirs} nodes, and this node's roster has {ours}")]
+    OtherRoster { theirs: usize, ours: usize },
+    #[error("cannot begin a stage-in: {0}")]
+    Begin(#[source] io::Error),
+    #[error("a batch of {0} bytes was offered; the most is {BATCH_LEN_MAX}")]
+    TooLong(u64),
+    #[error("this node has no memory free for a batch; it is too busy, or its drives are too slow")]
+    Busy,
+    #[error("an offered batch did not arrive: {0}")]
+    NotLanded(#[source] io::Error),
+    #[error("there is no room for a batch, although room was made for it several times")]
+    NoRoom,
+    #[error(transparent)]
+    Ingest(#[from] IngestError),
+    #[error(transparent)]
+    Room(#[from] RoomError),
+    #[error(transparent)]
+    Worker(#[from] StageInError),
+    /// Shared by all requests that come after the failure.
+    #[error(transparent)]
+    Failed(Arc<NodeStageInError>),
+    #[error("the workers have not finished yet")]
+    NotFinished,
+    #[error("this node has no run {0}")]
+    NoSuchRun(u32),
+    #[error("cannot read back a run or a catalog: {0}")]
+    ReadBack(#[source] io::Error),
+    #[error("the catalog is not on this node yet")]
+    NoCatalog,
+    #[error("there is no room for the catalog; allow more with --capacity")]
+    NoCatalogRoom,
+    #[error("cannot write the catalog: {0}")]
+    WriteCatalog(#[source] io::Error),
+    #[error("cannot read the catalog: {0}")]
+    ReadCatalog(#[source] PeerError),
+    #[error("node {from} has less of the catalog than the coordinator announced")]
+    ShortCatalog { from: NodeId },
+    #[error(transparent)]
+    Prepare(#[from] PrepareError),
+    #[error("no dataset was prepared")]
+    NotPrepared,
+    #[error(transparent)]
+    JobLost(#[from] JobLost),
+}
+
+impl NodeStageInError {
+    fn kind(&self) -> RejectionKind {
+        match self {
+            Self::NotRunning => RejectionKind::NoSuchStageIn,
+            Self::OtherRoster { .. } | Self::TooLong(_) | Self::NoSuchRun(_) => RejectionKind::Invalid,
+            Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
+            Self::Busy => RejectionKind::Busy,
+            Self::NoRoom | Self::NoCatalogRoom => RejectionKind::NoRoom,
+            Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) => RejectionKind::DriveFailed,
+            Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } => RejectionKind::PeerFailed,
+            Self::Ingest(error) => ingest_kind(error),
+            Self::Worker(error) => worker_kind(error),
+            Self::Prepare(error) => prepare_kind(error),
+            Self::Failed(error) => error.kind(),
+            Self::Room(RoomError::Free(_) | RoomError::Prepare(_)) => RejectionKind::DriveFailed,
+            Self::Room(RoomError::JobLost(_)) | Self::JobLost(_) => RejectionKind::Failed,
+        }
+    }
+
+    /// Makes the error shareable. A shared error stays as it is.
+    pub(super) fn share(self) -> Arc<Self> {
+        match self {
+            Self::Failed(error) => error,
+            error => Arc::new(error),
+        }
+    }
+}
+
+fn ingest_kind(error: &IngestError) -> RejectionKind {
+    match error {
+        IngestError::Damaged(_) => RejectionKind::Damaged,
+        IngestError::Write(_) => RejectionKind::DriveFailed,
+        _ => RejectionKind::Invalid,
+    }
+}
+
+fn worker_kind(error: &StageInError) -> RejectionKind {
+    match error {
+        StageInError::Cancelled => RejectionKind::Cancelled,
+        StageInError::Corrupted { .. } => RejectionKind::Damaged,
+        StageInError::TempFile(_) => RejectionKind::DriveFailed,
+        StageInError::NoRoom { .. } => RejectionKind::NoRoom,
+        StageInError::Ship { .. } | StageInError::NoAssignment { .. } => RejectionKind::PeerFailed,
+        _ => RejectionKind::SourceFailed,
+    }
+}
+
+fn prepare_kind(error: &PrepareError) -> RejectionKind {
+    match error {
+        PrepareError::Catalog(_) | PrepareError::Checksum => RejectionKind::Damaged,
+        PrepareError::Missing { .. } => RejectionKind::Failed,
+        PrepareError::Write(_) => RejectionKind::DriveFailed,
+    }
+}
+
+impl From<NodeStageInError> for Rejection {
+    fn from(error: NodeStageInError) -> Self {
+        Self::new(error.kind(), error)
+    }
+}
+
+impl From<&NodeStageInError> for Rejection {
+    fn from(error: &NodeStageInError) -> Self {
+        Self::new(error.kind(), error)
+    }
+}

@@ -1,0 +1,145 @@
+//! Publishing on one node: the catalog arrives, its dataset is prepared, becomes visible, and is settled or aborted.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, PoisonError};
+
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::peer::ReadRequest;
+
+use super::{NodeStageIn, NodeStageInError};
+use crate::store::{Dataset, Drive, Reservation, unnamed_file};
+
+/// Bytes that a file takes in a catalog and in the table of locations, if its name has the usual length.
+const CATALOG_FILE_LEN: u64 = 128;
+/// The table of locations takes less room than the catalog, so twice the catalog's length suffices for both.
+const CATALOG_AND_LOCATIONS: u64 = 2;
+
+/// A finished catalog, as the coordinator announces it.
+pub(crate) struct PreparedCatalog {
+    pub(crate) dataset: DatasetId,
+    /// The dataset's root, below the prefix.
+    pub(crate) target: Vec<u8>,
+    /// A node that has the catalog.
+    pub(crate) from: NodeId,
+    /// Length in bytes.
+    pub(crate) len: u64,
+    /// CRC32C of the whole catalog.
+    pub(crate) checksum: u32,
+}
+
+impl NodeStageIn {
+    /// Reserves room for the catalog of `files` files, as far as there is any. Returns how many bytes are missing.
+    pub(super) fn reserve_catalog_room(&self, files: u64) -> u64 {
+        let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(room) = &mut *room else { return 0 };
+        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        if room.grow(more) { 0 } else { more }
+    }
+
+    /// Takes the room that was reserved for the catalog, and its drive.
+    fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
+        let reserved = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let room = reserved.unwrap_or_else(|| Reservation::empty(&self.catalog_drive));
+        (self.catalog_drive.clone(), room)
+    }
+
+    /// Hands over the catalog on the node that built it.
+    pub(crate) fn set_catalog(&self, catalog: Arc<File>) {
+        self.publication().catalog = Some(catalog);
+    }
+
+    /// Fetches the catalog unless it is here, checks it, and prepares the dataset.
+    pub(crate) async fn prepare(self: &Arc<Self>, announced: PreparedCatalog) -> Result<(), NodeStageInError> {
+        let PreparedCatalog { dataset: id, target, from, len, checksum } = announced;
+        let (drive, mut room) = self.take_catalog_room();
+        let more = len.saturating_sub(room.bytes());
+        if !(room.grow(more) || self.context.room.make_room(more).await? && room.grow(more)) {
+            return Err(NodeStageInError::NoCatalogRoom);
+        }
+        room.shrink_to(len);
+        self.context.room.make_headroom(len.saturating_mul(CATALOG_AND_LOCATIONS)).await?;
+        let catalog = self.publication().catalog.clone();
+        let catalog = match catalog {
+            Some(catalog) => catalog,
+            None => {
+                let catalog = self.fetch_catalog(&drive, from, len).await?;
+                self.set_catalog(catalog.clone());
+                catalog
+            }
+        };
+        let stage_in = self.clone();
+        let nodes = (self.context.node, self.context.peers.count());
+        let preparing = self.context.blocking.run(move || {
+            let (ingest, segments) = (&stage_in.ingest, stage_in.ingest.segments().clone());
+            let find = |arrival| ingest.find(arrival);
+            let stored = ingest.stored_bytes();
+            let dataset = Dataset::prepare(id, target, &catalog, checksum, room, nodes, &drive, segments, stored, &find)?;
+            stage_in.publication().prepared = Some(Arc::new(dataset));
+            Ok(())
+        });
+        preparing.await?
+    }
+
+    async fn fetch_catalog(&self, drive: &Drive, from: NodeId, len: u64) -> Result<Arc<File>, NodeStageInError> {
+        let cannot_write = |error| NodeStageInError::WriteCatalog(drive.write_error(error));
+        let file = unnamed_file(drive.path()).map_err(cannot_write)?;
+        let mut offset = 0;
+        while offset < len {
+            let request = ReadRequest::Catalog { stage_in: self.number, offset };
+            let room = (len - offset).min(BATCH_LEN_MAX as u64);
+            let bytes = self.context.peers.pull_bytes(from, request, room).await.map_err(NodeStageInError::ReadCatalog)?;
+            if bytes.is_empty() {
+                return Err(NodeStageInError::ShortCatalog { from });
+            }
+            file.write_all_at(&bytes, offset).map_err(cannot_write)?;
+            offset += bytes.len() as u64;
+        }
+        Ok(Arc::new(file))
+    }
+
+    /// Makes the prepared dataset visible.
+    pub(crate) fn commit(&self, replaces: Option<DatasetId>) -> Result<(), NodeStageInError> {
+        let mut publication = self.publication();
+        // The dataset also stays among the prepared ones, so that there is no moment at which a peer finds it in neither place.
+        let dataset = publication.prepared.clone().ok_or(NodeStageInError::NotPrepared)?;
+        publication.visible = Some(dataset.id());
+        publication.replaced = self.context.store.show(dataset, replaces);
+        Ok(())
+    }
+
+    /// The dataset is visible on all nodes: frees what it replaced.
+    pub(super) fn settle(&self) {
+        self.stop();
+        if let Some(replaced) = self.publication().replaced.take() {
+            replaced.set_gone(true);
+            replaced.free();
+            self.context.arena.forget(replaced.id());
+        }
+    }
+
+    /// Undoes everything.
+    pub(super) fn abort(&self) {
+        self.stop();
+        let mut publication = self.publication();
+        if let Some(visible) = publication.visible.take() {
+            self.context.store.hide(visible);
+            self.context.arena.forget(visible);
+        }
+        if let Some(replaced) = publication.replaced.take() {
+            self.context.store.show(replaced, None);
+        }
+        // Peers that show the dataset already may be reading it. From here on, what is sent to them does not count.
+        if let Some(prepared) = publication.prepared.take() {
+            prepared.set_gone(true);
+        }
+        self.ingest.segments().free();
+    }
+
+    /// Whether the dataset is visible on this node. From then on only the coordinator may take it back, because other nodes
+    /// may show it too.
+    pub(super) fn is_visible(&self) -> bool {
+        self.publication().visible.is_some()
+    }
+}

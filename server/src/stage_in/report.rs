@@ -1,0 +1,93 @@
+//! The regular report to the coordinator, and the end that follows from its answers.
+
+use std::sync::{Arc, Weak};
+
+use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest};
+use tokio::time::{Instant, sleep};
+
+use super::{NodeStageIn, NodeStageIns};
+use crate::peers::PeerError;
+
+/// Makes room, while the stage-in runs, for what it writes beside blocks, whatever other programs fill the drive with.
+pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
+    while stage_in.unless_cancelled(sleep(stage_in.deadlines().progress_interval)).await.is_ok() {
+        if let Err(error) = stage_in.context.room.make_headroom(0).await {
+            tracing::warn!(%error, "cannot evict cached blocks for a stage-in");
+        }
+    }
+}
+
+/// Reports to the coordinator until the stage-in has ended there, then ends it here. A coordinator that is lost ends the
+/// stage-in here too.
+pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Arc<NodeStageIn>) {
+    let is_aborted = report(&stage_in).await;
+    stage_in.cancel();
+    let number = stage_in.number;
+    let Some(stage_ins) = stage_ins.upgrade() else { return };
+    // On a task of its own, because ending the stage-in aborts this one.
+    tokio::spawn(async move {
+        let ended = match stage_in.is_visible() && !is_aborted {
+            true => stage_ins.settle(number).await,
+            false => stage_ins.abort(number).await,
+        };
+        if let Err(error) = ended {
+            tracing::warn!(%error, "nothing more is cached after a stage-in");
+        }
+    });
+}
+
+/// Reports until there is no more use in it. Returns whether the coordinator has the stage-in aborted.
+async fn report(stage_in: &NodeStageIn) -> bool {
+    let deadlines = *stage_in.deadlines();
+    let mut unanswered_since = None;
+    loop {
+        sleep(deadlines.progress_interval).await;
+        let asked_at = Instant::now();
+        match send_report(stage_in, asked_at).await {
+            Ok(CoordinatorReply::Continue { files, questions }) => {
+                stage_in.suspect_paths.set(questions);
+                let missing = stage_in.reserve_catalog_room(files);
+                // If there is no room, the user learns it when the catalog arrives.
+                if missing > 0 && stage_in.context.room.make_room(missing).await.is_ok_and(|made| made) {
+                    stage_in.reserve_catalog_room(files);
+                }
+            }
+            Ok(CoordinatorReply::Abort) => return true,
+            Ok(_) => return false,
+            // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node on
+            // which it is visible keeps asking for longer than publishing may take. A node that is cut off for that long has
+            // been ended by its lease.
+            Err(_) if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
+                continue;
+            }
+            Err(error) => {
+                tracing::warn!(coordinator = %stage_in.coordinator, %error, "the coordinator does not answer; the stage-in ends here");
+                return false;
+            }
+        }
+        unanswered_since = None;
+    }
+}
+
+async fn send_report(stage_in: &NodeStageIn, asked_at: Instant) -> Result<CoordinatorReply, PeerError> {
+    let deadlines = stage_in.deadlines();
+    let progress = stage_in.monitor.take_counted();
+    let request = CoordinatorRequest::Report {
+        stage_in: stage_in.number,
+        progress,
+        waits: if progress.is_still() { stage_in.monitor.current_activities() } else { Vec::new() },
+        suspects: stage_in.ingest.take_suspects(),
+        sightings: stage_in.suspect_paths.take_sightings(),
+    };
+    let mut attempts = 0;
+    loop {
+        attempts += 1;
+        match stage_in.context.peers.ask(stage_in.coordinator, request.clone(), deadlines.request).await {
+            // All nodes may dial the coordinator at once, so it may be slow to answer. It gets as much time as any peer.
+            Err(PeerError::Transport(_)) if attempts < 2 || asked_at.elapsed() < deadlines.peer_lost => {
+                sleep(deadlines.progress_interval).await;
+            }
+            answer => return answer,
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The worker threads of a stage-in on one node: each takes units from the coordinator until there are none.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use dayfly_meta::placement::Placement;
+use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest, Rejection, UnitReport};
+use dayfly_stagein::StageInError;
+use dayfly_stagein::pipeline::{DecoderLimits, Worker, WorkerConfig};
+use dayfly_stagein::runs::RunWriter;
+use tokio::runtime::Handle;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use super::sink::NodeSink;
+use super::{NodeStageIn, NodeStageInError};
+use crate::peers::PeerError;
+use crate::store::{Drive, unnamed_file};
+
+/// Runs all workers, then keeps their runs. The coordinator is told of the first failure at once, while other workers still
+/// run: otherwise it would wait for the failed worker's unit, and the other workers for the coordinator.
+pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement>) {
+    let mut workers = JoinSet::new();
+    for _ in 0..stage_in.context.workers {
+        let (worker, placement) = (stage_in.clone(), placement.clone());
+        workers.spawn(stage_in.context.blocking.run(move || run_worker(&worker, placement)));
+    }
+    let mut all = Vec::new();
+    let mut failure = None;
+    while let Some(joined) = workers.join_next().await {
+        let finished = match joined {
+            Ok(Ok(Ok(runs))) => Ok(runs),
+            Ok(Ok(Err(error))) => Err(NodeStageInError::Worker(error)),
+            Ok(Err(job_lost)) => Err(NodeStageInError::JobLost(job_lost)),
+            // This task alone could abort them, and does not.
+            Err(_) => Err(NodeStageInError::NotRunning),
+        };
+        match finished {
+            Ok(mut runs) => all.append(&mut runs),
+            // Only the first failure counts: the other workers end because of it.
+            Err(error) if failure.is_none() => {
+                stage_in.cancel();
+                report_failure(&stage_in, &error).await;
+                failure = Some(error);
+            }
+            Err(_) => {}
+        }
+    }
+    stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
+}
+
+/// Tells the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a report. If it
+/// cannot be reached at all, both sides end the stage-in by themselves: it hears no reports, and this node gets no answers.
+async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
+    let (start, deadlines) = (Instant::now(), stage_in.deadlines());
+    loop {
+        let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
+        match stage_in.context.peers.ask(stage_in.coordinator, request, deadlines.request).await {
+            Err(PeerError::Transport(_)) if start.elapsed() < deadlines.peer_lost => sleep(deadlines.progress_interval).await,
+            Err(unreported) => {
+                tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be told");
+                return;
+            }
+            Ok(_) => return,
+        }
+    }
+}
+
+/// One worker. Blocks.
+fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
+    let drive = stage_in.context.store.roomiest_drive();
+    work(stage_in, placement, drive.clone()).map_err(|error| match error {
+        StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)),
+        error => error,
+    })
+}
+
+fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive>) -> Result<Vec<(File, u64)>, StageInError> {
+    let (context, memory) = (&stage_in.context, stage_in.memory);
+    let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
+    let sink = NodeSink::new(stage_in.clone(), memory.batches, Handle::current())?;
+    let config = WorkerConfig {
+        placement,
+        selection: &stage_in.selection,
+        seed: stage_in.seed,
+        decoders: DecoderLimits { threads: context.decoders, ahead_len: memory.decoded_ahead_len },
+        suspect_paths: stage_in.suspect_paths.clone(),
+    };
+    let mut worker = Worker::new(sink, runs, config, stage_in.monitor.clone())?;
+    let mut finished: Vec<UnitReport> = Vec::new();
+    loop {
+        let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
+        // Twice the deadline: the coordinator waits for its slowest node to begin.
+        let asking = context.peers.ask(stage_in.coordinator, request, 2 * stage_in.deadlines().request);
+        let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
+        worker.check_suspect_paths()?;
+        let no_assignment =
+            |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
+        match reply.map_err(no_assignment)? {
+            CoordinatorReply::Units(units) => finished = worker.run(&units)?,
+            // If the stage-in was cancelled meanwhile, the next request ends it.
+            CoordinatorReply::Wait => {}
+            CoordinatorReply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
+            _ => return Err(StageInError::Cancelled),
+        }
+    }
+}

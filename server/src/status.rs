@@ -1,0 +1,144 @@
+//! The status of a node and of its session, put together from the counters of all parts.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use dayfly_meta::limits::PAGE_SIZE;
+use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest};
+use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Status};
+use dayfly_transport::Transport;
+use futures_util::future::join_all;
+
+use crate::arena::Arena;
+use crate::fetch::Fetcher;
+use crate::peers::{PeerError, Peers};
+use crate::prefetch::Prefetcher;
+use crate::processes::Processes;
+use crate::stage_in::NodeStageIns;
+use crate::stats::{ClientReads, Damage};
+use crate::store::{Dataset, Store};
+
+/// The unit in which `stat` counts a file's room.
+const BLOCK_LEN: u64 = 512;
+
+/// Reads the counters of a node's parts.
+pub(crate) struct StatusReporter {
+    pub(crate) data_dirs: Vec<PathBuf>,
+    pub(crate) workers: usize,
+    pub(crate) stage_in_memory: u64,
+    pub(crate) store: Arc<Store>,
+    pub(crate) arena: Arena,
+    pub(crate) processes: Arc<Processes>,
+    pub(crate) fetcher: Arc<Fetcher>,
+    pub(crate) prefetcher: Arc<Prefetcher>,
+    pub(crate) stage_ins: Arc<NodeStageIns>,
+    pub(crate) client_reads: Arc<ClientReads>,
+    pub(crate) damage: Arc<Damage>,
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) transport: Arc<dyn Transport>,
+}
+
+impl StatusReporter {
+    /// The status of this node.
+    pub(crate) fn node_status(&self) -> NodeStatus {
+        let datasets = self.store.datasets();
+        let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
+        let (arena_used_bytes, leases) = self.arena.usage();
+        let (clients, busiest, reads) = self.processes.status(self.store.counters());
+        let (queued, queued_total) = self.arena.waiters();
+        let mut cached = Reads::default();
+        for (count, bytes) in datasets.iter().map(|dataset| dataset.cached_blocks().usage()) {
+            cached.add(Reads { count, bytes });
+        }
+        let mut owners = self.fetcher.owners();
+        owners.truncate(self.peers.count());
+        NodeStatus {
+            pid: std::process::id(),
+            data_dirs: self.data_dirs.iter().map(|path| path.as_os_str().as_encoded_bytes().to_vec()).collect(),
+            samples: sum(&|dataset| dataset.owned().samples),
+            blocks: sum(&|dataset| dataset.owned().blocks),
+            damaged: self.damage.get(),
+            held_bytes: sum(&|dataset| dataset.owned().bytes),
+            used_bytes: self.store.used().saturating_sub(self.store.cached_room()),
+            capacity_bytes: self.store.capacity(),
+            free_bytes: self.store.free(),
+            taken_bytes: self.taken_bytes(),
+            cached_room_bytes: self.store.cached_room(),
+            arena_bytes: self.arena.len(),
+            arena_used_bytes,
+            leases,
+            clients,
+            busiest,
+            stage_in_workers: self.workers as u64,
+            stage_in_memory_bytes: self.stage_in_memory,
+            memory_bytes: resident_memory(),
+            reads,
+            remote: self.fetcher.remote(),
+            joined: self.fetcher.joined(),
+            served: self.fetcher.served(),
+            owners,
+            wait_us: self.client_reads.wait_us(),
+            asking: self.client_reads.in_flight(),
+            queued,
+            queued_total,
+            prefetch: self.prefetcher.status(),
+            cached,
+            predicted_local_permille: predicted_local_permille(&datasets),
+            policy: self.prefetcher.policy(),
+            network: self.transport.status(),
+        }
+    }
+
+    /// The room that the files of datasets and stage-ins take, as their file systems count it.
+    fn taken_bytes(&self) -> u64 {
+        let datasets = self.store.datasets();
+        // A stage-in's segments become its dataset's when it is published, so each file counts once.
+        let files: HashMap<*const File, Arc<File>> = datasets
+            .iter()
+            .flat_map(|dataset| dataset.segments().files().chain([dataset.catalog_file()]))
+            .chain(self.stage_ins.all().iter().flat_map(|stage_in| stage_in.ingest().segments().files()))
+            .map(|file| (Arc::as_ptr(file), file.clone()))
+            .collect();
+        files.values().filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * BLOCK_LEN).sum()
+    }
+
+    /// The status of all nodes. A node that cannot be asked has an entry that says why.
+    pub(crate) async fn session_status(&self) -> Status {
+        let asking = self.peers.nodes().map(|node| async move {
+            let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
+            let timeout = self.peers.deadlines().request;
+            let status = match self.peers.ask(node, AdministrationRequest::Status, timeout).await {
+                Ok(AdministrationReply::Status(status)) => Ok(*status),
+                Ok(_) => Err(PeerError::InvalidAnswer(node).to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            NodeEntry { node, address, status }
+        });
+        let nodes = join_all(asking).await;
+        let dataset = |dataset: &Arc<Dataset>| {
+            let header = dataset.catalog().header();
+            let (samples, bytes) = (u64::from(header.samples), header.bytes);
+            DatasetStatus { target: dataset.target().to_vec(), samples, bytes, catalog_bytes: header.file_len }
+        };
+        Status { nodes, datasets: self.store.datasets().iter().map(dataset).collect() }
+    }
+}
+
+/// The share of all bytes that this node will read from its own drives once its caches are full, in thousandths.
+fn predicted_local_permille(datasets: &[Arc<Dataset>]) -> u64 {
+    let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
+    let local = |dataset: &Arc<Dataset>| {
+        u128::from(dataset.owned().bytes) * 1000
+            + u128::from(dataset.remote_bytes()) * u128::from(dataset.cached_blocks().share_permille())
+    };
+    datasets.iter().map(local).sum::<u128>().checked_div(all.into()).unwrap_or(0) as u64
+}
+
+/// Resident memory of this process in bytes; 0 if the kernel does not say.
+fn resident_memory() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
+    pages.unwrap_or(0) * PAGE_SIZE
+}
