@@ -1,5 +1,5 @@
-//! Members of archives: reading a tar from one to the next, and what becomes of each. Zips and
-//! archives within archives use the second half of this file too.
+//! Members of archives: how a tar is read from one member to the next, and what becomes of each. The
+//! functions that take a member serve zips and archives within archives too.
 
 use std::fs::File;
 use std::io::{self, Read};

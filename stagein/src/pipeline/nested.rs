@@ -1,8 +1,8 @@
 //! Archives within archives (`--nested`).
 //!
-//! A member is unpacked if its name ends like an archive's and its first bytes are one. Otherwise
-//! it stays a file, so bytes that were read to look at it must be available again: [`Rewound`]
-//! holds the start of a member, and [`Recorder`] whatever a decoder consumed.
+//! A member is unpacked if its name has an archive's ending and its first bytes confirm that.
+//! Otherwise it stays a file, so the bytes that were read to find out are needed again: [`Rewound`]
+//! puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
 
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -32,8 +32,8 @@ impl Read for Rewound<'_> {
 
 impl Skip for Rewound<'_> {}
 
-/// Records what is read through it, as long as it may have to be read again. A decoder owns the
-/// recorder's borrow meanwhile, hence the shared switch.
+/// Records what is read through it, as long as it may be needed again. A decoder borrows the
+/// recorder meanwhile, so the switch is shared.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,

@@ -60,8 +60,8 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         records.sort_by_key(|record| record.local);
         let start = records.first().map_or(0, |record| record.local);
-        // Local headers may have extra fields of unknown length. The reader may read beyond `end`
-        // on demand, only not ahead.
+        // The last local header may have extra fields, so its data may end behind `end`. The reader
+        // still returns those bytes; it only reads nothing ahead there.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
         let mut reader = PlainReader::new(file, start, end, self.monitor.clone())
             .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;
