@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# How much a node that serves others slows its own local reader: the reader on one core, all servers on the other.
-# Usage: bench/fairness.sh [RUNS]; as root, with dayfly and dayfly-bench (release) in PATH, two cores.
+# Measures how much serving other nodes slows a local reader. The reader runs on one core, all servers on another.
+# Usage: bench/fairness.sh [RUNS]
+# Needs root, two cores, and dayfly and dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the data set.
 set -euo pipefail
 runs=${1:-5}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -20,10 +21,10 @@ DAYFLY_SET=$sets/small.tar DAYFLY_RUNS=$runs taskset -c 1 "$here/namespaces.py" 
     alone=$(mktemp) beside=$(mktemp)
     for _ in $(seq "$DAYFLY_RUNS"); do
         reader >> "$alone"
-        # Node 1 reads all that node 0 has, among others, again and again: 64 MiB of arena hold little of it.
+        # Node 1 reads all remote samples again and again, those of node 0 among them. Its arena of 64 MiB holds few of them.
         DAYFLY_NODE=1 dayfly-bench read --node 1 --from remote --samples 75000 --passes 1000 > /dev/null & other=$!
         sleep 0.3
         reader >> "$beside"
         kill $other; wait $other 2> /dev/null || true
     done
-    echo "$(median < "$alone") $(median < "$beside")" | awk "{printf \"local 3 KB samples/s: alone %d, while its node serves %d: %.1f %% slower\n\", \$1, \$2, (1 - \$2 / \$1) * 100}"'
+    echo "$(median < "$alone") $(median < "$beside")" | awk "{printf \"local 3 KB samples/s: alone %d, while its node serves others %d: %.1f %% slower\n\", \$1, \$2, (1 - \$2 / \$1) * 100}"'

@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# How long `dayfly up` and `dayfly down` take with 2, 16 and 64 servers on this machine: medians of 5. By `--local`, one process each; and
-# by `ssh` through the tree, a shell in ssh's place: what a manager's own launcher takes is not in it.
-# Usage: bench/launch.sh [RUNS]; dayfly in PATH.
+# Measures how long `dayfly up` and `dayfly down` take with 2, 16 and 64 servers on this machine: medians of RUNS (5).
+# Once with `--local`, which starts each server directly, and once with `ssh` along the tree, where a shell replaces ssh. The time of a
+# workload manager's own launcher is not included.
+# Usage: bench/launch.sh [RUNS]
+# Needs dayfly in PATH.
 set -euo pipefail
 runs=${1:-5}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export DAYFLY_RUNTIME_DIR=$work TMPDIR=$work
 mkdir "$work/bin"
-# `ssh OPTIONS... HOST PROGRAM...`, here.
+# A stand-in for `ssh OPTIONS... HOST PROGRAM...` that runs the program on this machine.
 printf '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift 2; done\nshift\nexec sh -c "DAYFLY_RUNTIME_DIR=%s $*"\n' "$work" > "$work/bin/ssh"; chmod 755 "$work/bin/ssh"
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 ms() { local start; start=$(date +%s%N); "$@" > /dev/null; echo $((($(date +%s%N) - start) / 1000000)); }
-printf '%-8s %8s %10s %10s\n' how servers "up ms" "down ms"
+printf '%-8s %8s %10s %10s\n' launcher servers "up ms" "down ms"
 for servers in 2 16 64; do
     for how in local ssh; do
         options=(--local "$servers")
-        # Machines in earnest have one server each, with a memory of its own.
+        # Real machines have one server each. Here they share one memory, so each gets little of it.
         [ "$how" = local ] || options=(--hosts "h[1-$servers]" --capacity 16MiB)
         : > "$work/up"; : > "$work/down"
         for _ in $(seq "$runs"); do

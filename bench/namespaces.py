@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Runs a command in a session whose servers each have a network of their own: namespaces joined by a bridge, on one machine.
+"""Runs a command in a session whose servers run in network namespaces of one machine, joined by a bridge.
 
 usage: bench/namespaces.py [--nodes N] [--rate RATE] [--memory SIZE] [--capacity SIZE] DIR CMD...
 
-As root, with `dayfly` in PATH. DIR is for runtime and data folders, and is emptied. CMD runs in node 0's namespace as a process of
-node 0, with DAYFLY_ADDRESS_K set to each node's address. --rate throttles what goes to node 0 (as `tc` writes it: 400mbit).
+Needs root and `dayfly` in PATH. DIR holds the runtime and data folders; its content is deleted first. CMD runs in the namespace of
+node 0 as a process of node 0, with DAYFLY_ADDRESS_K and DAYFLY_PID_K set to the address and the server's process id of node K. --rate limits the traffic
+to node 0, written as for `tc`: 400mbit.
 """
 
 import argparse, os, shutil, subprocess, sys
@@ -37,7 +38,7 @@ def set_up(nodes, rate):
         subprocess.run(["tc", "qdisc", "add", "dev", "vdf0", "root", "tbf", "rate", rate, "burst", "256k", "latency", "100ms"], check=True)
 
 
-# What `ssh OPTIONS HOST COMMAND` is here: the command in the host's namespace.
+# A stand-in for `ssh OPTIONS HOST COMMAND` that runs the command in the namespace named HOST.
 SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift 2; done
 host=$1; shift

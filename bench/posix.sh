@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# The POSIX library beside a fresh ext4 (a loop device) with the same files, in turn, medians of RUNS. The page cache is warm
-# unless a line says cold. Usage, as root: bench/posix.sh [RUNS] [ENTRIES]; dayfly, dayfly-bench and python3 must be in PATH.
+# Compares the POSIX library with a fresh ext4 (on a loop device) that has the same files. The two are measured in turn; the table
+# shows medians of RUNS. The page cache is warm unless a row says cold.
+# Usage: bench/posix.sh [RUNS] [ENTRIES]
+# Needs root, and dayfly, dayfly-bench and python3 in PATH.
 set -euo pipefail
 runs=${1:-5}; entries=${2:-1000000}
 work=$(mktemp -d); image=$work/image; mountpoint=$work/mnt
@@ -14,7 +16,7 @@ plain=$mountpoint/plain; mkdir "$plain"
 
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
 drop() { sync; echo 3 > /proc/sys/vm/drop_caches; }
-# Runs COMMAND with ROOT replaced, over ext4 and over the namespace in turn; prints both medians and their ratio.
+# Runs COMMAND over ext4 and over the namespace in turn, with ROOT replaced by the root of each. Prints both medians and their ratio.
 row() { # NAME BEFORE COMMAND...
     local name=$1 before=$2; shift 2
     : > "$work/a"; : > "$work/b"
@@ -39,13 +41,13 @@ dayfly up --data-dir "$mountpoint" > /dev/null
 for set in small large; do dayfly stage-in "$plain/$set" "/dayfly/$set" 2> /dev/null; lists "$set"; cat $(find "$plain/$set" -type f | head -1) > /dev/null; done
 find "$plain" -type f -print0 | xargs -0 cat > /dev/null; dayfly verify > /dev/null
 
-echo "ns a file, medians of $runs; ratio = ext4 / dayfly"
+echo "ns per file, medians of $runs; ratio = ext4 / dayfly"
 printf '| %-58s | %12s | %12s | %6s |\n|---|---:|---:|---:|\n' work ext4 dayfly ratio
-row "open+fstat+read+close, 3 KB, read before" : dayfly-bench posix files ROOT/small "$work/small.list" --passes 3
-row "the same, first touch in the process" : dayfly-bench posix files ROOT/small "$work/small.list" --passes 1
-row "110 KB, read before" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 3
-row "the same, the second time" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 2
-row "the same, first touch in the process" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 1
+row "open+fstat+read+close, 3 KB, third pass" : dayfly-bench posix files ROOT/small "$work/small.list" --passes 3
+row "the same, first pass of the process" : dayfly-bench posix files ROOT/small "$work/small.list" --passes 1
+row "110 KB, third pass" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 3
+row "the same, second pass" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 2
+row "the same, first pass of the process" : dayfly-bench posix files ROOT/large "$work/large.list" --passes 1
 row "stat of every path, 3 KB set" : dayfly-bench posix stat ROOT/small "$work/small.list"
 python='import sys,time
 root, paths = sys.argv[1], open(sys.argv[2]).read().split()
@@ -68,11 +70,11 @@ outside() { if [ "$1" = plain ]; then "${@:2}"; else dayfly exec -- "${@:2}"; fi
 for _ in $(seq "$runs"); do for side in plain ours; do
     outside $side dayfly-bench posix stat /usr/bin "$work/outside.list" --passes 200 --best >> "$work/$([ $side = plain ] && echo a || echo b)"
 done; done
-printf '| %-58s | %12s | %12s |        |\n' "stat outside the prefix, the best of 200 passes" "$(median < "$work/a")" "$(median < "$work/b")"
+printf '| %-58s | %12s | %12s |        |\n' "stat outside the prefix, best of 200 passes" "$(median < "$work/a")" "$(median < "$work/b")"
 dayfly down > /dev/null
 
-# Two nodes: what the other one holds. The arena's memory has been used before (a round through it comes first), as after the
-# first seconds of a job; every sample itself is asked for the first time in its session.
+# Two nodes: samples that the other node holds. Another dataset is read first, so that the memory of the arena has been touched, as it
+# has after the first seconds of a job. Every measured sample is requested for the first time in its session.
 dayfly-bench make "$plain/other" --samples 4000 --mean-size 110000 --log-normal 0.5
 for set in small large; do
     mean=$(find "$plain/$set" -type f -printf '%s\n' | awk '{ s += $1 } END { printf "%d", s / NR }')
@@ -80,7 +82,7 @@ for set in small large; do
     for _ in $(seq "$runs"); do
         dayfly up --local 2 --memory 128MiB --data-dir "$mountpoint" > /dev/null
         for one in $set other; do dayfly stage-in "$plain/$one" "/dayfly/$one" 2> /dev/null; done
-        # Those whose only block lies on the other node.
+        # Samples whose only block is on the other node.
         sed -n "1,4000s|^|/dayfly/$set/|p" "$work/$set.list" | xargs -n 500 dayfly stat \
             | awk '/File:/ { path = $2 } /Block: .* on node 1$/ { print path }' | sed "s|^/dayfly/$set/||" | sed -n 1,1000p > "$work/far.list"
         dayfly exec --node 1 -- bash -c "find /dayfly/$set -type f -print0 | xargs -0 cat > /dev/null"
@@ -90,18 +92,18 @@ for set in small large; do
         dayfly down > /dev/null
     done
     a=$(median < "$work/a"); b=$(median < "$work/b")
-    name="$(wc -l < "$work/far.list") $set ones of the other node, one at a time"
-    awk -v name="$name" -v a="$a" -v b="$b" 'BEGIN { printf "| %-58s | %12.0f | %12.0f | %6.2f |\n", name ": ping-pong; ours; ours / it", a, b, b / a }'
+    name="$(wc -l < "$work/far.list") $set samples of the other node, one at a time"
+    awk -v name="$name" -v a="$a" -v b="$b" 'BEGIN { printf "| %-58s | %12.0f | %12.0f | %6.2f |\n", name ": ping-pong; dayfly; ratio", a, b, b / a }'
 done
 
-# A listing of many entries.
+# Listings of many entries.
 rm -rf "$plain/small" "$plain/large" "$plain/other"
 dayfly-bench make "$plain/many" --samples "$entries" --mean-size 20
 dayfly up --data-dir "$mountpoint" > /dev/null; dayfly stage-in "$plain/many" /dayfly/many 2> /dev/null
 lists many; find "$plain/many" -ls > /dev/null
-row "find of $entries entries (ns, all)" : bash -c 'seconds find ROOT/many'
-row "find -size of $entries entries (ns, all)" : bash -c 'seconds find ROOT/many -size +1M'
-row "os.walk of $entries entries (ns, all)" : bash -c 'seconds python3 -c "import os; print(sum(len(f) for _, _, f in os.walk(\"ROOT/many\")))"'
+row "find of $entries entries (ns in total)" : bash -c 'seconds find ROOT/many'
+row "find -size of $entries entries (ns in total)" : bash -c 'seconds find ROOT/many -size +1M'
+row "os.walk of $entries entries (ns in total)" : bash -c 'seconds python3 -c "import os; print(sum(len(f) for _, _, f in os.walk(\"ROOT/many\")))"'
 row "stat of every path of $entries, in random order" : dayfly-bench posix stat ROOT/many "$work/many.list"
 sort "$work/many.list" > "$work/sorted.list"
 row "the same, in the order of a listing" : dayfly-bench posix stat ROOT/many "$work/sorted.list"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The prefetch controller on a fast link and on one that gives 400 Mbit/s, in one plot: bench/prefetch.sh > docs/prefetch.svg
-# As root, with dayfly and dayfly-bench (release) in PATH. DAYFLY_BENCH_DIR keeps the data set.
+# Plots the prefetch controller on a fast link and on a link of 400 Mbit/s, side by side.
+# Usage: bench/prefetch.sh > docs/prefetch.svg
+# Needs root, and dayfly and dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the data set.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}
@@ -18,4 +19,4 @@ watch() { # FILE PACE OPTIONS OF namespaces.py
 }
 watch "$work/fast" 300e6
 watch "$work/slow" 300e6 --rate 400mbit
-dayfly-bench prefetch plot "$work/fast=a reader of 300 MB/s, a link that gives more" "$work/slow=the same reader, a link of 50 MB/s"
+dayfly-bench prefetch plot "$work/fast=a reader of 300 MB/s, a faster link" "$work/slow=the same reader, a link of 50 MB/s"

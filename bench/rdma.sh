@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What a batch of 64 samples of 110 KB costs both servers, by RDMA and by TCP, counted: system calls, and what the card was made to do.
-# Rates of Soft-RoCE say nothing. To be run where there is a card, as root, with strace and python3; here in a virtual machine:
+# Counts what a batch of 64 samples of 110 KB costs both servers, by RDMA and by TCP: system calls, and work for the card.
+# It measures no rates, because those of Soft-RoCE say nothing about a real card.
+# Needs root, strace, python3 and an RDMA card, which this virtual machine emulates:
 #
 #   cargo build --release && cargo build --release -p dayfly-bench
 #   tests/vm/run -m 3500 -- bench/rdma.sh
@@ -12,7 +13,7 @@ trap 'umount "$work/drive" 2> /dev/null || true; rm -rf "$work"' EXIT
 mkdir "$work/set" "$work/drive" "$work/run"
 export DAYFLY_RUNTIME_DIR=$work/run
 for number in $(seq 700); do head -c 110000 /dev/urandom > "$work/set/$number"; done
-# A file system that tells what is in the page cache, as a tmpfs does not.
+# ext4 and not tmpfs, because only on a real file system can a server ask what is in the page cache.
 truncate -s 700M "$work/disk"; mkfs.ext4 -q "$work/disk"; mount -o loop "$work/disk" "$work/drive"
 
 batches=4
@@ -36,16 +37,16 @@ import json, sys
 work, transport, batches = sys.argv[1], sys.argv[2], int(sys.argv[3])
 load = lambda name: json.load(open(f"{work}/{name}"))["nodes"]
 before, after = load("before"), load("after")
-for node, role in enumerate(["asker", "owner"]):
+for node, role in enumerate(["reader", "owner"]):
     calls = {}
     for line in open(f"{work}/calls-{node}"):
         words = line.split()
-        # clock_gettime is a system call in a virtual machine only; the last line is the sum.
+        # clock_gettime is a system call only in a virtual machine. The last line is the sum.
         if len(words) >= 5 and words[3].isdigit() and words[-1] not in ("total", "clock_gettime"):
             calls[words[-1]] = int(words[3]) / batches
     most = sorted(calls.items(), key=lambda call: -call[1])[:5]
     card = {name: (after[node]["network"][name] - before[node]["network"][name]) / batches
             for name in ("posts", "works", "completions", "wake_ups")}
-    print(f"{transport:5} {role}: {sum(calls.values()):.0f} system calls a batch ({', '.join(f'{name} {count:.0f}' for name, count in most)}); card: {card}")
+    print(f"{transport:5} {role}: {sum(calls.values()):.0f} system calls per batch ({', '.join(f'{name} {count:.0f}' for name, count in most)}); card: {card}")
 PYTHON
 done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Reading, by rows of the table in METHOD.md: servers in network namespaces, against one bare TCP stream between two of them.
-#   bench/read.sh [RUNS [ROW...]]     rows: remote-large remote-small posix unet local epochs cold
-# As root, with dayfly and dayfly-bench (release) in PATH, and fio and python3. DAYFLY_BENCH_DIR keeps the data sets.
+# Measures reads in a session of four servers in network namespaces, beside one bare TCP stream between two of them.
+# Usage: bench/read.sh [RUNS [ROW...]]     rows: remote-large remote-small posix unet local epochs cold
+# Needs root, and dayfly, dayfly-bench (release builds), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the data sets.
 set -euo pipefail
 runs=${1:-5}; shift || true
 rows=${*:-remote-large remote-small posix unet local epochs cold}
@@ -16,21 +16,21 @@ make_set() { # NAME OPTIONS... -> $sets/NAME.tar
     tar -C "$sets/$1" -cf "$sets/$1.tar" . && rm -rf "${sets:?}/$1"
 }
 
-# In a session of four namespaces: $1 is what is staged in, the rest a function of this file to run there.
+# Stages in the set $1 in a session of four namespaces, and runs function $2 of this file there.
 in_session() {
     DAYFLY_SET=$sets/$1.tar DAYFLY_RUNS=$runs "$here/namespaces.py" --memory "${DAYFLY_BENCH_MEMORY:-256MiB}" "$work/session" bash -c "$(declare -f); set -euo pipefail; stage; $2"
 }
 stage() { dayfly stage-in "$DAYFLY_SET" /dayfly/set >/dev/null 2>&1; dayfly tune --cache off >/dev/null; }
 median() { sort -n | awk '{v[NR]=$1} END {print v[int((NR+1)/2)]}'; }
-# CPU seconds that all servers have used.
+# CPU seconds that all servers have used so far.
 server_cpu() { for pid in $DAYFLY_PID_0 $DAYFLY_PID_1 $DAYFLY_PID_2 $DAYFLY_PID_3; do awk '{print $14+$15}' "/proc/$pid/stat"; done | awk '{s+=$1} END {print s/100}'; }
-tcp() { # bytes/s of one stream, one sample a line
+tcp() { # prints the bytes/s of one stream
     ip netns exec df1 dayfly-bench stream --listen "$DAYFLY_ADDRESS_1:5201" & local listener=$!
     sleep 0.2
     dayfly-bench stream --connect "$DAYFLY_ADDRESS_1:5201" --bytes "${1:-1073741824}"
     kill $listener; wait $listener 2>/dev/null || true
 }
-# Runs side by side with TCP: $1 names it, $2 is samples a run; the rest are options. Prints medians and their ratio.
+# Runs a command and the TCP stream in turn: NAME SAMPLES_PER_RUN COMMAND... Prints both medians and their ratio.
 beside_tcp() {
     local name=$1 count=$2 run; shift 2
     : > "$work_rates"; : > "$work_tcp"
@@ -41,7 +41,7 @@ beside_tcp() {
     awk -v name="$name" -v samples="$(cut -d' ' -f1 "$work_rates" | median)" -v bytes="$(cut -d' ' -f2 "$work_rates" | median)" \
         -v tcp="$(median < "$work_tcp")" 'BEGIN {printf "%-44s %9.0f samples/s %6.2f GB/s; one TCP stream %5.2f GB/s: %.2f\n", name, samples, bytes/1e9, tcp/1e9, bytes/tcp}'
 }
-# What has not been read yet is taken from here on; the arena has been filled once, for its first touch is not what is measured.
+# Skips the first $1 samples for the rest of the row. Reading them fills the arena once, because the first touch of its memory is not measured.
 warm_up() { skip=$1; work_rates=$(mktemp); work_tcp=$(mktemp); dayfly-bench read --batch "$2" --samples "$1" >/dev/null; }
 
 remote_large() {
@@ -69,7 +69,7 @@ unet() {
         dayfly-bench read --from any --how one --samples 1 --skip "$run" >> "$work_rates"
     done
     awk -v bytes="$(cut -d' ' -f2 "$work_rates" | median)" -v tcp="$(median < "$work_tcp")" \
-        'BEGIN {printf "%-44s %6.2f GB/s; one TCP stream %5.2f GB/s: %.2f\n", "a 146 MB file read whole", bytes/1e9, tcp/1e9, bytes/tcp}'
+        'BEGIN {printf "%-44s %6.2f GB/s; one TCP stream %5.2f GB/s: %.2f\n", "a whole file of 146 MB", bytes/1e9, tcp/1e9, bytes/tcp}'
 }
 local_rows() {
     local how run
@@ -87,16 +87,16 @@ epochs() {
         dayfly-bench read --from any --how buffers --batch 256 --samples 100000 | awk -v epoch=$epoch '{printf "epoch %s, 3 KB, batches of 256, all samples %9.0f samples/s\n", epoch, $1}'
         sleep 1
     done
-    dayfly-bench read --from local --how buffers --batch 256 --samples 100000 | awk '{printf "the same, all local by now %30.0f samples/s\n", $1}'
+    dayfly-bench read --from local --how buffers --batch 256 --samples 100000 | awk '{printf "the same, only samples that are local by now %30.0f samples/s\n", $1}'
     dayfly status | grep -E "^0 .*%"
 }
 
-# Cold: all in a control group whose memory is a third of the data, on a drive that fio reads beside it.
-cold() { # NAME BATCH BLOCK_LEN LOCAL_SAMPLES REMOTE_SAMPLES SAMPLES_TO_WARM_UP; samples are of all runs
+# Cold: everything runs in a control group whose memory is a third of the data. fio reads the same drive for comparison.
+cold() { # NAME BATCH BLOCK_LEN LOCAL_SAMPLES REMOTE_SAMPLES SAMPLES_TO_WARM_UP; samples count over all runs
     work_rates=$(mktemp); work_tcp=$(mktemp)
     local from run count fio_file=$DAYFLY_BENCH_WORK/fio
     for from in local remote; do
-        # The arena's memory has been touched.
+        # Remote reads begin after the memory of the arena has been touched once.
         if [ $from = local ]; then skip=0 count=$(($4 / DAYFLY_RUNS)); else
             skip=$6 count=$(($5 / DAYFLY_RUNS)); dayfly-bench read --batch "$2" --samples "$6" >/dev/null
         fi
@@ -133,6 +133,6 @@ for row in $rows; do
     local) make_set small --samples 100000; in_session small local_rows ;;
     epochs) make_set small --samples 100000; in_session small epochs ;;
     cold) make_set large --samples 20000 --mean-size 110000; in_little_memory large cold_large 2200000000; make_set tiny --samples 400000; in_little_memory tiny cold_small 1200000000 ;;
-    *) echo "no such row: $row" >&2; exit 2 ;;
+    *) echo "unknown row '$row'" >&2; exit 2 ;;
     esac
 done

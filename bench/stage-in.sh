@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Stage-in beside the tools that unpack one archive on one machine, in one table. Each run has a fresh ext4 on a loop device;
-# archives are read cold (caches dropped before each run; the pages of them that are resident are counted), and nothing is
-# deleted between runs.
-# A stage-in ends when the drives have what was staged in, so the rows `synced` and `drive` put `tar xf && sync` and the drive's own
-# rate of sequential writing beside it. `drive` reads the archive out of memory (/dev/shm), so that the drive only writes.
-# Usage, as root: bench/stage-in.sh [RUNS] [NODES] [ROW...]; dayfly and dayfly-bench in PATH; needs e2fsprogs, util-linux, python3,
-# tar, zip, unzip, zstd, pigz. Rows: synced drive small large zst gz zip many; all if none is named. DAYFLY_BENCH_DIR keeps the data
-# sets.
+# Compares stage-ins with the tools that unpack an archive on one machine. Each run has a fresh ext4 on a loop device, and nothing
+# is deleted between runs. Archives are read cold: caches are dropped before each run, and the archive's pages that are in memory
+# nevertheless are counted.
+# A stage-in ends only when the drives have the data. The rows `synced` and `drive` therefore compare it with `tar xf && sync` and with
+# the drive's own rate of sequential writing. In the row `drive` the archive is in memory (/dev/shm), so the drive only writes.
+# Usage: bench/stage-in.sh [RUNS] [NODES] [ROW...]     rows: synced drive small large zst gz zip many (default: all)
+# Needs root, dayfly and dayfly-bench in PATH, e2fsprogs, util-linux, python3, tar, zip, unzip, zstd and pigz.
+# DAYFLY_BENCH_DIR keeps the data sets.
 set -euo pipefail
 runs=${1:-5}; nodes=${2:-4}; rows=${*:3}; rows=${rows:-synced drive small large zst gz zip many}
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}; work=$(mktemp -d); image=$work/image; disk=$work/disk
@@ -17,7 +17,7 @@ trap finish EXIT
 export DAYFLY_RUNTIME_DIR=$work
 
 tree() { [ -d "$sets/$1" ] || dayfly-bench make "$sets/$1" "${@:2}"; }
-archive() { # NAME COMMAND...: makes an archive once
+archive() { # NAME COMMAND...: creates an archive unless it exists
     [ -e "$sets/$1" ] || { "${@:2}" > "$sets/.making" && mv "$sets/.making" "$sets/$1"; }
 }
 fresh() {
@@ -30,13 +30,13 @@ fresh() {
 resident() { local sum=0 file; for file in "$@"; do sum=$((sum + $(fincore -nb -o RES "$file"))); done; echo $sum; }
 seconds() { local start end; start=$(date +%s%N); "$@" > "$work/log" 2>&1; end=$(date +%s%N); echo "$start $end" | awk '{ print ($2 - $1) / 1e9 }'; }
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
-stage() { # TARGET SOURCES...: the time of a stage-in by a session that is up, and its last line of JSON
+stage() { # TARGET SOURCES...: prints the seconds of a stage-in in a running session; its last line of JSON goes to $work/json
     dayfly up --local "$nodes" --data-dir "$disk" > /dev/null
     seconds dayfly stage-in --json "${@:2}" "$1"
     tail -n 1 "$work/log" >> "$work/json"
     dayfly down > /dev/null
 }
-compare() { # TITLE SOURCES_GLOB TOOL...: the tool, in a shell at the disk, beside a stage-in of the same
+compare() { # TITLE SOURCES_GLOB TOOL...: runs the tool in a shell on the disk, and a stage-in of the same sources
     local title=$1 sources; sources=$(compgen -G "$2"); shift 2
     rm -f "$work"/{tool,stage,cold,json}
     for _ in $(seq "$runs"); do
@@ -51,16 +51,16 @@ shipped = sum(node["shipped_bytes"] for node in last["nodes"])
 busy = {step: sum(node["busy_ms"][step] for node in last["nodes"]) for step in last["nodes"][0]["busy_ms"]}
 print(f"{title}: {tool:.2f} s, stage-in {stage:.2f} s: {tool / stage:.2f} times as fast; {last['samples'] / stage:,.0f} files/s, "
       f"{last['bytes'] / stage / 1e6:.0f} MB/s; shipped {shipped / 1e6:.0f} MB, redone {last['redone_bytes']}, busy {busy} ms, "
-      f"{resident} bytes resident before", flush=True)
+      f"{resident} bytes of the sources in memory before", flush=True)
 PYTHON
 }
 
-durable() { # TITLE TAR: a stage-in beside tar, with and without a sync, and beside one file written front to back and synced
+durable() { # TITLE TAR: a stage-in beside tar with and without a sync, and beside one file that is written sequentially and synced
     local title=$1 tar=$2 tool
     rm -f "$work"/{json,time-*}
     for _ in $(seq "$runs"); do
         for tool in "tar xf $tar" "tar xf $tar && sync -f ." "dd if=$tar of=file bs=4M conv=fdatasync"; do
-            # The drive's own rate is not that of reading the archive.
+            # dd measures only the drive's writing, so it reads the archive from memory.
             fresh; [ "${tool%% *}" = tar ] || cat "$tar" > /dev/null
             (cd "$disk" && seconds bash -c "$tool") >> "$work/time-$(tr -dc a-z <<< "${tool//$tar/}")"
         done
@@ -70,7 +70,7 @@ durable() { # TITLE TAR: a stage-in beside tar, with and without a sync, and bes
     plain=$(median < "$work/time-tarxf"); synced=$(median < "$work/time-tarxfsyncf")
     written=$(median < "$work"/time-dd*); stage=$(median < "$work/time-stage")
     awk -v title="$title" -v plain="$plain" -v synced="$synced" -v written="$written" -v stage="$stage" -v bytes="$(stat -c %s "$tar")" 'BEGIN {
-        printf "%s: tar xf %.2f s, tar xf && sync %.2f s, written front to back and synced %.2f s (%.0f MB/s), stage-in %.2f s (%.0f MB/s): ",
+        printf "%s: tar xf %.2f s, tar xf && sync %.2f s, written sequentially and synced %.2f s (%.0f MB/s), stage-in %.2f s (%.0f MB/s): ",
             title, plain, synced, written, bytes / written / 1e6, stage, bytes / stage / 1e6
         printf "%.2f times as fast as tar xf && sync, %.2f times tar xf, %.2f of the drive'"'"'s rate\n", synced / stage, plain / stage, written / stage }'
 }
@@ -84,7 +84,7 @@ synced)
 drive)
     tree t110k --samples 20000 --mean-size 110000; archive 110k.tar tar cf - -C "$sets/t110k" .
     mkdir -p "$memory"; cp "$sets/110k.tar" "$memory/110k.tar"
-    durable "plain tar, 20,000 x 110 KB, out of memory" "$memory/110k.tar"
+    durable "plain tar, 20,000 x 110 KB, read from memory" "$memory/110k.tar"
     rm -r "$memory" ;;
 small)
     tree t3k --samples 50000 --mean-size 3000; archive 3k.tar tar cf - -C "$sets/t3k" .

@@ -95,7 +95,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
     // Damage every batch and piece when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| {
+    session.inject(move |seen| {
         let is_meant = ships(seen) && flipped.lock().unwrap().insert(seen.message.to_vec());
         is_meant.then_some(Fault::FlipOnWire)
     });
@@ -110,7 +110,7 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
 #[test]
 fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
-    session.meddle(|seen| ships(seen).then_some(Fault::FlipOnWire));
+    session.inject(|seen| ships(seen).then_some(Fault::FlipOnWire));
     let reason = session.stage(&session.write(&LENS)).unwrap_err();
     assert!(reason.contains("damaged 3 times") && reason.contains("node"), "{reason}");
     session.leave_alone();
@@ -122,7 +122,7 @@ fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
     let shipped = AtomicU64::new(0);
-    session.meddle(move |seen| {
+    session.inject(move |seen| {
         let is_first = ships(seen) && shipped.fetch_add(1, Ordering::Relaxed) == 0;
         is_first.then_some(Fault::FlipInBuffer)
     });
@@ -137,7 +137,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     let session = staged(false);
     // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
-    session.meddle(move |seen| match decode_sealed::<Request>(seen.message) {
+    session.inject(move |seen| match decode_sealed::<Request>(seen.message) {
         Ok(Request::Read(ReadRequest::Chunks { chunks, .. })) if flipped.lock().unwrap().insert(chunks[0]) => {
             Some(Fault::FlipOnWire)
         }
@@ -159,7 +159,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
 #[test]
 fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_kept() {
     let session = staged(false);
-    session.meddle(|request| reads(request).then_some(Fault::FlipOnWire));
+    session.inject(|request| reads(request).then_some(Fault::FlipOnWire));
     let view = session.view(0);
     for number in numbers(&view, LENS.len(), false) {
         let reason = read(&view, number).unwrap_err();
@@ -321,7 +321,7 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
     let folder = session.write(&LENS);
     let held = Arc::new(AtomicUsize::new(0));
     let count = held.clone();
-    session.meddle(move |seen| {
+    session.inject(move |seen| {
         let is_late =
             seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         count.fetch_add(usize::from(is_late), Ordering::SeqCst);
@@ -353,7 +353,7 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
     let session = Arc::new(Inside::new(3, false));
     session.stage(&session.write(&LENS)).unwrap();
     let other = session.write_in("other", &LENS, 100);
-    session.meddle(|seen| {
+    session.inject(|seen| {
         let is_late =
             seen.peer.0 != 0 && asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         is_late.then_some(Fault::Delay(Duration::from_secs(4)))
@@ -388,7 +388,7 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
 fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));
     let folder = session.write(&LENS);
-    session.meddle(|seen| {
+    session.inject(|seen| {
         let is_commit = asks(seen, |request| matches!(request, Request::NodeStageIn(NodeStageInRequest::Commit { .. })));
         match seen.peer.0 {
             1 if is_commit => Some(Fault::Delay(Duration::from_secs(1))),

@@ -1,4 +1,4 @@
-//! Leases: what becomes of a reader that stops, sleeps or holds on to what it has, and of those who wait for the room.
+//! Leases of readers that stop, sleep or hold on to their views, and the requests that wait for the room meanwhile.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -37,7 +37,7 @@ fn len(number: usize) -> usize {
     if number < SMALL { 2000 + number } else { LARGE_LEN }
 }
 
-/// Three nodes, the smallest arena, and files below a path so long that a few hundred errors fill a socket.
+/// A session of three nodes with the smallest arena, and files below a path so long that a few hundred errors fill a socket.
 fn cluster_of_long_names() -> (Cluster, String) {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
@@ -49,7 +49,7 @@ fn cluster_of_long_names() -> (Cluster, String) {
     (cluster, target)
 }
 
-/// Numbers and samples of the files of a range that a node owns.
+/// Returns the numbers and samples of the files in `range` that a node owns.
 fn owned_by(view: &View, target: &str, range: std::ops::Range<usize>, owner: u16) -> Vec<(usize, SampleId)> {
     let dataset = dataset(view);
     let sample = |number: usize| view.open(format!("{target}/{number}").as_bytes()).unwrap().sample();
@@ -60,7 +60,7 @@ fn owned_by(view: &View, target: &str, range: std::ops::Range<usize>, owner: u16
     range.map(|number| (number, sample(number))).filter(|&(_, sample)| is_owned(sample)).collect()
 }
 
-/// Sends more through the arena than it holds.
+/// Reads more through the arena than it holds, so that everything without a lease is evicted.
 fn churn(view: &View, others: &[(usize, SampleId)]) {
     let dataset = dataset(view);
     let mut buffer = vec![0; LARGE_LEN];
@@ -85,8 +85,8 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
     stop(cluster.pids()[&2]);
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
     let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
-    // What node 1 has comes at once; that node 2 does not answer is told later, in more bytes than the socket takes. The server then
-    // waits for this process, which does not read.
+    // Samples of node 1 arrive at once. The errors about node 2, which does not answer, come later, and are more than the socket
+    // holds. The server then waits for this process, which does not read.
     std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
     churn(&cluster.view(0), &others);
     let (mut whole, mut wrong) = (0, 0);
@@ -98,8 +98,8 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
             (whole, wrong) = (whole + usize::from(is_right), wrong + usize::from(!is_right));
         }
     }
-    assert!(wrong == 0, "{wrong} samples were wrong, and the batch says that it is good: {}", batch.is_good());
-    assert_eq!(whole, alive.len(), "what was lost is read again");
+    assert!(wrong == 0, "{wrong} samples were wrong, and `is_good` returns {}", batch.is_good());
+    assert_eq!(whole, alive.len(), "lost samples are read again");
 }
 
 /// SEMANTICS: "For views that were already delivered, `is_good` returns false and `get` returns
@@ -115,21 +115,21 @@ fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
     command.args(["exec", "--node", "0", "--", "python3"]).arg(script);
     command.args(held.iter().map(|(number, _)| format!("{target}/{number}")));
     let mut parent = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let (mut asks, mut tells) = (parent.stdin.take().unwrap(), BufReader::new(parent.stdout.take().unwrap()));
+    let (mut input, mut output) = (parent.stdin.take().unwrap(), BufReader::new(parent.stdout.take().unwrap()));
     let mut line = String::new();
-    tells.read_line(&mut line).unwrap();
+    output.read_line(&mut line).unwrap();
     assert_eq!(line, format!("{} 0 1\n", held.len()));
     parent.kill().unwrap();
     parent.wait().unwrap();
     assert_accounts_are_settled(&cluster);
     churn(&view, &others);
     line.clear();
-    asks.write_all(b"\n").unwrap();
-    tells.read_line(&mut line).unwrap();
+    input.write_all(b"\n").unwrap();
+    output.read_line(&mut line).unwrap();
     let words: Vec<usize> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
-    assert!(words[1] > 0, "nothing came into the place of what was leased");
-    assert_eq!(words[2], 0, "{} of its files are wrong, and it believes that they are good", words[1]);
-    drop(asks);
+    assert!(words[1] > 0, "nothing replaced the leased bytes");
+    assert_eq!(words[2], 0, "{} of its files are wrong, and it takes them for good", words[1]);
+    drop(input);
     cluster.down();
 }
 
@@ -144,7 +144,7 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     let paths: Vec<Vec<u8>> = (0..20).map(path).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     let (segment, _) = dataset.segment_position(BlockId(0)).unwrap();
-    // As if the drive failed for a moment: the segment is cut short, and is whole again.
+    // Cut the segment short and restore it, as if the drive failed for a moment.
     let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
     let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
     segment.read_exact_at(&mut whole, 0).unwrap();
@@ -158,7 +158,7 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
         let mut after = view.read_many(&paths, Delivery::AsAvailable, OnMissing::Fail).unwrap();
         after.wait().unwrap();
         let wrong = (0..20).filter(|&index| after.get(index).unwrap() != content(index, 100_000)).count();
-        assert!(wrong == 0, "{wrong} of 20 files are zeros, and the batch says that it is good: {}", after.is_good());
+        assert!(wrong == 0, "{wrong} of 20 files are zeros, and `is_good` returns {}", after.is_good());
         assert!(after.is_good());
         let mut room = vec![vec![0; 100_000]; 20];
         let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
@@ -167,7 +167,7 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
     };
     check();
     std::thread::scope(|scope| scope.spawn(check).join().unwrap());
-    assert!(!before.is_good(), "what was seen before stays in doubt");
+    assert!(!before.is_good(), "the earlier batch must not become good again");
     drop(before);
     cluster.down();
 }
@@ -195,7 +195,7 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     let start = Instant::now();
     let error = read(far[1]).unwrap_err();
     let first = start.elapsed();
-    // Its own bytes need no server.
+    // The node's own blocks need no server.
     read(near[0]).unwrap();
     let start = Instant::now();
     far[2..12].iter().for_each(|&number| drop(read(number).unwrap_err()));
@@ -205,8 +205,8 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     assert!(matches!(batch, Err(ClientError::Server(_))), "{batch:?}");
     assert!(error.to_string().contains("stood still"), "{error}");
     assert!(first < 3 * Deadlines::DEFAULT.heartbeat, "{first:?}");
-    assert!(others < Deadlines::DEFAULT.heartbeat, "ten more took {others:?}");
-    wait_until("it goes on", || {
+    assert!(others < Deadlines::DEFAULT.heartbeat, "eleven more requests took {others:?}");
+    wait_until("reads work again", || {
         let file = view.open(&path(far[13])).unwrap();
         view.read_at(&file, 0, &mut [0; 20_000]).is_ok()
     });
@@ -214,7 +214,7 @@ fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
     cluster.down();
 }
 
-/// Stops a process, and waits until none of its threads runs any more.
+/// Stops a process, and waits until all of its threads are stopped.
 fn stop(pid: i32) {
     signal(pid, Signal::SIGSTOP);
     let is_stopped = |thread: PathBuf| {
@@ -226,7 +226,7 @@ fn stop(pid: i32) {
     });
 }
 
-/// This program again, as a process that does what `child` says.
+/// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its orders.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_of_the_leases", "--nocapture"])
@@ -239,18 +239,18 @@ fn child(cluster: &Cluster, words: &str) -> Child {
         .unwrap()
 }
 
-/// Waits until a child says that it is ready.
+/// Waits until a child prints that it is ready.
 fn is_ready(child: &mut Child) -> BufReader<std::process::ChildStdout> {
     let mut lines = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     while !line.contains("ready") {
         line.clear();
-        assert!(lines.read_line(&mut line).unwrap() > 0, "the child has ended");
+        assert!(lines.read_line(&mut line).unwrap() > 0, "the child has exited");
     }
     lines
 }
 
-/// Does nothing, but in the processes that the other tests start.
+/// Does nothing, except in the processes that the other tests start.
 #[test]
 fn child_of_the_leases() {
     let Ok(words) = std::env::var(CHILD) else { return };
@@ -262,7 +262,7 @@ fn child_of_the_leases() {
     let paths: Vec<Vec<u8>> = files.iter().map(|&number| path(number)).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     match words[0] {
-        // Holds a batch without a word until it is told to look at it.
+        // Holds a batch without any call until a line on standard input asks it to check the batch.
         "hold" => {
             let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
@@ -302,7 +302,7 @@ fn child_of_the_leases() {
                 let is_right =
                     |index: usize| batch.get(index).is_none_or(|bytes| bytes == content(files[chosen[index]], bytes.len()));
                 let all_right = (0..chosen.len()).all(is_right);
-                assert!(all_right || !batch.is_good(), "a sample is wrong that was looked at again");
+                assert!(all_right || !batch.is_good(), "a sample was wrong when it was read a second time");
             }
         }
         other => panic!("{other}"),
@@ -329,7 +329,7 @@ fn idle_orders_make_way_for_who_waits() {
         assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
     };
-    // They fill the arena side by side; the order then holds every second of them, and nowhere is room for a large one.
+    // The small files fill the arena side by side. The order then holds every second one, which leaves no room for a large one.
     small.truncate(325);
     small.iter().for_each(|&number| read(number));
     let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
@@ -349,7 +349,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     let view = cluster.view(0);
     let (small, large): (Vec<usize>, Vec<usize>) =
         numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
-    // Each batch alone would have a quarter of the arena.
+    // Each batch alone would need a quarter of the arena.
     let idle: Vec<_> = small[..83 * 4]
         .chunks(83)
         .map(|numbers| {
@@ -368,7 +368,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
         assert!(buffer == content(number, lens[number]));
     }
     assert!(start.elapsed() < Deadlines::DEFAULT.arena, "{:?}", start.elapsed());
-    assert!(idle.iter().all(|batch| batch.is_good()), "nobody had to lose anything");
+    assert!(idle.iter().all(|batch| batch.is_good()), "no batch lost its leases");
     for (batch, numbers) in idle.iter().zip(small.chunks(83)) {
         assert!((0..83).all(|index| batch.get(index).unwrap() == content(numbers[index], 100_000)));
     }
@@ -388,7 +388,7 @@ fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_k
     let view = cluster.view(0);
     let far = numbers(&view, lens.len(), false);
     let (small, large): (Vec<usize>, Vec<usize>) = far.into_iter().partition(|&number| lens[number] < 1_000_000);
-    // Each its own part; some of them are stopped, as by a debugger.
+    // Each holder has a part of its own. Some of them are stopped, as by a debugger.
     let mut holders: Vec<Child> =
         small[..130].chunks(26).map(|part| child(&cluster, &format!("hold 0 {}", words(part)))).collect();
     let mut lines: Vec<_> = holders.iter_mut().map(is_ready).collect();
@@ -403,7 +403,7 @@ fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_k
         }
     }
     println!("large files beside idle holders took {:?}", start.elapsed());
-    // Each holder has right bytes, or knows that it has not.
+    // Each holder has the right bytes, or `is_good` is false.
     for (mut holder, lines) in holders.into_iter().zip(&mut lines) {
         signal(holder.id() as i32, Signal::SIGCONT);
         holder.stdin.take().unwrap().write_all(b"\n").unwrap();
@@ -416,13 +416,13 @@ fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_k
     cluster.down();
 }
 
-/// A connection that the test speaks on by itself.
-fn say(stream: &mut UnixStream, message: &FromClient) -> std::io::Result<()> {
+/// Sends a message on a connection of the test's own.
+fn send(stream: &mut UnixStream, message: &FromClient) -> std::io::Result<()> {
     let message = encode(message);
     stream.write_all(&[&encode_local(message.len()).unwrap()[..], &message].concat())
 }
 
-fn hear(stream: &mut UnixStream) -> FromServer {
+fn receive(stream: &mut UnixStream) -> FromServer {
     let mut header = [0; LOCAL_HEADER_LEN];
     stream.read_exact(&mut header).unwrap();
     let mut message = vec![0; decode_local(header).unwrap()];
@@ -444,20 +444,20 @@ fn a_client_that_sends_while_it_is_sent_something_is_heard() {
     let mut stream = UnixStream::connect(cluster.location().socket(NodeId(0))).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-    say(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
-    assert!(matches!(hear(&mut stream), FromServer::Welcome { .. }));
-    // None can be had, and to say so of all takes more than the socket's room: the server waits for this side to read.
-    say(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
+    send(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
+    assert!(matches!(receive(&mut stream), FromServer::Welcome { .. }));
+    // None of them can be read, and the errors are more than the socket holds, so the server waits for this side to read.
+    send(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     for number in 0..3000 {
-        let sent = say(&mut stream, &FromClient::Release { leases: vec![number] });
+        let sent = send(&mut stream, &FromClient::Release { leases: vec![number] });
         assert!(sent.is_ok(), "both sides send, and neither reads: {sent:?}");
     }
-    let mut told = 0;
+    let mut answered = 0;
     loop {
-        match hear(&mut stream) {
+        match receive(&mut stream) {
             FromServer::Fetched { chunks, is_last, .. } => {
-                told += chunks.len();
+                answered += chunks.len();
                 if is_last {
                     break;
                 }
@@ -465,7 +465,7 @@ fn a_client_that_sends_while_it_is_sent_something_is_heard() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(told, chunks.len());
+    assert_eq!(answered, chunks.len());
 }
 
 /// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
@@ -488,7 +488,7 @@ fn clients_stopped_at_random_read_on_and_see_no_wrong_byte() {
     while Instant::now() < until {
         let which = random.random_range(0..clients.len());
         signal(clients[which].id() as i32, Signal::SIGSTOP);
-        // Now and then for longer than a server waits for a client.
+        // Occasionally for longer than a server waits for a client.
         std::thread::sleep(Duration::from_millis(if random.random_range(0..6) == 0 {
             6000
         } else {
@@ -499,7 +499,7 @@ fn clients_stopped_at_random_read_on_and_see_no_wrong_byte() {
     }
     println!("{stops} stops");
     for client in &mut clients {
-        assert!(client.try_wait().unwrap().is_none(), "a client has ended by itself");
+        assert!(client.try_wait().unwrap().is_none(), "a client has exited by itself");
         client.kill().unwrap();
         client.wait().unwrap();
     }

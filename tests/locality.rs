@@ -1,4 +1,4 @@
-//! What comes to be local: what is kept, what is fetched ahead, and what is told of it.
+//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and the counters of all these.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -22,7 +22,7 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
     let view = cluster.view(0);
     read_epoch(&view, 0);
     let all: u64 = lens.iter().map(|&len| len as u64).sum();
-    wait_until("what came is kept", || {
+    wait_until("all fetched blocks are cached", || {
         let node = node(&cluster, 0);
         count(&node["held_bytes"]) + count(&node["cached_bytes"]) == all
     });
@@ -39,14 +39,14 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
         let opened = view.open(&path(number)).unwrap();
         assert!(view.read_at(&opened, 0, &mut bytes).unwrap() == len && bytes == content(number, len), "{number}");
     }
-    // A stage-in comes before what is only kept, and `tune` gives it up; what is read meanwhile is right all the same.
+    // `tune` drops cached blocks, and views of them stay right.
     let mut views =
         view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::InOrder, OnMissing::Fail).unwrap();
     views.wait().unwrap();
     let seen = [views.get(0).unwrap().to_vec(), views.get(1).unwrap().to_vec()];
     cluster.ok(&["tune", "--cache", "off"]);
     assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0);
-    assert!(views.get(0).unwrap() == seen[0] && views.get(1).unwrap() == seen[1], "views outlive what is given up");
+    assert!(views.get(0).unwrap() == seen[0] && views.get(1).unwrap() == seen[1], "views outlive the cached blocks");
     drop(views);
     read_epoch(&view, 2);
     cluster.ok(&["verify", "--from-every-node"]);
@@ -61,7 +61,7 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
     let view = cluster.view(0);
     read_epoch(&view, 0);
     for _ in 0..3 {
-        // Somebody looks at what is kept, so that giving it up takes its time; another thinks it over meanwhile.
+        // A batch holds views of cached blocks, so that dropping them takes some time; other changes arrive meanwhile.
         let samples: Vec<SampleId> = (0..300).map(SampleId).collect();
         let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
@@ -96,7 +96,7 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let dataset = dataset(&view);
     let samples: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(1, 0).collect();
     let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
-    wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
+    wait_until("prefetching begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
     for samples in samples.chunks(64) {
         let mut batch = view.session().read_many(&dataset, samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
@@ -105,7 +105,7 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
     let prefetch = node(&cluster, 0)["prefetch"].clone();
     assert!(count(&prefetch["hits"]) > 700 && count(&prefetch["late"]) < 150, "{prefetch}");
     drop(order);
-    wait_until("what was read is kept", || node(&cluster, 0)["cached_blocks"].as_u64().unwrap() > 800);
+    wait_until("the samples that were read are cached", || node(&cluster, 0)["cached_blocks"].as_u64().unwrap() > 800);
     cluster.down();
 }
 
@@ -116,7 +116,7 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
     let cluster = session(2, &["--capacity", "8MiB"], &lens);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("something is kept", || count(&node(&cluster, 0)["cached_bytes"]) > 2_000_000);
+    wait_until("some blocks are cached", || count(&node(&cluster, 0)["cached_bytes"]) > 2_000_000);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..80).for_each(|number| fs::write(cluster.at(format!("more/{number}")), vec![number as u8; 100_000]).unwrap());
     cluster.stage(&[&cluster.at("more")], "/dayfly/more");
@@ -132,16 +132,16 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
     let view = cluster.view(0);
     read_epoch(&view, 0);
     let all = 200 * 60_000;
-    let kept = || count(&node(&cluster, 0)["cached_bytes"]);
-    wait_until("all is kept", || kept() + count(&node(&cluster, 0)["held_bytes"]) == all);
-    let before = (kept(), node(&cluster, 0)["remote_reads"].clone());
+    let cached = || count(&node(&cluster, 0)["cached_bytes"]);
+    wait_until("all is cached", || cached() + count(&node(&cluster, 0)["held_bytes"]) == all);
+    let before = (cached(), node(&cluster, 0)["remote_reads"].clone());
     for name in ["x", "y"] {
         fs::write(cluster.at(name), b"hi").unwrap();
     }
     cluster.stage(&[&cluster.at("x"), &cluster.at("y")], "/dayfly/tiny");
-    assert_eq!(kept(), before.0);
+    assert_eq!(cached(), before.0);
     read_epoch(&cluster.view(0), 1);
-    assert_eq!(node(&cluster, 0)["remote_reads"], before.1, "the next epoch asks nobody");
+    assert_eq!(node(&cluster, 0)["remote_reads"], before.1, "the next epoch sends no request to a peer");
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }
@@ -149,17 +149,17 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
 /// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
-    // Of 32 MiB a node owns 10 and keeps 10; 16 more on each node leave 6 of what is kept.
+    // Of its 32 MiB, a node owns 10 and caches 10. 16 MiB more on each node leave 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    wait_until("all is kept", || {
+    wait_until("all is cached", || {
         count(&node(&cluster, 0)["cached_bytes"]) + count(&node(&cluster, 0)["held_bytes"]) == 21_000_000
     });
     let before = count(&node(&cluster, 0)["cached_bytes"]);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..300).for_each(|number| fs::write(cluster.at(format!("more/{number}")), content(number, 100_000)).unwrap());
-    // Readers go on meanwhile, and see no wrong byte.
+    // Meanwhile a reader continues, and sees no wrong byte.
     std::thread::scope(|scope| {
         let staging = scope.spawn(|| cluster.stage(&[&cluster.at("more")], "/dayfly/more"));
         let mut bytes = vec![0; 100_000];
@@ -179,7 +179,7 @@ fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
     cluster.down();
 }
 
-/// Share of an LRU's hits over cyclic epochs: what keeping would give if it were one.
+/// Returns the hit rate that an LRU cache of this many samples would have over the epochs after the first.
 fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
     let (mut held, mut clock) = (std::collections::HashMap::new(), 0_u64);
     let (mut hits, mut all) = (0, 0);
@@ -207,16 +207,16 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
 fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     const FILES: usize = 1500;
     const LEN: usize = 20_000;
-    // All the room of a node, its own part included, is four fifths of the data set, and little for what else it needs.
+    // The space of a node, its own part included, is four fifths of the dataset, and a little for what else it needs.
     let capacity = (FILES * LEN * 4 / 5 + 300_000).to_string();
     let cluster = session(3, &["--capacity", &capacity], &[LEN; FILES]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
-    let kept = std::cell::Cell::new(0);
-    wait_until("what is kept is written", || {
+    let cached = std::cell::Cell::new(0);
+    wait_until("cached blocks are written", || {
         std::thread::sleep(Duration::from_millis(100));
         let now = count(&node(&cluster, 0)["cached_bytes"]);
-        now > 0 && kept.replace(now) == now
+        now > 0 && cached.replace(now) == now
     });
     let local = |node: &serde_json::Value| {
         let reads = &node["reads"];
@@ -235,11 +235,11 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     }
     let predicted = node(&cluster, 0)["predicted_local_percent"].as_f64().unwrap();
     assert!((predicted / 100.0 - room).abs() < 0.05, "{predicted}");
-    // Beside it, what an LRU of the same room gives: the order of epochs is random, so it is not nothing, but far less.
+    // Compare with an LRU cache of the same size: the order of epochs is random, so it has some hits, but far fewer.
     let names = Samples::of(dataset(&view).catalog());
     let epochs: Vec<Vec<SampleId>> = (0..5).map(|epoch| names.epoch(5, epoch).collect()).collect();
     let lru = lru_hits(&epochs, FILES * 4 / 5);
-    println!("an LRU's share is {lru:.3}");
+    println!("the share of an LRU cache is {lru:.3}");
     assert!(lru < room - 0.05, "{lru}");
     cluster.down();
 }
@@ -255,13 +255,13 @@ fn what_is_ordered_is_there_before_it_is_read() {
     let dataset = dataset(&view);
     let samples: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(1, 0).collect();
     let order = view.session().submit(&dataset, samples.iter().copied()).unwrap();
-    wait_until("it begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
+    wait_until("prefetching begins", || count(&node(&cluster, 0)["remote_reads"]) > 0);
     let mut buffer = vec![0; 10_000];
     for (at, &sample) in samples.iter().enumerate() {
         let (size, _) = dataset.catalog().sample(sample).unwrap();
         assert_eq!(view.session().read_at(&dataset, sample, 0, &mut buffer[..size as usize], &mut None).unwrap() as u64, size);
         if at % 20 == 0 {
-            // As long as a step of training.
+            // About the duration of a training step.
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -271,9 +271,9 @@ fn what_is_ordered_is_there_before_it_is_read() {
     assert!(count(&node["prefetch"]["hits"]) > far * 8 / 10 && count(&node["prefetch"]["wasted"]) < far / 20, "{node}");
     drop(order);
     assert_accounts_are_settled(&cluster);
-    // Told not to, it does not.
-    let told = cluster.ok(&["tune", "--prefetch", "off", "--prefetch-memory", "10MiB"]);
-    assert_eq!(told.trim(), "prefetch off, in 10.0MiB; cache: off");
+    // With prefetching off, an order fetches nothing.
+    let printed = cluster.ok(&["tune", "--prefetch", "off", "--prefetch-memory", "10MiB"]);
+    assert_eq!(printed.trim(), "prefetch: off, in 10.0MiB; cache: off");
     let other = cluster.view(1);
     let _order = other.session().submit(&dataset, samples).unwrap();
     std::thread::sleep(Duration::from_millis(200));
@@ -303,14 +303,14 @@ fn a_large_file_is_read_ahead_of_who_goes_through_it() {
         at += got;
     }
     let after = node(&cluster, 0);
-    let came = count(&after["remote_bytes"]) - count(&before["remote_bytes"]);
-    assert_eq!(came, len as u64, "each byte once");
-    // A look into another's middle fetches little.
+    let fetched = count(&after["remote_bytes"]) - count(&before["remote_bytes"]);
+    assert_eq!(fetched, len as u64, "each byte is fetched once");
+    // A short read in the middle of another file fetches little.
     let other = numbers(&view, 6, false)[1];
     let opened = view.open(&path(other)).unwrap();
     assert_eq!(view.read_at(&opened, 20 << 20, &mut buffer[..100]).unwrap(), 100);
-    let looked = count(&node(&cluster, 0)["remote_bytes"]) - count(&after["remote_bytes"]);
-    assert!(looked <= 4 << 20, "{looked}");
+    let fetched = count(&node(&cluster, 0)["remote_bytes"]) - count(&after["remote_bytes"]);
+    assert!(fetched <= 4 << 20, "{fetched}");
     cluster.down();
 }
 
@@ -331,7 +331,7 @@ fn counters_are_told_in_every_form() {
     assert!(cluster.ok(&["metrics", "--all-nodes"]).contains("dayfly_clients{node=\"1\"}"));
     let top = cluster.ok(&["top", "--interval", "0.1", "--count", "2"]);
     assert_eq!(top.matches("bottleneck: ").count(), 2, "{top}");
-    assert!(cluster.ok(&["status"]).contains("prefetch auto, in half of the arena; cache: all free room"));
+    assert!(cluster.ok(&["status"]).contains("prefetch: auto, in half of the arena; cache: all free space"));
     cluster.fails(2, &["tune", "--prefetch", "fast"]);
     let status = node(&cluster, 0);
     assert_eq!(count(&status["busiest_clients"][0]["pid"]), u64::from(std::process::id()));

@@ -1,5 +1,5 @@
-//! The model test: random operations on the namespace and on a plain directory, equal after every step. Nodes are changed
-//! at random, so that what is local to one is remote to the next.
+//! The model tests: random operations on the namespace and on a plain directory have equal results after every step. Each step runs on
+//! a random node, so that blocks that are local in one step are remote in the next.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,7 +23,7 @@ use rand::{Rng, SeedableRng};
 
 const STEPS: usize = 6000;
 
-/// What a program may do.
+/// An operation of a program, with its path.
 #[derive(Debug)]
 enum Op {
     Stat(Vec<u8>),
@@ -34,7 +34,7 @@ enum Op {
     Canonical(Vec<u8>),
 }
 
-/// What comes of it: a number or a text for success, an errno else.
+/// The result of an operation: its text, or an errno.
 type Outcome = Result<String, i32>;
 
 fn make_tree(folder: &Path, random: &mut StdRng) {
@@ -65,7 +65,7 @@ fn make_tree(folder: &Path, random: &mut StdRng) {
     }
 }
 
-/// Paths that exist, and paths that nearly do.
+/// Returns a path that exists, or a variation of one.
 fn random_path(known: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut path = known.choose(random).unwrap().clone();
     match random.random_range(0..12) {
@@ -114,7 +114,7 @@ fn in_namespace(view: &View, op: &Op, root: &[u8]) -> Outcome {
         Op::ReadLink(path) => view.read_link(&at(path)).map(|target| format!("{target:?}")),
         Op::Canonical(path) => view.canonical(&at(path)).map(|path| format!("{:?}", path.strip_prefix(root))),
         Op::List(path) => view.open_directory(&at(path)).map(|directory| {
-            // In two parts, as a program with a small buffer would.
+            // List in two parts, as a program with a small buffer does.
             let first: Vec<_> = directory.entries(0).take(3).collect();
             let rest: Vec<_> = first.last().map_or_else(Vec::new, |last| directory.entries(last.next).collect());
             let entries = first.into_iter().chain(rest).map(|entry| format!("{:?}{}", entry.name, kind_text(entry.kind)));
@@ -177,7 +177,8 @@ fn crc(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, &byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)))
 }
 
-/// Symlinks that lead out of the tree are the kernel's matter in a plain directory and nobody's in the namespace.
+/// Whether the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there, so the results
+/// cannot be compared.
 fn leads_out(folder: &Path, op: &Op) -> bool {
     let (Op::Stat(path) | Op::Lstat(path) | Op::ReadLink(path) | Op::List(path) | Op::Canonical(path) | Op::Read(path, ..)) = op;
     let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
@@ -191,7 +192,7 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
             b".." => drop(at.pop()),
             _ => at.push(&name),
         }
-        // Beyond the root of the tree, at any point of the walk.
+        // The walk has left the root of the tree.
         if full.starts_with(folder) && at.components().count() >= 1 && !folder.starts_with(&at) && !at.starts_with(folder) {
             return true;
         }
@@ -247,11 +248,12 @@ fn random_operations_agree_with_a_plain_directory() {
     }
 }
 
-/// In the process that this test binary starts again: the folder, and the seed.
+/// The orders of a child process of this test binary: seed, output file and folder.
 const CHILD: &str = "DAYFLY_TEST_MODEL";
 const CALLS: usize = 4000;
 
-/// Random calls on descriptors, one after another; each line says what came of one. Numbers of descriptors are told, too.
+/// Runs random calls on descriptors, one after another. Each line of the result shows the outcome of one call, with the numbers of new
+/// descriptors.
 fn trace(root: &Path, seed: u64) -> String {
     let mut random = StdRng::seed_from_u64(seed);
     let names = [
@@ -277,45 +279,45 @@ fn trace(root: &Path, seed: u64) -> String {
         let which = random.random_range(0..open.len().max(1));
         let (offset, len) = (random.random_range(0..300_000_i64), random.random_range(0..70_000_usize));
         let mut buffer = vec![0; len];
-        let told = |result: nix::Result<i64>| result.map_or_else(|errno| format!("{errno:?}"), |value| value.to_string());
+        let outcome = |result: nix::Result<i64>| result.map_or_else(|errno| format!("{errno:?}"), |value| value.to_string());
         let line = match (random.random_range(0..15), open.get(which)) {
             (0..3, _) => {
                 let flags =
                     *[OFlag::empty(), OFlag::O_CLOEXEC, OFlag::O_DIRECTORY, OFlag::O_NOFOLLOW].choose(&mut random).unwrap();
                 let result = nix::fcntl::open(&path, OFlag::O_RDONLY | flags, Mode::empty());
-                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                let line = outcome(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
                 open.extend(result);
                 line
             }
             (3, Some(file)) => {
                 let result = nix::fcntl::openat(file, name, OFlag::O_RDONLY, Mode::empty());
-                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                let line = outcome(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
                 open.extend(result);
                 line
             }
             (4..7, Some(file)) => {
                 let result = nix::unistd::read(file, &mut buffer);
-                format!("{} {}", told(result.map(|count| count as i64)), crc(&buffer))
+                format!("{} {}", outcome(result.map(|count| count as i64)), crc(&buffer))
             }
             (7, Some(file)) => {
                 let result = nix::sys::uio::pread(file, &mut buffer, offset);
-                format!("{} {}", told(result.map(|count| count as i64)), crc(&buffer))
+                format!("{} {}", outcome(result.map(|count| count as i64)), crc(&buffer))
             }
             (8, Some(file)) => {
                 let whence = *[Whence::SeekSet, Whence::SeekCur, Whence::SeekEnd].choose(&mut random).unwrap();
-                // Offsets in directories are the file system's own business.
+                // Offsets in directories differ between file systems.
                 let is_file = nix::sys::stat::fstat(file).unwrap().st_mode & nix::libc::S_IFMT == nix::libc::S_IFREG;
-                if is_file { told(nix::unistd::lseek(file, offset - 100_000, whence)) } else { String::new() }
+                if is_file { outcome(nix::unistd::lseek(file, offset - 100_000, whence)) } else { String::new() }
             }
             (9, Some(file)) => {
                 let result = nix::unistd::dup(file);
-                let line = told(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
+                let line = outcome(result.as_ref().map(|file| file.as_raw_fd().into()).map_err(|errno| *errno));
                 open.extend(result);
                 line
             }
             (10, Some(_)) if open.len() > 1 => {
                 let from = nix::unistd::dup(&open[random.random_range(0..open.len())]).unwrap();
-                told(nix::unistd::dup2(&from, &mut open[which]).map(|()| open[which].as_raw_fd().into()))
+                outcome(nix::unistd::dup2(&from, &mut open[which]).map(|()| open[which].as_raw_fd().into()))
             }
             (11, Some(_)) if open.len() > 6 => {
                 let number = open.swap_remove(which).as_raw_fd();
@@ -329,7 +331,7 @@ fn trace(root: &Path, seed: u64) -> String {
             (13, _) => {
                 let result = nix::unistd::chdir(&path).map(|()| 0);
                 let now = nix::unistd::getcwd().unwrap();
-                format!("{} {}", told(result), now.display())
+                format!("{} {}", outcome(result), now.display())
             }
             (14, _) => {
                 let target =
@@ -340,7 +342,7 @@ fn trace(root: &Path, seed: u64) -> String {
                     names
                 });
                 let listed = listed.map_or_else(|error| format!("{:?}", error.raw_os_error()), |names| format!("{names:?}"));
-                format!("{} {target} {listed}", told(nix::unistd::access(&path, AccessFlags::R_OK).map(|()| 0)))
+                format!("{} {target} {listed}", outcome(nix::unistd::access(&path, AccessFlags::R_OK).map(|()| 0)))
             }
             _ => String::new(),
         };
@@ -352,7 +354,7 @@ fn trace(root: &Path, seed: u64) -> String {
     lines
 }
 
-/// Does nothing, but in the process that the next test starts.
+/// Does nothing, except in the processes that the next test starts.
 #[test]
 fn child_of_the_model() {
     let Ok(orders) = std::env::var(CHILD) else { return };

@@ -1,5 +1,7 @@
-//! Unchanged programs over the namespace: each does the same over a plain directory, then, the directory gone from its path and
-//! the session's prefix in its place, over the namespace; what it prints and leaves must be equal.
+//! Unchanged programs over the namespace. Each runs twice: over a plain directory, and over a session whose prefix has taken the
+//! directory's place. What it prints and what it leaves behind must be equal.
+//!
+//! Programs that are not installed are skipped, with a line on standard error, unless `DAYFLY_TEST_ALL_PROGRAMS` is set.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,21 +18,21 @@ use harness::twin::twin;
 use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
 use nix::sys::signal::Signal;
 
-/// Set where every program must be there: a program that is not is passed over elsewhere, aloud.
+/// If this variable is set, a program that is not installed fails the test instead of being skipped.
 const ALL_PROGRAMS: &str = "DAYFLY_TEST_ALL_PROGRAMS";
 
 fn here(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/posix").join(name)
 }
 
-/// What the plain directory's program printed.
+/// Runs a program outside the session.
 fn plainly(ground: &Ground, arguments: &[&OsStr]) -> Output {
     let mut command = Command::new(arguments[0]);
     command.args(&arguments[1..]).current_dir(ground.work.path()).env("LC_ALL", "C").env("TZ", "UTC");
     output_of(&mut command)
 }
 
-/// A tree of sources, and one file of each kind that a program of the table wants.
+/// Makes a tree of sources, and one file of each kind that the programs below need.
 fn sources_and_data(root: &Path) {
     for folder in ["meta", "client", "docs"] {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
@@ -64,12 +66,12 @@ fn sources_and_data(root: &Path) {
 }
 
 fn run_if_there(program: &str, arguments: &[&OsStr]) {
-    // What could not be made is not looked for either.
+    // Where the program is missing, the tests that need its output are skipped as well.
     let _ = Command::new(program).args(arguments).output();
 }
 
-/// Programs, by what must be there for them, and shell's words; `$R` is the tree. Sizes of directories, the order in which a
-/// directory is listed and the numbers of inodes are no promise: they are taken out or sorted away.
+/// Shell scripts that print what they see, each with the program that it needs; `$R` is the tree. They remove or sort away what
+/// the namespace does not promise: sizes of directories, the order in which a directory is listed, and inode numbers.
 const PROGRAMS: &[(&str, &str)] = &[
     (
         "find",
@@ -160,7 +162,7 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("python3 -c 'import PIL'", "python3 $PROGRAMS images $R"),
 ];
 
-/// Programs that make a copy of the tree at `$O`.
+/// Shell scripts that copy the tree to `$O`, each with the program that it needs.
 const COPIERS: &[(&str, &str)] = &[
     ("cp", "cp -a $R $O"),
     ("tar", "mkdir $O && tar --format=posix -C $R -cf - . | tar -C $O -xpf -"),
@@ -178,15 +180,18 @@ fn is_there(program: &str) -> bool {
     let found = Command::new("sh").args(["-c", &format!("{probe} > /dev/null 2>&1")]).status().unwrap().success();
     if !found {
         assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{program} is not installed");
-        eprintln!("not compared, for it is not installed: {program}");
+        eprintln!("skipped, because it is not installed: {program}");
     }
     found
 }
 
+/// Puts the variables of a script in front of it.
 fn words(words: &str, root: &Path, out: &Path) -> String {
     format!("R={} O={} PROGRAMS={}; export R; {words}", root.display(), out.display(), here("programs.py").display())
 }
 
+/// SEMANTICS: "Programs see what they see of a plain directory: coreutils, find, tar, rsync, git, gcc, sqlite3, shells, and Python
+/// with mmap, numpy, PIL, subprocess and every start method of multiprocessing."
 #[test]
 fn real_programs_see_the_namespace_as_a_plain_directory() {
     let run = |(program, script): &(&str, &str), ground: &Ground, root: &Path| {
@@ -224,7 +229,7 @@ fn first_difference(expected: &Output, found: &Output) -> String {
     format!("plain: {:?} {:?}\nours:  {:?} {:?}", expected.status, pair.map(|pair| pair.0), found.status, pair.map(|pair| pair.1))
 }
 
-/// What `calls.c` wants.
+/// Makes the tree that `calls.c` needs.
 fn tree_for_calls(root: &Path) {
     fs::create_dir_all(root.join("sub/empty")).unwrap();
     fs::create_dir(root.join("sub/deep")).unwrap();
@@ -253,7 +258,7 @@ fn compile(ground: &Ground, source: &str, options: &[&str]) -> PathBuf {
     program
 }
 
-/// Lines of a walk whose order is the directory's, sorted.
+/// Sorts the lines of each `nftw` walk, whose order is the plain directory's.
 fn sorted_walks(text: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = text.lines().collect();
     for group in lines.chunk_by_mut(|left, right| left.starts_with("nftw ") && right.starts_with("nftw ")) {
@@ -262,8 +267,19 @@ fn sorted_walks(text: &str) -> Vec<&str> {
     lines
 }
 
+/// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they return for a plain
+/// directory, except as named below. A successful call leaves errno unchanged."
+/// SEMANTICS: "Descriptors are numbers of the kernel's own table, the lowest that is free."
+/// SEMANTICS: "Offsets are shared across dup, fork, and exec into other programs."
+/// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
+/// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
+/// kernel file behind the number."
+/// SEMANTICS: "Standard input that comes from the namespace becomes such a kernel file at once, because the C library's own streams
+/// read it."
+/// SEMANTICS: "The working directory may be in the namespace; programs started from there begin there."
+/// SEMANTICS: "mmap works for reading and for private mappings."
 #[test]
-fn every_call_gives_what_it_gives_on_a_plain_directory() {
+fn every_call_returns_what_it_returns_on_a_plain_directory() {
     for options in [&[][..], &["-D_FORTIFY_SOURCE=2", "-O2"], &["-D_FILE_OFFSET_BITS=64"]] {
         let run = |ground: &Ground, root: &Path| {
             let program = compile(ground, "calls.c", options);
@@ -285,6 +301,10 @@ fn every_call_gives_what_it_gives_on_a_plain_directory() {
     }
 }
 
+/// SEMANTICS: "The namespace is read-only; data enter it by stage-in only. Its errors are those of a read-only mount: a write is
+/// EROFS, creating a path that exists is EEXIST, changing a path that does not exist is ENOENT, and a rename or link from one file
+/// system to another is EXDEV."
+/// SEMANTICS: "statfs reports a full, read-only file system of its own type"
 #[test]
 fn the_namespace_is_read_only() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
@@ -309,8 +329,9 @@ fn the_namespace_is_read_only() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "vfork works too: descriptors that the child closes or duplicates leave the parent's files alone."
 #[test]
-fn a_parent_reads_on_while_its_vfork_children_close_and_duplicate() {
+fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
     if !is_there("python3") {
         return;
     }
@@ -320,10 +341,11 @@ fn a_parent_reads_on_while_its_vfork_children_close_and_duplicate() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "dayfly exec tries the library before it starts CMD: a library that is missing or cannot be loaded is an error."
 #[test]
-fn what_exec_cannot_give_is_an_error_and_never_a_silent_run() {
+fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
     let ground = Ground::new();
-    // A copy of the program alone, without the library beside it.
+    // A copy of the program without the library beside it.
     let alone = ground.at("alone");
     fs::create_dir(&alone).unwrap();
     fs::copy(env!("CARGO_BIN_EXE_dayfly"), alone.join("dayfly")).unwrap();
@@ -344,8 +366,9 @@ fn what_exec_cannot_give_is_an_error_and_never_a_silent_run() {
     cluster.down();
 }
 
+/// SEMANTICS: "dayfly env affects the programs that the shell starts, not the shell itself."
 #[test]
-fn env_makes_a_shells_children_part_of_the_session() {
+fn dayfly_env_makes_a_shells_children_part_of_the_session() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let dayfly = env!("CARGO_BIN_EXE_dayfly");
     let script =
@@ -356,8 +379,10 @@ fn env_makes_a_shells_children_part_of_the_session() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "If the server dies, blocks that the node holds are still read; other reads fail with EIO within the deadline, and one
+/// line is printed to standard error."
 #[test]
-fn with_the_server_dead_what_is_local_is_read_and_the_rest_is_an_error_within_the_deadline() {
+fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_deadline() {
     if !is_there("python3") {
         return;
     }
@@ -403,8 +428,11 @@ fn with_the_server_dead_what_is_local_is_read_and_the_rest_is_an_error_within_th
     assert!(child.wait().unwrap().success());
 }
 
+/// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place is SIGBUS, and copied data stay."
+/// SEMANTICS: "For every other fault, the program's own handling of SIGBUS applies."
+/// SEMANTICS: "down frees all blocks at once, also while processes still have files open: their reads fail with EIO."
 #[test]
-fn down_turns_reads_and_mappings_into_errors_and_never_into_zeros() {
+fn after_down_reads_and_mappings_fail_and_never_return_zeros() {
     let (twin, ()) = twin(sources_and_data, |_, _| ());
     let program = compile(&twin.cluster, "gone.c", &[]);
     let big = twin.root.join("data/big.bin");
@@ -427,12 +455,14 @@ fn down_turns_reads_and_mappings_into_errors_and_never_into_zeros() {
         assert!(child.wait().unwrap().success());
     }
     mapped.sort();
-    assert_eq!(mapped, ["mapped: SIGBUS", "mapped: its bytes"], "in place on the node that holds it, a copy on the other");
+    assert_eq!(mapped, ["mapped: SIGBUS", "mapped: its bytes"], "one node has the block in place, the other has a copy");
     twin.cluster.assert_clean();
 }
 
+/// SEMANTICS: "Paths lead in however they are spelled, relative or with .., from the working directory or from a directory's
+/// descriptor."
 #[test]
-fn every_spelling_of_the_prefix_leads_in() {
+fn every_spelling_of_the_prefix_leads_into_the_namespace() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let root = twin.root.display();
     let found = twin.shell(&format!(
@@ -442,11 +472,12 @@ fn every_spelling_of_the_prefix_leads_in() {
     twin.cluster.down();
 }
 
-/// Seconds of the stress; `.ci/long` gives it a minute.
+/// The variable that sets how many seconds the stress test runs; `.ci/long` sets a minute.
 const STRESS_SECONDS: &str = "DAYFLY_TEST_STRESS_SECONDS";
 
+/// SEMANTICS: "fork works from any thread."
 #[test]
-fn threads_read_while_they_fork_children_that_read() {
+fn threads_read_correct_bytes_while_they_fork_children_that_read() {
     let (twin, ()) = twin(sources_and_data, |_, _| ());
     let program = compile(&twin.cluster, "stress.c", &[]);
     let list = twin.shell(&format!(
@@ -469,8 +500,10 @@ fn library() -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_dayfly")).parent().unwrap().join("deps/libdayfly_preload.so")
 }
 
+/// SEMANTICS: "C programs may include client/preload/include/dayfly.h and link the library: attach, open, read, read many, views,
+/// orders, stat, list."
 #[test]
-fn the_c_interface_reads_what_was_staged_in() {
+fn the_c_interface_reads_a_staged_in_dataset() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("client/preload/include");
     let (include, library) = (format!("-I{}", include.display()), library());
@@ -485,6 +518,7 @@ fn the_c_interface_reads_what_was_staged_in() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "the library needs glibc 2.28 or newer, in the container as outside."
 #[test]
 fn the_library_needs_no_symbol_newer_than_glibc_2_28() {
     let output = output_of(Command::new("objdump").args(["-T".as_ref(), library().as_os_str()]));
@@ -499,14 +533,16 @@ fn the_library_needs_no_symbol_newer_than_glibc_2_28() {
     assert!(checked > 50, "{symbols}");
 }
 
+/// SEMANTICS: "PID and user namespaces make no difference."
 #[test]
-fn namespaces_of_other_users_and_processes_do_not_matter() {
+fn a_program_in_other_pid_and_user_namespaces_reads_the_namespace() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let sums = format!("cd {} && find . -type f | sort | xargs sha256sum", twin.root.display());
     let expected = twin.shell(&sums);
     let can = Command::new("unshare").args(["-Urpf", "--mount-proc", "true"]).status().is_ok_and(|status| status.success());
     if !can {
-        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "no namespaces can be made here");
+        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "this machine does not allow user namespaces");
+        eprintln!("skipped, because this machine does not allow user namespaces");
         return;
     }
     let isolated = ["unshare", "-Urpf", "--mount-proc", "sh", "-ec", &sums].map(OsStr::new);
@@ -515,14 +551,14 @@ fn namespaces_of_other_users_and_processes_do_not_matter() {
     twin.cluster.down();
 }
 
-/// Where `.ci/run` has put a root file system with an older glibc.
+/// The variable that names a root file system with an older glibc, which `.ci/run` makes.
 const FOREIGN_ROOT: &str = "DAYFLY_TEST_FOREIGN_ROOT";
 
 #[test]
 fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     let Some(foreign) = std::env::var_os(FOREIGN_ROOT).map(PathBuf::from) else {
         assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{FOREIGN_ROOT} is not set");
-        eprintln!("not tried, for there is no other root file system: {FOREIGN_ROOT}");
+        eprintln!("skipped, because {FOREIGN_ROOT} names no other root file system");
         return;
     };
     let (twin, ()) = twin(sources_and_data, |_, _| ());
@@ -532,7 +568,7 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
          head -c 5 < data/numbers.txt; perl -e 'print -s \"data/big.bin\"'; (cd data; ./hello.sh you)"
     );
     let expected = twin.shell(&look);
-    // What `env` would have a container bind: the library and the session's folder.
+    // As a container under `dayfly env` does: bind the library and the session's folder.
     let library = fs::canonicalize(library()).unwrap();
     let session = twin.cluster.folder();
     let binds: String = [library.parent().unwrap(), session.as_path()]
@@ -548,8 +584,10 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "A program in the namespace runs from such a copy, and a script is run by its interpreter; the loader does not find
+/// libraries in the namespace. A static CMD causes a warning."
 #[test]
-fn a_static_program_is_warned_of_and_one_in_the_namespace_is_run() {
+fn a_static_program_causes_a_warning_and_a_script_in_the_namespace_runs() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let script = twin.root.join("script");
     let found = twin.exec(&[script.as_os_str(), "here".as_ref()]);

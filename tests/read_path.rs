@@ -1,4 +1,4 @@
-//! The read path: batches, orders, what is kept, who waits for whom, and what is left of it all when processes are killed.
+//! The read path: batches, orders, joined fetches, waits for room in the arena, and leases of processes that are killed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -22,7 +22,7 @@ use rand::{Rng, SeedableRng};
 
 const CHILD: &str = "DAYFLY_TEST_READ_PATH_CHILD";
 
-/// This program again, as a process that does what `child` says; `words` are its orders.
+/// Starts this test binary as a child process that runs `child_of_the_read_path` with these words as its orders.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_of_the_read_path", "--nocapture"])
@@ -36,7 +36,7 @@ fn child(cluster: &Cluster, words: &str) -> Child {
         .unwrap()
 }
 
-/// Does nothing, but in the processes that the other tests start.
+/// Does nothing, except in the processes that the other tests start.
 #[test]
 fn child_of_the_read_path() {
     let Ok(words) = std::env::var(CHILD) else { return };
@@ -49,7 +49,7 @@ fn child_of_the_read_path() {
         "read" => {
             let (file, len) = (number(2), number(3));
             let mut buffer = vec![0; len];
-            // All at once, as far as that goes.
+            // Wait, so that all readers begin at about the same time.
             while !std::path::Path::new(words[4]).exists() {
                 std::thread::yield_now();
             }
@@ -62,7 +62,7 @@ fn child_of_the_read_path() {
     }
 }
 
-/// Reads files at random, alone and in batches, and checks every byte, until the time is over.
+/// Reads random files, one at a time and in batches, and checks every byte, until the time is over.
 fn stress(view: &View, files: usize, seed: u64, duration: Duration) {
     let mut random = StdRng::seed_from_u64(seed);
     let dataset = dataset(view);
@@ -159,22 +159,22 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
             assert!(delivered.bytes.unwrap() == content(number, lens[number]), "{number}");
             seen.push(delivered.index);
         }
-        // Until the batch ends they can be looked at again.
+        // Until the batch ends, its samples can be read again.
         assert!(wanted.iter().enumerate().all(|(index, &number)| batch.get(index).unwrap() == content(number, lens[number])));
         assert!(batch.is_good() && batch.get(wanted.len()).is_none());
         let in_order = seen.is_sorted();
-        assert_eq!(in_order, delivery == Delivery::InOrder, "this node's samples come first, if they may");
+        assert_eq!(in_order, delivery == Delivery::InOrder, "this node's samples come first unless an order was requested");
         seen.sort_unstable();
-        assert!(seen.into_iter().eq(0..wanted.len()), "each once");
+        assert!(seen.into_iter().eq(0..wanted.len()), "each sample comes once");
     }
-    // Into buffers; one too short is filled as far as it reaches.
+    // Read into buffers. A buffer that is too short is filled.
     let mut room: Vec<Vec<u8>> = wanted.iter().map(|&number| vec![1; if number == 398 { 5 } else { lens[number] }]).collect();
     let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
     let sizes = view.read_many_into(&paths, &mut buffers, OnMissing::Fail).unwrap();
     for ((&number, size), bytes) in wanted.iter().zip(sizes).zip(room) {
         assert!(size.unwrap() == lens[number] as u64 && bytes == content(number, lens[number])[..bytes.len()], "{number}");
     }
-    // Without a buffer there is nothing to be filled; file 0 is empty.
+    // Without buffers only the sizes are returned; file 0 is empty.
     let sizes = view.read_many_into(&[&path(0), &path(5)], &mut [], OnMissing::Fail).unwrap();
     assert_eq!(sizes.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, lens[5] as u64]);
     assert_accounts_are_settled(&cluster);
@@ -193,7 +193,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     let mut batch = view.read_many(&names, Delivery::InOrder, OnMissing::Fail).unwrap();
     let failed = std::iter::from_fn(|| batch.next().map(|delivered| delivered.err())).flatten().next().unwrap();
     assert!(matches!(&failed, ClientError::Path { path, errno, .. } if path == "/dayfly/d/none" && *errno == nix::libc::ENOENT));
-    assert!(batch.next().is_none(), "that was the end");
+    assert!(batch.next().is_none(), "the batch has ended");
     drop(batch);
     let mut batch = view.read_many(&names, Delivery::AsAvailable, OnMissing::Report).unwrap();
     let (mut whole, mut missing) = (0, Vec::new());
@@ -211,7 +211,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
     assert!(view.read_many_into(&names, &mut buffers, OnMissing::Fail).is_err());
     let sizes = view.read_many_into(&names, &mut buffers, OnMissing::Report).unwrap();
     assert_eq!(sizes.iter().filter(|size| size.is_err()).count(), 2);
-    // A node that has died is the same to those of its samples that are not here.
+    // Samples of a dead node are reported in the same way, unless this node has them.
     cluster.ok(&["tune", "--cache", "off"]);
     let far: Vec<SampleId> =
         numbers(&view, 60, false).into_iter().map(|number| view.open(&path(number)).unwrap().sample()).collect();
@@ -227,7 +227,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
             errors.insert(samples[delivered.index]);
         }
     }
-    // Some of them the arena may have had.
+    // The arena may have had some of them.
     assert!(errors.iter().all(|sample| far.contains(sample)));
 }
 
@@ -239,7 +239,8 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     let lens: Vec<usize> = (0..120).map(|number| 1_000_000 + number * 1000).chain([70 << 20]).collect();
     let cluster = session(2, &["--memory", &memory], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
-    // Four threads with all of it each, one that reads one file after another: all at once, on an arena a quarter of one of them.
+    // Four threads read batches of all samples, and this one reads file after file, all at the same time. The arena is far smaller
+    // than one batch.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -265,7 +266,7 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
             assert!(buffer == content(number, len), "{number}");
             longest = longest.max(start.elapsed());
         }
-        assert!(longest < Duration::from_secs(12), "{longest:?}: the wait for room has a deadline that nobody should meet");
+        assert!(longest < Duration::from_secs(12), "{longest:?}: no wait for room may come near its deadline");
     });
     assert_accounts_are_settled(&cluster);
     cluster.down();
@@ -338,7 +339,7 @@ fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
     let mut line = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(parent.stdout.as_mut().unwrap()), &mut line).unwrap();
     if line.trim() == "ended" {
-        // The child still has all of it open.
+        // The child still has everything open.
         wait_until("the order has ended", || node(&cluster, 0)["prefetch"]["orders"] == 0);
         assert_accounts_are_settled(&cluster);
     }
@@ -366,7 +367,7 @@ fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
     holder.kill().unwrap();
     assert_eq!(holder.wait().unwrap().signal(), Some(9));
     assert_accounts_are_settled(&cluster);
-    // The child still lives, and has all that its parent had open.
+    // The child still lives, and has open what its parent had open.
     harness::signal(words[2].parse().unwrap(), nix::sys::signal::Signal::SIGKILL);
     cluster.down();
 }
@@ -390,7 +391,7 @@ fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
         std::thread::sleep(Duration::from_millis(random.random_range(20..300)));
         let which = random.random_range(0..clients.len());
         if random.random_range(0..10) == 0 {
-            // What is kept comes and goes under their feet.
+            // Cached blocks come and go while the clients read.
             cluster.ok(&["tune", "--cache", ["off", "all", "2MiB"][which % 3]]);
         }
         let killed = std::mem::replace(&mut clients[which], start(&cluster, seed));
@@ -404,11 +405,11 @@ fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
     cluster.down();
 }
 
-/// Kills a client that must live.
+/// Kills a client, which must still be alive.
 fn end(mut client: Child) {
     if client.try_wait().unwrap().is_some() {
         let output = client.wait_with_output().unwrap();
-        panic!("a client ended by itself: {}{}", harness::text(&output.stdout), harness::text(&output.stderr));
+        panic!("a client exited by itself: {}{}", harness::text(&output.stdout), harness::text(&output.stderr));
     }
     client.kill().unwrap();
     client.wait().unwrap();

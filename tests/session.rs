@@ -1,4 +1,4 @@
-//! A session as its user meets it: the main job, every command, and what is left afterwards.
+//! A session from its user's point of view: the main job, every command, and a clean end.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -19,7 +19,7 @@ harness::with_few_and_many_workers! {
     a_cancelled_stage_in_leaves_nothing,
 }
 
-/// A tree with all that an archive can hold.
+/// Makes a tree with everything that an archive can hold.
 fn make_tree(folder: &Path) {
     fs::create_dir_all(folder.join("sub/deep")).unwrap();
     fs::create_dir(folder.join("empty-directory")).unwrap();
@@ -70,7 +70,7 @@ fn every_archive_comes_out_as_tar_unpacks_it() {
     ];
     for (name, format) in formats {
         pack(&ground.at(name), &ground.at("tree"), &[format]);
-        // Content tells, not the name.
+        // The content decides about the format, not the name.
         fs::copy(ground.at(name), ground.at(format!("{name}.dat"))).unwrap();
     }
     let cluster = ground.up(3);
@@ -78,7 +78,7 @@ fn every_archive_comes_out_as_tar_unpacks_it() {
     for (number, (name, format)) in formats.iter().enumerate() {
         let unpacked = cluster.at(format!("unpacked-{number}"));
         fs::create_dir(&unpacked).unwrap();
-        // The reference is the plain archive of that format: tar's own decompressors may not be installed.
+        // Unpack the plain archive of that format as the reference, because tar's decompressors may not be installed.
         let plain = if *format == "--format=gnu" { "plain.tar" } else { "pax.tar" };
         tool("tar", &["-xPf".as_ref(), cluster.at(plain).as_os_str(), "-C".as_ref(), unpacked.as_os_str()]);
         let target = format!("/dayfly/set-{number}");
@@ -121,7 +121,10 @@ fn a_sample_larger_than_a_block_is_read_whole_and_by_range_from_every_node() {
     let remote_bytes = |cluster: &harness::Cluster| cluster.status()["nodes"][0]["remote_bytes"].as_u64().unwrap();
     let before = remote_bytes(&cluster);
     let output = output_of(cluster.dayfly().args(["cat", "/dayfly/d/large", "/dayfly/d/small"]));
-    assert!(remote_bytes(&cluster) - before <= 2 * size as u64, "what crossed the network is counted, not every read of it");
+    assert!(
+        remote_bytes(&cluster) - before <= 2 * size as u64,
+        "bytes that crossed the network are counted, not every read of them"
+    );
     assert!(output.stdout.len() == size + 1 && output.stdout[..size] == content[..] && output.stdout[size] == b's');
     cluster.down();
 }
@@ -136,7 +139,7 @@ fn local_reads_send_no_message_and_are_counted() {
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let view = cluster.view(0);
     assert!(view.stat(b"/dayfly/d/0").is_ok());
-    // The server is stopped, not dead: a message would wait for it.
+    // Stop the server instead of killing it, so that a message to it would wait.
     let pid = cluster.pids()[&0];
     signal(pid, Signal::SIGSTOP);
     for number in 0..50_u8 {
@@ -188,7 +191,7 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
     {
         let open = view.open_directory(directory).unwrap();
         let listed = open.entry(0).unwrap();
-        assert_eq!(listed.inode, view.lstat(name).unwrap().inode, "as stat tells it");
+        assert_eq!(listed.inode, view.lstat(name).unwrap().inode, "the same inode number as that of `lstat`");
     }
     cluster.down();
 }
@@ -328,7 +331,7 @@ fn sessions_are_told_apart() {
     assert!(down(&second).contains("1 node ended"));
     assert!(down(&second).contains("nothing to do"));
     assert!(ground.ok(&["status"]).contains(&first));
-    // One that lives elsewhere but shares the data dir is not swept away, though its folders look empty.
+    // `up` must not sweep away a session that runs elsewhere and shares the data dir, although its folders look empty.
     let other = Ground::new();
     let up = |ground: &Ground| output_of(ground.dayfly().arg("up").env("TMPDIR", other.data.path())).status.success();
     assert!(up(&other) && up(&ground));
@@ -370,12 +373,12 @@ fn run_ends_the_session_whatever_its_command_does() {
         assert!(start.elapsed() < Duration::from_secs(5));
         ground.assert_clean();
     }
-    // Not even `run` itself can be killed without its servers noticing.
+    // If `run` itself is killed, its servers notice.
     let mut child = ground.dayfly().args(["run", "--", "sleep", "1"]).spawn().unwrap();
     wait_until("the session is up", || ground.output(&["status"]).status.success());
     child.kill().unwrap();
     child.wait().unwrap();
-    wait_until("the server has ended", || ground.output(&["status"]).status.code() == Some(1));
+    wait_until("the server has exited", || ground.output(&["status"]).status.code() == Some(1));
     ground.ok(&["down"]);
     ground.assert_clean();
 }
@@ -387,10 +390,10 @@ fn down_and_clean_wait_for_what_is_on_its_way_out() {
         let all = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
         let (location, lock) = dayfly_client::locate::create(&all, dayfly_meta::id::SessionId([7; 8]), None).unwrap();
         let going = std::thread::spawn(move || {
-            // As long as another one has the lock, it is for that one to remove the folder.
+            // The process that holds the lock is the one to remove the folder.
             std::thread::sleep(Duration::from_millis(200));
             while location.folder.exists() {
-                // Who tries at the lock may make it anew meanwhile.
+                // A process that tries to take the lock may create it again meanwhile.
                 let _ = fs::remove_dir_all(&location.folder);
             }
             drop(lock);
@@ -408,16 +411,16 @@ fn a_cancelled_stage_in_leaves_nothing() {
     (0..20_000).for_each(|number| fs::write(ground.at(format!("d/{number}")), [1; 3000]).unwrap());
     let cluster = ground.up(2);
     for node in ["0", "1"] {
-        // It would take a quarter of a minute.
+        // Without the interrupt it would take 15 seconds.
         let mut command = cluster.dayfly();
         command.args(["stage-in", "--max-rate", "4MB/s", "d", "/dayfly/d"]).env("DAYFLY_NODE", node);
         let mut child = command.spawn().unwrap();
-        wait_until("it takes room", || cluster.used_bytes() > 0);
+        wait_until("it takes space", || cluster.used_bytes() > 0);
         let start = Instant::now();
-        // Not SIGINT, which is ignored by all that a script has in its background, these tests maybe among it.
+        // Not SIGINT, because background processes of a script ignore it, and these tests may be one.
         signal(child.id() as i32, Signal::SIGTERM);
-        wait_for(&mut child, Duration::from_secs(10)).expect("it ends");
-        wait_until("its room is free again", || cluster.used_bytes() == 0);
+        wait_for(&mut child, Duration::from_secs(10)).expect("the command exits");
+        wait_until("its space is free again", || cluster.used_bytes() == 0);
         assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
         assert_eq!(cluster.ok(&["ls"]), "");
     }
@@ -430,7 +433,7 @@ fn a_cancelled_stage_in_leaves_nothing() {
 #[test]
 fn run_passes_messages_on_and_refuses_a_target_twice() {
     let ground = Ground::new();
-    let script = "trap 'echo told; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
+    let script = "trap 'echo received; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
     let mut command = ground.dayfly();
     command.args(["run", "--", "sh", "-c", script]).stdout(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
@@ -440,7 +443,7 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
     assert_eq!(line, "ready\n");
     harness::signal(child.id() as i32, nix::sys::signal::Signal::SIGUSR1);
     std::io::BufRead::read_line(&mut output, &mut line).unwrap();
-    assert_eq!(line, "ready\ntold\n");
+    assert_eq!(line, "ready\nreceived\n");
     assert_eq!(harness::wait_for(&mut child, harness::COMMAND_TIMEOUT).unwrap().code(), Some(3));
     let message = ground.fails(2, &["run", "--stage-in", "a.tar:/dayfly/x", "--stage-in", "b.tar:/dayfly/x", "--", "true"]);
     assert!(message.contains("'/dayfly/x' is the target of two --stage-in"), "{message}");
@@ -500,25 +503,25 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
         ),
         (125, "is a directory", &["good.tar:/dayfly/a"], &["--report", "tree", "--", "true"]),
     ];
-    // Whatever begins a session fails here, and says something else.
+    // In this folder, every attempt to start a session fails, with another message.
     let nowhere = ground.at("no-such-folder");
     for (status, word, sources, rest) in cases {
         let stage_ins = sources.iter().flat_map(|source| ["--stage-in", source]);
         let mut command = ground.dayfly();
         command.env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1"]).args(stage_ins).args(*rest);
         let output = output_of(&mut command);
-        let said = text(&output.stderr);
+        let printed = text(&output.stderr);
         assert!(
-            output.status.code() == Some(*status) && said.contains(word),
-            "{sources:?} {rest:?}: {:?}: {said}",
+            output.status.code() == Some(*status) && printed.contains(word),
+            "{sources:?} {rest:?}: {:?}: {printed}",
             output.status
         );
-        assert!(!said.contains("staging"), "{said}");
+        assert!(!printed.contains("staging"), "{printed}");
         ground.assert_clean();
     }
-    let beginning = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
-    assert!(text(&beginning.stderr).contains("no-such-folder"), "a session that begins fails there: {}", text(&beginning.stderr));
-    // What is left out anyway does not hinder; what lies in the namespace is known only there; a PATH is not needed.
+    let started = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
+    assert!(text(&started.stderr).contains("no-such-folder"), "a session must fail to start there: {}", text(&started.stderr));
+    // No refusal: sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
     let runs = |arguments: &[&str]| {
         let output = output_of(ground.dayfly().env_remove("PATH").args(["run", "--local", "1"]).args(arguments));
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
@@ -530,7 +533,7 @@ fn run_refuses_before_anything_is_started_what_would_fail_later() {
     runs(&["--no-unpack", "--stage-in", "false.tar:/dayfly/t", "--", "true"]);
 }
 
-/// Names by which a file could look like another, or speak to the terminal: bytes for a program, escaped for a person.
+/// Names that imitate other names or control the terminal.
 ///
 /// SEMANTICS: "Names from archives and hosts are escaped (`\u{202e}`, `\x1b` as `\u{1b}`, bytes that
 /// are not UTF-8 as `\xff`) in all error messages, progress, `status` and `stat`, and also in `ls` and
@@ -547,13 +550,13 @@ fn names_reach_a_terminal_escaped_and_a_program_as_they_are() {
     }
     let cluster = ground.up(1);
     cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
-    let is_quiet = |said: &str| {
-        let said = said.replace("\r\n", "\n");
-        !said.chars().any(|character| {
+    let is_quiet = |printed: &str| {
+        let printed = printed.replace("\r\n", "\n");
+        !printed.chars().any(|character| {
             character.is_control() && !"\n\t".contains(character) || "\u{202e}\u{2066}\u{200f}".contains(character)
         })
     };
-    // `script` gives it a terminal.
+    // `script` provides a terminal.
     let on_terminal = |arguments: &str| {
         let mut command = Command::new("script");
         let line = format!("{} {arguments}", env!("CARGO_BIN_EXE_dayfly"));
@@ -562,23 +565,23 @@ fn names_reach_a_terminal_escaped_and_a_program_as_they_are() {
     };
     if Command::new("script").arg("--version").output().is_ok() {
         for command in ["ls -lR /dayfly/t", "du /dayfly/t", "ls /dayfly/t"] {
-            let said = on_terminal(command);
-            assert!(said.contains("a\\u{202e}gpj.exe") && is_quiet(&said), "{command}: {said:?}");
+            let printed = on_terminal(command);
+            assert!(printed.contains("a\\u{202e}gpj.exe") && is_quiet(&printed), "{command}: {printed:?}");
         }
     } else {
-        // Not captured: it must be seen.
-        let _ = std::io::Write::write_all(&mut std::io::stderr(), b"A terminal was NOT played: that takes 'script'.\n");
+        // Written directly, because the test harness would capture the output of `eprintln!`.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), b"output on a terminal is NOT tested: there is no 'script'\n");
     }
     assert_eq!(cluster.ok(&["ls", "/dayfly/t"]), names.map(|name| format!("{name}\n")).concat());
     assert!(names.iter().all(|name| cluster.ok(&["du", "/dayfly/t"]).contains(name)));
-    // What is said of them is for people wherever it goes.
+    // Messages are escaped wherever they go, because people read them.
     for name in names {
         let path = format!("/dayfly/t/{name}/none");
         for arguments in
             [&["ls", &path][..], &["cat", &path], &["stat", &path], &["verify", &path], &["stage-in", &path, "/dayfly/x"]]
         {
-            let said = cluster.fails(1, arguments);
-            assert!(is_quiet(&said) && said.lines().count() == 1, "{arguments:?}: {said:?}");
+            let printed = cluster.fails(1, arguments);
+            assert!(is_quiet(&printed) && printed.lines().count() == 1, "{arguments:?}: {printed:?}");
         }
         assert!(is_quiet(&cluster.ok(&["stat", &format!("/dayfly/t/{name}/f")])));
     }

@@ -1,4 +1,5 @@
-//! Stage-in from end to end: every kind of source comes out as its own tool unpacks it, whole or not at all, in shuffled order.
+//! Stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is visible whole or not at
+//! all, and is stored in shuffled order.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -36,7 +37,7 @@ harness::with_few_and_many_workers! {
     a_full_disk_ends_a_stage_in_and_its_space_is_free_again,
 }
 
-/// Files of many sizes in a few directories, all content different.
+/// Makes files of many sizes in a few directories, all with different content.
 fn make_tree(folder: &Path, files: usize) {
     let mut random = StdRng::seed_from_u64(files as u64);
     for number in 0..files {
@@ -50,7 +51,7 @@ fn make_tree(folder: &Path, files: usize) {
     fs::hard_link(folder.join("class-1/1.bin"), folder.join("hard")).unwrap();
 }
 
-/// What is in the namespace, by `dayfly cp`.
+/// Copies a tree out of the namespace by `dayfly cp`, and reads the copy.
 fn copied(cluster: &Cluster, from: &str, name: &str) -> harness::Tree {
     let to = cluster.at(name);
     cluster.ok(&["cp", "-r", from, to.to_str().unwrap()]);
@@ -63,7 +64,7 @@ fn python(ground: &Ground, script: &str, arguments: &[&OsStr]) {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// Zips a folder as Python does, directories too; the method is one of `zipfile`'s.
+/// Zips a folder with Python, directories included. `method` is a constant of `zipfile`.
 fn zip(ground: &Ground, name: &str, folder: &str, method: &str) {
     let script = "import sys, os, zipfile
 zip = zipfile.ZipFile(sys.argv[1], 'w', getattr(zipfile, sys.argv[3]))
@@ -80,7 +81,7 @@ zip.close()";
     python(ground, script, &[name, folder, method].map(OsStr::new));
 }
 
-/// A zip knows no hard links, and times only to two seconds.
+/// Removes what a zip cannot hold: hard links, and times more precise than two seconds.
 fn as_zipped(mut tree: harness::Tree) -> harness::Tree {
     for (path, node) in &mut tree {
         node.first = path.clone();
@@ -121,7 +122,7 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     let ground = Ground::new();
     let crates = glob::glob(&format!("{}/registry/cache/*/*.crate", cargo_home())).unwrap().map(Result::unwrap);
     let crates: Vec<_> = crates.take(25).collect();
-    assert!(crates.len() > 10, "this was built from crates");
+    assert!(crates.len() > 10, "Cargo's registry holds the crates that this was built from");
     let script = "import ensurepip, glob, os; print(*glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), '_bundled', '*.whl')), *glob.glob('/usr/share/python-wheels/*.whl'), sep='\\n')";
     let found = Command::new("python3").args(["-c", script]).output().unwrap();
     let wheels: Vec<String> = text(&found.stdout).lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
@@ -134,7 +135,7 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     cluster.stage(&sources, "/dayfly/crates");
     let mut found = copied(&cluster, "/dayfly/crates", "crates");
     let mut expected = read_tree(&cluster.at("tools"));
-    // Crates name no directories; tar dates those that it makes with the time of unpacking.
+    // Crates contain no entries for directories, so tar gives them the time of unpacking.
     for tree in [&mut expected, &mut found] {
         tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
     }
@@ -156,8 +157,8 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     cluster.down();
 }
 
-/// A command of the shell, whose first word is the program, that packs standard input to standard output in parts which can be decoded
-/// at once; and the name's ending.
+/// Shell commands that compress standard input to standard output in parts that can be decoded in parallel, and the endings of their
+/// names. The first word of a command is its program.
 const IN_PARTS: [(&str, &str); 7] = [
     ("pigz -i -p 2 -b 128", "tar.gz"),
     ("bgzip -c", "tgz"),
@@ -215,7 +216,7 @@ fn zips_come_out_as_unzip_unpacks_them() {
     let mut expected = read_tree(&cluster.at("out"));
     let mut found = copied(&cluster, "/dayfly/x", "found");
     for tree in [&mut expected, &mut found] {
-        // unzip dates links with the time of unpacking.
+        // unzip gives links the time of unpacking.
         tree.values_mut().filter(|node| node.kind == 'l').for_each(|node| node.mtime = (0, 0));
         tree.values_mut().for_each(|node| node.mtime.1 = 0);
     }
@@ -242,7 +243,7 @@ fn sparse_members_are_expanded() {
         let len = file.metadata().unwrap().len();
         file.set_len(len + 100_000).unwrap();
     }
-    // Many pieces: the map does not fit one header.
+    // So many pieces that their map does not fit one header.
     let mut many = fs::File::create(ground.at("tree/many")).unwrap();
     for piece in 0..100_u64 {
         std::io::Seek::seek(&mut many, std::io::SeekFrom::Start(piece * 65_536)).unwrap();
@@ -266,7 +267,7 @@ fn sparse_members_are_expanded() {
         let mut found = copied(&cluster, &format!("/dayfly/{name}"), name);
         let mut expected = expected.clone();
         if name == "gnu" {
-            // That format has no fractions of seconds.
+            // This format has no fractions of seconds.
             expected.values_mut().chain(found.values_mut()).for_each(|node| node.mtime.1 = 0);
         }
         assert_same_tree(&expected, &found, name);
@@ -288,7 +289,7 @@ fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
         let name = format!("cut.{ending}");
         for part in 0..50 {
             fs::write(cluster.at(&name), &whole[..whole.len() / 50 * part]).unwrap();
-            // Between two members a plain tar that breaks off cannot be told from one without an end mark.
+            // A plain tar that is cut between two members cannot be distinguished from one without an end mark.
             let is_between = ending == "tar" && part > 0 && {
                 let listed = Command::new("tar").arg("-tf").arg(cluster.at(&name)).output().unwrap();
                 listed.status.success()
@@ -323,16 +324,16 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     let message = cluster.fails(1, &["stage-in", "bad.zip", "/dayfly/x"]);
     assert!(message.contains("bad.zip") && message.contains("checksum") && message.contains("at byte"), "{message}");
     let output = cluster.output(&["stage-in", "--json", "--keep-going", "bad.zip", "cut.tar", "/dayfly/x"]);
-    assert_eq!(output.status.code(), Some(3), "not all of it is there: {}", text(&output.stderr));
-    let told = text(&output.stdout);
-    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    assert_eq!(output.status.code(), Some(3), "some of it is missing: {}", text(&output.stderr));
+    let printed = text(&output.stdout);
+    let last: serde_json::Value = serde_json::from_str(printed.lines().last().unwrap()).unwrap();
     let notes = last["skipped_notes"].as_array().unwrap();
     assert!(last["skipped"].as_u64().unwrap() >= 2 && notes.len() >= 2, "{last}");
     for name in ["bad.zip", "cut.tar"] {
         assert!(notes.iter().any(|note| note.as_str().unwrap().contains(name)), "{name}: {notes:?}");
     }
     cluster.ok(&["verify"]);
-    // What leaves nothing out exits as ever.
+    // If nothing is left out, the exit status is 0.
     cluster.ok(&["stage-in", "--keep-going", "good.tar", "/dayfly/whole"]);
     cluster.down();
 }
@@ -345,16 +346,16 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
     let expected = read_tree(&ground.at("tree"));
     let cluster = ground.up(2);
-    // More than may run at once; slow enough to meet.
+    // More than may run at once, and slow enough to overlap.
     let start = |number: u32, target: &str| {
         let mut command = cluster.dayfly();
         command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]).env("DAYFLY_NODE", (number % 2).to_string());
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut first = start(0, "/dayfly/d0");
-    // It has its target before it says what it will stage in. The pipe stays open, for it goes on talking.
-    let mut told = BufReader::new(first.stderr.take().unwrap()).lines();
-    assert!(told.by_ref().any(|line| line.unwrap().contains("staging")), "it begins");
+    // It owns its target before it prints what it will stage in. The pipe stays open, because it continues to print.
+    let mut printed = BufReader::new(first.stderr.take().unwrap()).lines();
+    assert!(printed.by_ref().any(|line| line.unwrap().contains("staging")), "the first stage-in begins");
     let others = (1..6).map(|number| start(number, &format!("/dayfly/d{number}")));
     let mut children: Vec<_> = std::iter::once(first).chain(others).collect();
     wait_until("one of them is refused", || {
@@ -364,10 +365,10 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
         message.contains("another stage-in to '/dayfly/d0' is running") || message.contains("overlap")
     });
     for child in &mut children {
-        assert!(wait_for(child, Duration::from_secs(60)).expect("it ends").success());
+        assert!(wait_for(child, Duration::from_secs(60)).expect("it exits").success());
     }
     for number in 0..6 {
-        assert_same_tree(&expected, &copied(&cluster, &format!("/dayfly/d{number}"), &format!("out{number}")), "of several");
+        assert_same_tree(&expected, &copied(&cluster, &format!("/dayfly/d{number}"), &format!("out{number}")), "one of several");
     }
     cluster.down();
 }
@@ -403,12 +404,12 @@ fn a_rate_is_kept() {
     let cluster = ground.up(2);
     let start = Instant::now();
     cluster.ok(&["stage-in", "--max-rate", "4MB", "tree", "/dayfly/x"]);
-    // Nodes do not share out what one of them leaves.
+    // Each node has a share of the rate, and does not pass on what it does not use.
     assert!(start.elapsed() > Duration::from_millis(800), "{:?}", start.elapsed());
     cluster.down();
 }
 
-/// The samples of each node in their stored order, as names.
+/// Returns the names of each node's samples in stored order.
 fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
     let of_node = |node| {
         let view = cluster.view(node);
@@ -445,7 +446,7 @@ fn stored_order_is_random_and_complete() {
         let share = ascents as f64 / order.len() as f64;
         assert!((0.45..0.55).contains(&share), "{share} of the samples come after one with a lower name");
     }
-    // The same on every node, and another in each epoch.
+    // The order of an epoch is the same on every node, and each epoch has another.
     let epoch = |node, epoch| {
         let view = cluster.view(node);
         let dataset = view.dataset_of(b"/dayfly/x").unwrap();
@@ -472,7 +473,7 @@ fn files_of_one_stem_are_placed_stored_and_listed_together() {
     cluster.ok(&["stage-in", "--group", "stem", "a.tar", "/dayfly/x"]);
     let stem = |name: &String| name.split('.').next().unwrap().to_owned();
     for order in local_orders(&cluster, 3, "/dayfly/x") {
-        assert_eq!(order.len() % 3, 0, "whole groups");
+        assert_eq!(order.len() % 3, 0, "groups are whole");
         for group in order.chunks(3) {
             assert!(group.iter().all(|name| stem(name) == stem(&group[0])), "{group:?}");
         }
@@ -525,8 +526,8 @@ fn a_report_is_written_and_events_tell_each_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
     let cluster = ground.up(2);
-    let told = cluster.ok(&["stage-in", "--json", "--report", "out.html", "tree", "/dayfly/x"]);
-    let last: serde_json::Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+    let printed = cluster.ok(&["stage-in", "--json", "--report", "out.html", "tree", "/dayfly/x"]);
+    let last: serde_json::Value = serde_json::from_str(printed.lines().last().unwrap()).unwrap();
     assert_eq!(last["event"], "staged-in");
     let nodes = last["nodes"].as_array().unwrap();
     assert_eq!(nodes.iter().map(|node| node["files"].as_u64().unwrap()).sum::<u64>(), 100);
@@ -570,7 +571,7 @@ struct Unmount(std::path::PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
-        // Lazily: a server that is ending may have it open.
+        // Lazily, because a server that is exiting may still have files open.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }

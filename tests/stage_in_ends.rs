@@ -1,4 +1,4 @@
-//! How stage-ins end that do not simply succeed: what they wait for, what they refuse, and what their exit status says.
+//! Stage-ins that do not simply succeed: those that stand still, are refused, conflict or are interrupted, and their exit statuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,16 +23,16 @@ harness::with_few_and_many_workers! {
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
 
-/// Holds up what a server reads of a file, until this is dropped.
-struct HeldUp(std::process::Child);
+/// Holds up a server's reads of one file until it is dropped.
+struct HeldUpReads(std::process::Child);
 
-impl HeldUp {
+impl HeldUpReads {
     fn new(pid: i32, path: &Path) -> Option<Self> {
         let mut strace = Command::new("strace");
         strace.args(["-f", "-qq", "-e", "trace=read,pread64", "-e", "inject=read,pread64:delay_enter=600s", "-P"]).arg(path);
         strace.args(["-o", "/dev/null", "-p", &pid.to_string()]).stderr(Stdio::piped());
         let mut child = strace.spawn().ok()?;
-        // It traces from when the kernel says so of each thread, or it may not and ends.
+        // Wait until the kernel reports a tracer for each thread. A strace that may not trace exits.
         let traced = format!("TracerPid:\t{}\n", child.id());
         let is_traced = || {
             let mut threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
@@ -52,9 +52,9 @@ impl HeldUp {
     }
 }
 
-impl Drop for HeldUp {
+impl Drop for HeldUpReads {
     fn drop(&mut self) {
-        // What it holds up goes on then.
+        // The reads continue once strace is gone.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -69,13 +69,13 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     (0..60).for_each(|number| fs::write(ground.at(format!("tree/class-1/{number}.bin")), vec![number; 3000]).unwrap());
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
     let cluster = ground.up_with(2, &["--stage-in-timeout", "2"]);
-    // A file of a tree is first read by a worker, an archive already while the stage-in is planned.
+    // A worker is the first to read a file of a tree; an archive is read already while the stage-in is planned.
     for (source, held) in [("tree", "tree/class-1/1.bin"), ("a.tar", "a.tar")] {
         let path = cluster.at(held).canonicalize().unwrap();
         let pids = cluster.pids();
-        let holding: Option<Vec<HeldUp>> = pids.values().map(|&pid| HeldUp::new(pid, &path)).collect();
+        let holding: Option<Vec<HeldUpReads>> = pids.values().map(|&pid| HeldUpReads::new(pid, &path)).collect();
         let Some(holding) = holding else {
-            eprintln!("not run: strace cannot trace a server here");
+            eprintln!("NOT tested: strace cannot trace a server here");
             assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "strace is not installed, or may not trace");
             return cluster.down();
         };
@@ -92,7 +92,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     cluster.down();
 }
 
-/// Three archives with the same four names each; content says which archive it is of.
+/// Makes three archives with the same four names each. The content of a file names its archive.
 fn shards(ground: &Ground) {
     fs::create_dir(ground.at("col")).unwrap();
     for shard in ["a", "b", "c"] {
@@ -132,28 +132,28 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         (serde_json::from_str(text(&output.stdout).lines().last().unwrap()).unwrap(), text(&output.stderr))
     };
-    // Those that lose are counted and named, whoever wanted it so.
+    // Samples that are replaced are counted and named, with and without an option.
     for arguments in [&["--on-conflict", "replace", "col/*.tar"][..], &["col/a.tar", "col/b.tar", "col/c.tar"]] {
-        let (told, _) = stage_in(arguments);
-        assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(9), Some(8)), "{told}");
-        let notes = told["notes"].to_string();
+        let (summary, _) = stage_in(arguments);
+        assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(9), Some(8)), "{summary}");
+        let notes = summary["notes"].to_string();
         assert!(notes.contains("'0.txt' of") && notes.contains("col/c.tar"), "{notes}");
         assert_eq!(cluster.ok(&["cat", "/dayfly/x/3.txt"]), "3 of c");
     }
     let output = cluster.output(&["stage-in", "--on-conflict", "replace", "col/*.tar", "/dayfly/y"]);
     assert!(text(&output.stderr).contains("warning: 8 samples replaced"), "{}", text(&output.stderr));
-    let (told, _) = stage_in(&["--prefix-by-source", "col/*.tar"]);
-    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(21), Some(0)), "{told}");
+    let (summary, _) = stage_in(&["--prefix-by-source", "col/*.tar"]);
+    assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(21), Some(0)), "{summary}");
     assert_eq!(cluster.ok(&["cat", "/dayfly/x/b/3.txt"]), "3 of b");
-    // What is equal, and what one archive has twice, is no conflict.
-    let (told, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
-    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(5), Some(0)), "{told}");
+    // Equal files, and a path that one archive has twice, are no conflict.
+    let (summary, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
+    assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(5), Some(0)), "{summary}");
     let append =
         Command::new("tar").arg("-rf").arg(cluster.at("col/a.tar")).arg("-C").arg(cluster.at("tree-b")).arg("./0.txt").status();
     assert!(append.unwrap().success());
     fs::remove_file(cluster.at("col/b.tar")).unwrap();
-    let (told, _) = stage_in(&["--include", "0.txt", "--on-conflict", "error", "col/a.tar"]);
-    assert_eq!((told["samples"].as_u64(), told["replaced"].as_u64()), (Some(1), Some(1)), "{told}");
+    let (summary, _) = stage_in(&["--include", "0.txt", "--on-conflict", "error", "col/a.tar"]);
+    assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(1), Some(1)), "{summary}");
     assert_eq!(cluster.ok(&["cat", "/dayfly/x/0.txt"]), "0 of b");
     cluster.down();
 }
@@ -176,9 +176,10 @@ fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
     }
     let cluster = ground.up(2);
     let output = cluster.output(&["stage-in", "--json", "--max-rate", "1MB/s", "[ab].tar.gz", "/dayfly/x"]);
-    let (told, message) = (text(&output.stdout), text(&output.stderr));
+    let (events, message) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{message}");
-    let read = told.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["source_bytes"].as_u64());
+    let read =
+        events.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["source_bytes"].as_u64());
     let all = fs::metadata(cluster.at("a.tar.gz")).unwrap().len() + fs::metadata(cluster.at("b.tar.gz")).unwrap().len();
     let read = read.skip(1).max().unwrap();
     assert!(read < all / 4 * 3, "{read} of {all} bytes were read");
@@ -187,18 +188,18 @@ fn a_conflict_ends_a_stage_in_while_its_sources_are_read() {
     cluster.down();
 }
 
-/// A stage-in that would take minutes, once it reads.
+/// Starts a stage-in that would take minutes, and waits until it has read something.
 fn slow_stage_in(cluster: &Cluster) -> std::process::Child {
     fs::create_dir_all(cluster.at("d")).unwrap();
     (0..2000).for_each(|number| fs::write(cluster.at(format!("d/{number}")), [1; 3000]).unwrap());
     let mut command = cluster.dayfly();
     command.args(["stage-in", "--max-rate", "50kB/s", "d", "/dayfly/d"]).stderr(Stdio::piped());
     let child = command.spawn().unwrap();
-    wait_until("it takes room", || cluster.used_bytes() > 0);
+    wait_until("it takes space", || cluster.used_bytes() > 0);
     child
 }
 
-fn said(child: &mut std::process::Child) -> String {
+fn standard_error_of(child: &mut std::process::Child) -> String {
     let mut message = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().unwrap(), &mut message).unwrap();
     message
@@ -211,11 +212,11 @@ fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
     for (number, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
         let mut child = slow_stage_in(&cluster);
         signal(child.id() as i32, number);
-        let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it ends");
-        let message = said(&mut child);
+        let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it exits");
+        let message = standard_error_of(&mut child);
         assert_eq!(ended.code(), Some(status), "{message}");
         assert!(message.contains("'/dayfly/d': interrupted: nothing was staged in"), "{message}");
-        wait_until("its room is free again", || cluster.used_bytes() == 0);
+        wait_until("its space is free again", || cluster.used_bytes() == 0);
         assert_eq!(cluster.ok(&["ls"]), "");
     }
     cluster.down();
@@ -226,8 +227,8 @@ fn a_session_that_ends_says_so_to_who_stages_in() {
     let cluster = Ground::new().up(2);
     let mut child = slow_stage_in(&cluster);
     cluster.ok(&["down"]);
-    let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it ends");
-    let message = said(&mut child);
+    let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it exits");
+    let message = standard_error_of(&mut child);
     assert!(ended.code() == Some(1) && message.contains("the session was ended"), "{message}");
     cluster.ground.assert_clean();
 }
@@ -236,11 +237,11 @@ fn a_session_that_ends_says_so_to_who_stages_in() {
 /// is an error that names it, not an empty sample."
 fn files_whose_sizes_lie_are_an_error() {
     let cluster = Ground::new().up(2);
-    // It says that it has no bytes, and gives some.
+    // Its metadata show 0 bytes, and it has some.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // A file of /sys says that it has a page, and gives less.
+    // The metadata of a file in /sys show a page, and it has less.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);
@@ -257,7 +258,7 @@ fn more_directories_or_hard_links_than_are_wanted_are_an_error() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("t")).unwrap();
     fs::write(ground.at("t/file"), "x").unwrap();
-    // A python script writes them, for a plain folder of so many takes longer.
+    // Write the archives with Python, because a plain folder with this many entries would take longer.
     let script = "import tarfile, io
 with tarfile.open('deep.tar.gz', 'w:gz', compresslevel=9) as tar:
     for number in range(600):

@@ -143,12 +143,12 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         ("os.mkdir(path); os.chmod(path, 0o777)", "belongs to user 65531"),
         ("os.mkdir(path); os.chmod(path, 0o700)", "belongs to user 65531"),
         ("os.mkdir(path); os.chmod(path, 0)", "belongs to user 65531"),
-        ("open(path, 'w').close()", "is no directory of user 65531"),
-        ("os.mkfifo(path)", "is no directory of user 65531"),
+        ("open(path, 'w').close()", "is not a directory; it belongs to user 65531"),
+        ("os.mkfifo(path)", "is not a directory; it belongs to user 65531"),
         // A symbolic link is not followed.
         (
             "os.mkdir(path + '-x'); os.chmod(path + '-x', 0o777); os.symlink(path + '-x', path)",
-            "is a symbolic link of user 65531",
+            "is a symbolic link; it belongs to user 65531",
         ),
     ];
     for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {

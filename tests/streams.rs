@@ -1,4 +1,4 @@
-//! Standard output, standard error and log files that cannot be written: no command and no server may lose its work by them.
+//! Standard output, standard error and log files that cannot be written must not make a command or a server fail at its work.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 
 const LIMIT: Duration = Duration::from_secs(100);
 
-/// What every write to fails with "No space left on device".
+/// A file to which every write fails with "No space left on device".
 fn full() -> Stdio {
     OpenOptions::new().write(true).open("/dev/full").unwrap().into()
 }
@@ -38,18 +38,18 @@ fn make_tree(ground: &Ground) -> PathBuf {
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    /// `None`, and a word about it, where it cannot be mounted.
+    /// Returns `None`, with a message on standard error, if it cannot be mounted.
     fn mount(at: &Path, size: &str) -> Option<Self> {
         let option = format!("size={size}");
         let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "none"]).arg(at).output();
         if !mounted.is_ok_and(|mounted| mounted.status.success()) {
-            eprintln!("not run: mounting a small file system needs root");
+            eprintln!("NOT tested: mounting a small file system needs root");
             return None;
         }
         Some(Self(at.to_owned()))
     }
 
-    /// Takes all room that is left, but for `spare` bytes.
+    /// Takes all space that is left, except for `spare` bytes.
     fn fill(&self, spare: u64) {
         let mut file = File::create(self.0.join("fill")).unwrap();
         while file.write_all(&[b'x'; 512]).is_ok() {}
@@ -64,7 +64,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Also where a process of a failed test is still in it.
+        // Lazily, because a process of a failed test may still use it.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
@@ -77,7 +77,7 @@ fn a_server_whose_log_cannot_be_written_goes_on() {
     let tree = make_tree(&ground);
     let Some(disk) = SmallDisk::mount(ground.runtime.path(), "256k") else { return };
     let cluster = ground.up(1);
-    // A log's last page may have room: it is filled too.
+    // The last page of the log may have room, so fill it too.
     let log = cluster.folder().join("node-0.log");
     disk.fill(0);
     if let Ok(mut log) = OpenOptions::new().append(true).open(&log) {
@@ -103,7 +103,7 @@ fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
             let mut command = ground.dayfly();
             command.args(["run", "--local", "1"]).args(options).args(["--", "sh", "-c", "exit 7"]);
             let mut child = command.stdout(Stdio::null()).stderr(stderr()).spawn().unwrap();
-            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            let status = wait_for(&mut child, LIMIT).expect("it exits");
             assert_eq!(status.code(), Some(7), "standard error is {name}, with {options:?}");
         }
     }
@@ -124,15 +124,15 @@ fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
     let mut command = ground.dayfly();
     command.args(["run", "--local", "1", "--stage-in", &stage_in, "--", "true"]);
     let mut child = command.stdout(Stdio::null()).stderr(writer).spawn().unwrap();
-    wait_until("it is up", || ground.output(&["status"]).status.success());
-    // It may be at its first message, or before it: it ends from both.
+    wait_until("the session is up", || ground.output(&["status"]).status.success());
+    // It may block in its first message or be before it; the signal must end it in both cases.
     std::thread::sleep(Duration::from_millis(300));
     signal(child.id() as i32, Signal::SIGTERM);
     let status = wait_for(&mut child, LIMIT);
     if status.is_none() {
         signal(child.id() as i32, Signal::SIGKILL);
     }
-    assert_eq!(status.expect("it ends").code(), Some(143));
+    assert_eq!(status.expect("it exits").code(), Some(143));
     ground.assert_clean();
 }
 
@@ -163,16 +163,16 @@ fn output_that_was_not_written_is_a_failure_that_names_it() {
         &["cat", "/dayfly/t/a"],
     ];
     for arguments in commands.into_iter().chain([&["--help"][..], &["--version"]]) {
-        for (stdout, is_told) in [(full as fn() -> Stdio, true), (unread, false)] {
-            // Nobody reads `top` to its end.
-            if !is_told && arguments[0] == "top" {
+        for (stdout, is_reported) in [(full as fn() -> Stdio, true), (unread, false)] {
+            // A reader that leaves `top` is the normal case.
+            if !is_reported && arguments[0] == "top" {
                 continue;
             }
             let mut child = cluster.dayfly().args(arguments).stdout(stdout()).stderr(Stdio::piped()).spawn().unwrap();
-            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            let status = wait_for(&mut child, LIMIT).expect("it exits");
             let message = text(&child.wait_with_output().unwrap().stderr);
-            assert_eq!(message.contains("standard output"), is_told, "{arguments:?}: {message}");
-            assert!(!is_told || status.code() == Some(1), "{arguments:?}: {status}, {message}");
+            assert_eq!(message.contains("standard output"), is_reported, "{arguments:?}: {message}");
+            assert!(!is_reported || status.code() == Some(1), "{arguments:?}: {status}, {message}");
         }
     }
     cluster.down();
@@ -187,7 +187,7 @@ fn a_session_whose_id_was_never_told_is_ended() {
             let mut command = ground.dayfly();
             command.args(["up", "--local", "1"]).args(options);
             let mut child = command.stdout(stdout()).stderr(Stdio::piped()).spawn().unwrap();
-            let status = wait_for(&mut child, LIMIT).expect("it ends");
+            let status = wait_for(&mut child, LIMIT).expect("it exits");
             let message = text(&child.wait_with_output().unwrap().stderr);
             assert_eq!(status.code(), Some(1), "{message}");
             assert!(message.contains("standard output") && message.contains("is ended"), "{message}");
@@ -210,10 +210,10 @@ fn what_a_user_gave_says_nothing_to_the_terminal() {
     ];
     for (status, arguments) in commands {
         let output = output_of(ground.dayfly().args(arguments));
-        let told = text(&output.stdout) + &text(&output.stderr);
-        assert_eq!(output.status.code(), Some(status), "{told}");
-        assert!(told.contains("\\u{1b}") && !told.contains('\x1b') && !told.contains('\x07'), "{told:?}");
-        assert!(told.lines().count() > 1, "lines stay lines: {told:?}");
+        let printed = text(&output.stdout) + &text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{printed}");
+        assert!(printed.contains("\\u{1b}") && !printed.contains('\x1b') && !printed.contains('\x07'), "{printed:?}");
+        assert!(printed.lines().count() > 1, "line ends are not escaped: {printed:?}");
     }
 }
 
@@ -227,7 +227,7 @@ fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
         disk.fill(spare);
         let output = ground.output(&["up", "--local", "1"]);
         if output.status.success() {
-            // So much is enough on this kernel.
+            // On this kernel, that much space is enough.
             ground.ok(&["down"]);
         } else {
             let message = text(&output.stderr);

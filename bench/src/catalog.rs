@@ -1,4 +1,5 @@
-//! The catalog of a large dataset: bytes a sample, time to attach, time of a stat by path.
+//! Measures the catalog of a large dataset: bytes per sample, time to attach, time of a `stat` by
+//! path.
 
 use std::hint::black_box;
 
@@ -9,16 +10,15 @@ use dayfly_meta::catalog::{
 use dayfly_meta::id::NodeId;
 use dayfly_meta::path::walk_order;
 
-use crate::Failure;
-use crate::measure::{Numbers, median, time};
+use crate::measure::{Failure, Numbers, median, time};
 
-/// Measure a catalog of many samples in 1,000 directories.
+/// Measure a catalog of many samples in 1,000 directories
 #[derive(Args)]
 pub(crate) struct Catalog {
-    /// How many samples.
+    /// Number of samples
     #[arg(long, default_value_t = 1_000_000)]
     samples: u64,
-    /// Runs; medians are told.
+    /// Number of runs; the medians are printed
     #[arg(long, default_value_t = 5)]
     runs: usize,
 }
@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     println!("attach                           {:.1} us", median(attach) * 1e6);
     let mapped = catalog::Catalog::open(&built.file)?;
     let mut paths: Vec<Vec<u8>> = members.into_iter().map(|member| member.path).collect();
-    // The first round makes the pages present; it is not counted.
+    // The first round brings the pages into memory and is not counted.
     black_box(stat_all(&mapped, &Paths::new(&paths)));
     let per_stat = |paths: &[Vec<u8>]| {
         let paths = Paths::new(paths);
@@ -72,7 +72,8 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Paths back to back: a program that asks for a path has just made it, so reading it must not be a cache miss.
+/// Paths back to back. A program that looks a path up has just built it, so reading the path must
+/// not be a cache miss.
 struct Paths {
     bytes: Vec<u8>,
     ends: Vec<usize>,

@@ -1,4 +1,5 @@
-//! Load generators and measurements. Ratios are taken side by side in one run; METHOD.md says how and why.
+//! Load generators and measurements. METHOD.md says how to measure, and why ratios are taken side
+//! by side in one run.
 
 mod catalog;
 mod make;
@@ -14,7 +15,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Measures parts of Dayfly. Build it with --release.
+/// Measure parts of Dayfly. Build it with --release
 #[derive(Parser)]
 struct Arguments {
     #[command(subcommand)]
@@ -32,9 +33,6 @@ enum What {
     PingPong(ping_pong::PingPong),
     Placement(placement::Spread),
 }
-
-/// Whatever goes wrong ends a measurement.
-type Failure = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().what {

@@ -1,4 +1,4 @@
-//! Synthetic data sets, as directory trees; `tar` makes archives of them.
+//! Synthetic data sets as directory trees, which `tar` turns into archives.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -6,24 +6,24 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::Failure;
-use crate::measure::Numbers;
+use crate::measure::{Failure, Numbers};
 
-/// Make a tree of samples in 1,000 directories, with incompressible content.
+/// Create a tree of samples in 1,000 directories, with incompressible content
 #[derive(Args)]
 pub(crate) struct Make {
-    /// Where; must not exist.
+    /// Folder to create; must not exist
     folder: PathBuf,
-    /// How many samples.
+    /// Number of samples
     #[arg(long, default_value_t = 100_000)]
     samples: u64,
-    /// Mean size in bytes; sizes vary from half of it to one and a half.
+    /// Mean size in bytes; sizes vary from half to one and a half times that
     #[arg(long, default_value_t = 3000)]
     mean_size: u64,
-    /// Sizes as those of photographs: log-normal, with this deviation of the logarithm.
+    /// Draw sizes like those of photographs: log-normal, with this standard deviation of the
+    /// logarithm
     #[arg(long, value_name = "SIGMA")]
     log_normal: Option<f64>,
-    /// Tars instead of a tree, so many of them, and all samples empty: to measure what names cost.
+    /// Write this number of tars instead of a tree, with empty samples, to measure what names cost
     #[arg(long, value_name = "N", conflicts_with_all = ["mean_size", "log_normal"])]
     empty_in_tars: Option<u64>,
 }
@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
         let size = match arguments.log_normal {
             None => (arguments.mean_size / 2 + numbers.next() % (arguments.mean_size + 1)) as usize,
             Some(sigma) => {
-                // Twelve equal ones make one that is nearly normal.
+                // The sum of twelve uniform numbers is nearly normal.
                 let normal = (0..12).map(|_| (numbers.next() >> 11) as f64 / (1_u64 << 53) as f64).sum::<f64>() - 6.0;
                 (arguments.mean_size as f64 * (sigma * normal - sigma * sigma / 2.0).exp()) as usize
             }
@@ -69,7 +69,7 @@ fn make_tars(arguments: &Make, tars: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The header of an empty file, which is all that a tar has of it.
+/// The header of an empty file, which is all that a tar contains of it.
 fn empty_member(name: &str) -> [u8; 512] {
     let mut block = [0; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());

@@ -1,21 +1,24 @@
-//! Timing, and numbers to draw from.
+//! What all measurements share: their error, timing, and a random number generator.
 
 use std::time::Instant;
 
-/// Seconds that `work` takes.
+/// Any error ends a measurement.
+pub(crate) type Failure = Box<dyn std::error::Error>;
+
+/// Runs `work` and returns the seconds that it took, with its result.
 pub(crate) fn time<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let start = Instant::now();
     let result = work();
     (start.elapsed().as_secs_f64(), result)
 }
 
-/// The middle one; 0 of none.
+/// The median; 0 if there are no values.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// A generator of numbers, the same in every run (SplitMix64).
+/// A random number generator that gives the same numbers in every run (SplitMix64).
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {

@@ -1,4 +1,5 @@
-//! What two hops cost without a file system: a request over a Unix socket to one thread, over TCP to another, and the bytes back.
+//! Measures two hops without a file system: a request over a Unix socket to one thread, then over
+//! TCP to another, and the bytes back.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -7,17 +8,17 @@ use std::time::Instant;
 
 use clap::Args;
 
-use crate::Failure;
+use crate::measure::Failure;
 
-/// A request's length: about that of one for a block.
+/// Length of a request, about that of a request for one block.
 const REQUEST_LEN: usize = 32;
 
-/// Measure a bare two-hop ping-pong; prints nanoseconds a round.
+/// Measure a bare two-hop ping-pong; prints nanoseconds per round
 #[derive(Args)]
 pub(crate) struct PingPong {
-    /// Bytes of the answer.
+    /// Length of the answer in bytes
     len: usize,
-    /// How many rounds.
+    /// Number of rounds
     #[arg(long, default_value_t = 20_000)]
     rounds: u32,
 }
@@ -56,7 +57,7 @@ pub(crate) fn run(arguments: &PingPong) -> Result<(), Failure> {
         client.read_exact(&mut answer)?;
     }
     println!("{:.0}", start.elapsed().as_nanos() as f64 / f64::from(arguments.rounds));
-    // Both threads end with their connections.
+    // Both threads exit when their connections close.
     drop(client);
     drop((owner, relaying));
     Ok(())

@@ -1,4 +1,5 @@
-//! A plot of how classes are spread over nodes, beside what chance alone would give: `docs/placement.svg`.
+//! Plots how classes are spread over nodes, beside what chance alone would give:
+//! `docs/placement.svg`.
 
 use std::fmt::Write;
 
@@ -6,17 +7,18 @@ use clap::Args;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::placement::{Member, Placement};
 
-use crate::Failure;
+use crate::measure::Failure;
 
 const CLASSES: usize = 1000;
 const SAMPLES: usize = 100;
 const NODES: u16 = 8;
 const MOST: usize = 30;
 
-/// Print, as SVG, how many samples of a class lie on a node, over 1,000 classes of 100 samples on 8 nodes.
+/// Print, as SVG, how many samples of a class lie on a node, for 1,000 classes of 100 samples on 8
+/// nodes
 #[derive(Args)]
 pub(crate) struct Spread {
-    /// Seed of the placement.
+    /// Seed of the placement
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -41,7 +43,7 @@ pub(crate) fn run(arguments: &Spread) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The chance of `count` in `of` when each is one with this probability.
+/// The probability of `count` successes in `of` trials with this probability each.
 fn binomial(of: usize, count: usize, probability: f64) -> f64 {
     let ways = (0..count).map(|at| ((of - at) as f64).ln() - ((at + 1) as f64).ln()).sum::<f64>();
     (ways + count as f64 * probability.ln() + (of - count) as f64 * (1.0 - probability).ln()).exp()
@@ -64,7 +66,7 @@ fn plot(seen: &[f64; MOST], chance: &dyn Fn(usize) -> f64, shares: &[f64]) -> St
     let shares: Vec<String> = shares.iter().map(|share| format!("{:.1} %", share * 100.0)).collect();
     let _ = write!(
         svg,
-        "<text x=\"40\" y=\"284\">samples of a class on a node (bars: pairs of class and node; line: chance alone, given the nodes' shares)</text>\
+        "<text x=\"40\" y=\"284\">samples of a class on a node (bars: pairs of class and node; line: chance alone, given the shares of the nodes)</text>\
          <text x=\"40\" y=\"302\">shares of the 8 nodes: {}</text></svg>",
         shares.join(", ")
     );

@@ -1,4 +1,5 @@
-//! What a program does with files, by the C library's calls: over a plain directory, and over the namespace under `dayfly exec`.
+//! Measures what programs do with files, through the C library: over a plain directory, or over the
+//! namespace under `dayfly exec`.
 
 use std::fs;
 use std::hint::black_box;
@@ -12,38 +13,40 @@ use nix::fcntl::{OFlag, open};
 use nix::sys::stat::{Mode, fstat, stat};
 use nix::unistd::{close, read};
 
-use crate::Failure;
+use crate::measure::Failure;
 
-/// Measure calls on files; prints nanoseconds a file.
+/// Measure calls on files; prints nanoseconds per file
 #[derive(Args)]
 pub(crate) struct Posix {
     #[arg(value_enum)]
     what: Work,
-    /// The folder that the list's paths lie in.
+    /// Folder that contains the list's paths
     root: PathBuf,
-    /// A file with relative paths, one a line, in the order in which they shall be used.
+    /// File with relative paths, one per line, in the order of use
     list: PathBuf,
-    /// How often the list is gone through; the time is that of the last.
+    /// Number of passes over the list; the last one is timed
     #[arg(long, default_value_t = 2)]
     passes: usize,
-    /// The time of the fastest pass instead: for what costs little beside the machine's noise.
+    /// Print the time of the fastest pass instead, for calls that cost little beside the machine's
+    /// noise
     #[arg(long)]
     best: bool,
-    /// Readers side by side, which share the list.
+    /// Number of threads, which share the list
     #[arg(long, default_value_t = 1)]
     threads: usize,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Work {
-    /// open, fstat, read whole, close.
+    /// open, fstat, read the whole file, close
     Files,
-    /// stat.
+    /// stat
     Stat,
-    /// The first call of a process: stat of the first path.
+    /// The first call of a process: stat of the first path
     Attach,
-    /// Memory that `files` costs this process alone, in bytes: private pages that it has written. (Pages of a file count as private, too,
-    /// while nobody else has them mapped; they are the page cache.)
+    /// Memory that `files` costs this process alone, in bytes: private pages that it wrote. Pages
+    /// of a file that only one process has mapped also count as private, but they belong to the
+    /// page cache
     Memory,
 }
 
@@ -87,7 +90,7 @@ pub(crate) fn run(arguments: &Posix) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads a file whole; returns its size.
+/// Reads a whole file and returns its size.
 pub(crate) fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<u64> {
     let file = open(path, OFlag::O_RDONLY | OFlag::O_CLOEXEC, Mode::empty())?;
     let size = fstat(file.as_fd())?.st_size as usize;
@@ -106,7 +109,7 @@ pub(crate) fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<u64> {
     close(number).map(|()| size as u64)
 }
 
-/// Memory that is this process's alone.
+/// Memory of this process alone, in bytes.
 fn private_bytes() -> Result<u64, Failure> {
     let rollup = fs::read_to_string("/proc/self/smaps_rollup")?;
     let lines = rollup.lines().filter(|line| line.starts_with("Private_Dirty"));

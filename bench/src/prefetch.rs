@@ -1,4 +1,5 @@
-//! The prefetch controller at work: what it chose, and what came of it, while an order is read one sample after another.
+//! Records what the prefetch controller chooses, and with what result, while a process reads an
+//! order one sample after another.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -11,11 +12,11 @@ use dayfly_meta::id::{NodeId, SampleId};
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::status::PrefetchStatus;
 
-use crate::Failure;
+use crate::measure::Failure;
 
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Watch the prefetch controller, and draw what was seen.
+/// Watch the prefetch controller, or plot a recording
 #[derive(Args)]
 pub(crate) struct Prefetch {
     #[command(subcommand)]
@@ -24,16 +25,17 @@ pub(crate) struct Prefetch {
 
 #[derive(Subcommand)]
 enum What {
-    /// Read remote samples of node 0 in a submitted order; prints, 20 times a second: ms, depth in bytes, requests, bytes/s, late.
+    /// Read remote samples on node 0 in a submitted order; prints 20 times a second: ms, depth in
+    /// bytes, requests, bytes/s, late
     Watch {
-        /// For so long.
+        /// Duration in seconds
         #[arg(long, default_value_t = 4.0)]
         seconds: f64,
-        /// Bytes in a second that the reader takes, if they come as fast.
+        /// Bytes per second that the reader consumes, if they arrive that fast
         #[arg(long)]
         pace: f64,
     },
-    /// Draw such files side by side, each with its title: FILE=TITLE.
+    /// Plot such recordings side by side, each with its title: FILE=TITLE
     Plot { files: Vec<String> },
 }
 
@@ -61,7 +63,7 @@ fn watch(seconds: f64, pace: f64) -> Result<(), Failure> {
             session.read_at(dataset, sample, 0, &mut buffer[..size as usize], &mut None)?;
             bytes.fetch_add(size, Ordering::Relaxed);
             due += Duration::from_secs_f64(size as f64 / pace);
-            // One who is late does not catch up: a step of training takes its time.
+            // A late reader does not catch up, because a training step takes its time.
             due = due.max(start.elapsed().saturating_sub(Duration::from_millis(20)));
             std::thread::sleep(due.saturating_sub(start.elapsed()));
             if start.elapsed().as_secs_f64() > seconds {
@@ -70,7 +72,7 @@ fn watch(seconds: f64, pace: f64) -> Result<(), Failure> {
         }
         is_over.store(true, Ordering::Relaxed);
         drop(submitted);
-        watcher.join().map_err(|_| "the watcher failed")??;
+        watcher.join().map_err(|_| "the thread that watches the controller panicked")??;
         Ok(())
     })
 }
@@ -78,7 +80,7 @@ fn watch(seconds: f64, pace: f64) -> Result<(), Failure> {
 fn look(session: &Session, bytes: &AtomicU64, is_over: &AtomicBool, start: Instant) -> Result<(), Failure> {
     let (mut before, mut late, mut looked) = (0, 0, start.elapsed());
     while !is_over.load(Ordering::Relaxed) {
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
         let prefetch = ask(session)?;
         let (now, read) = (start.elapsed(), bytes.load(Ordering::Relaxed));
         let rate = (read - before) as f64 / (now - looked).as_secs_f64();
@@ -96,7 +98,7 @@ fn ask(session: &Session) -> Result<PrefetchStatus, Failure> {
             found = status.nodes.into_iter().next().and_then(|entry| entry.status.ok()).map(|node| node.prefetch);
         }
     })?;
-    found.ok_or_else(|| "node 0 tells no status".into())
+    found.ok_or_else(|| "node 0 reported no status".into())
 }
 
 fn plot(files: &[String]) -> Result<(), Failure> {
@@ -106,7 +108,7 @@ fn plot(files: &[String]) -> Result<(), Failure> {
         (WIDTH + 20.0) * files.len() as f64
     );
     for (number, file) in files.iter().enumerate() {
-        let (file, title) = file.split_once('=').ok_or("FILE=TITLE")?;
+        let (file, title) = file.split_once('=').ok_or("a recording must be given as FILE=TITLE")?;
         let text = std::fs::read_to_string(PathBuf::from(file))?;
         let rows: Vec<Vec<f64>> =
             text.lines().map(|line| line.split(' ').filter_map(|word| word.parse().ok()).collect()).collect();
@@ -120,7 +122,7 @@ fn plot(files: &[String]) -> Result<(), Failure> {
             "<text x=\"{left}\" y=\"14\" font-weight=\"bold\">{title}</text><path d=\"M{left},30 V190 H{:.0}\" fill=\"none\" stroke=\"#888\"/>",
             left + WIDTH - 50.0
         );
-        for (at, (column, colour, name, unit, suffix)) in lines.into_iter().enumerate() {
+        for (at, (column, color, name, unit, suffix)) in lines.into_iter().enumerate() {
             let highest = most(column);
             let point = |row: &Vec<f64>| {
                 format!("{:.1},{:.1}", left + (WIDTH - 50.0) * row[0] / end_ms, 190.0 - 160.0 * row[column] / highest)
@@ -128,10 +130,10 @@ fn plot(files: &[String]) -> Result<(), Failure> {
             let points: Vec<String> = rows.iter().filter(|row| row.len() > 4).map(point).collect();
             let last = rows.iter().rev().filter(|row| row.len() > 4).take(20).map(|row| row[column]).sum::<f64>() / 20.0;
             let _ =
-                write!(svg, "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"/>", points.join(" "));
+                write!(svg, "<polyline points=\"{}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"1.5\"/>", points.join(" "));
             let _ = write!(
                 svg,
-                "<text x=\"{:.0}\" y=\"222\" fill=\"{colour}\">{name}: at last {:.1}{suffix}, top {:.1}</text>",
+                "<text x=\"{:.0}\" y=\"222\" fill=\"{color}\">{name}: last {:.1}{suffix}, highest {:.1}</text>",
                 left + 125.0 * at as f64,
                 last / unit,
                 highest / unit

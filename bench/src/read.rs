@@ -1,4 +1,5 @@
-//! Reading samples of a running session from one node: what it holds, and what others hold.
+//! Measures reads of a running session's samples from one node: those on the node, and those on
+//! other nodes.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -11,79 +12,80 @@ use dayfly_client::{Dataset, Delivery, OnMissing, Samples, Session, View, fault,
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::path::join;
 
-use crate::Failure;
-use crate::measure::Numbers;
+use crate::measure::{Failure, Numbers};
 use crate::posix::read_file;
 
-/// Read samples of a session's first dataset once, in random order; prints samples and bytes a second.
+/// Read samples of a session's first dataset once, in random order; prints samples and bytes per
+/// second
 ///
-/// `--skip` goes on where another run ended, so that nothing comes from the arena that was read before.
+/// `--skip` continues where another run ended, so that no sample is still in the arena from an
+/// earlier read.
 #[derive(Args)]
 pub(crate) struct Read {
-    /// The node to read from.
+    /// Node to read from
     #[arg(long, default_value_t = 0)]
     node: u16,
     #[arg(long, value_enum, default_value_t = From::Remote)]
     from: From,
     #[arg(long, value_enum, default_value_t = How::Views)]
     how: How,
-    /// Samples a batch.
+    /// Samples per batch
     #[arg(long, default_value_t = 256)]
     batch: usize,
-    /// Samples; fewer if there are not as many.
+    /// Number of samples, or as many as there are
     #[arg(long, default_value_t = 20_000)]
     samples: usize,
-    /// Batches that are under way while one is looked at.
+    /// Number of batches in flight while one is looked at
     #[arg(long, default_value_t = 1)]
     ahead: usize,
-    /// Samples passed over.
+    /// Number of samples to skip
     #[arg(long, default_value_t = 0)]
     skip: usize,
-    /// Tell the server the order before.
+    /// Submit the order to the server first
     #[arg(long)]
     submit: bool,
-    /// Wait so long after that, in milliseconds.
+    /// Time to wait after that, in milliseconds
     #[arg(long, default_value_t = 0)]
     head_start_ms: u64,
-    /// What is done with views.
+    /// What to do with views
     #[arg(long, value_enum, default_value_t = Touch::Ends)]
     touch: Touch,
-    /// Go through them so often; the time is that of the last.
+    /// Number of passes over the samples; the last one is timed
     #[arg(long, default_value_t = 1)]
     passes: usize,
 }
 
-/// Which samples.
+/// Which samples are read.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum From {
-    /// Those on the node's drives.
+    /// Samples on the node's drives
     Local,
-    /// Those that are not.
+    /// Samples that are not
     Remote,
     Any,
 }
 
-/// How views are looked at.
+/// How much of each view is touched.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Touch {
-    /// At the first and the last byte.
+    /// The first and the last byte
     Ends,
-    /// At every byte, added up one by one.
+    /// Every byte, summed up one by one
     Sum,
-    /// They are copied, as into a tensor.
+    /// Every byte, copied as into a tensor
     Copy,
 }
 
-/// By which interface.
+/// The interface used.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum How {
-    /// One at a time, by the Rust interface.
+    /// One sample at a time, with the Rust interface
     One,
-    /// In batches, looked at in place.
+    /// In batches, in place
     Views,
-    /// In batches, into buffers.
+    /// In batches, into buffers
     Buffers,
-    /// open, fstat, read, close; to be run under `dayfly exec`.
+    /// open, fstat, read, close; run it under `dayfly exec`
     Posix,
 }
 
@@ -94,15 +96,16 @@ pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
     let dataset = datasets.first().ok_or("the session has no dataset")?;
     let samples = chosen(dataset, arguments);
     if samples.is_empty() {
-        return Err("there is no such sample".into());
+        return Err("the dataset has no such samples".into());
     }
     let paths = if arguments.how == How::Posix { paths(&view, dataset, &samples) } else { Vec::new() };
     let order = if arguments.submit { Some(view.session().submit(dataset, samples.iter().copied())?) } else { None };
     std::thread::sleep(std::time::Duration::from_millis(arguments.head_start_ms));
-    // Its pages are there before the time is taken, as those of the stream's buffer are.
+    // The buffer's pages must be in memory before the clock starts, as those of the TCP stream's
+    // buffer are.
     let largest = samples.iter().filter_map(|&sample| dataset.catalog().sample(sample)).map(|(size, _)| size).max();
     let mut buffer = vec![1; largest.unwrap_or(0) as usize];
-    let mut told = (0.0, 0);
+    let mut last = (0.0, 0);
     for _ in 0..arguments.passes {
         let start = Instant::now();
         let bytes = match arguments.how {
@@ -111,10 +114,10 @@ pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
             How::Buffers => buffers(view.session(), dataset, &samples, arguments.batch)?,
             How::Posix => posix(&paths)?,
         };
-        told = (start.elapsed().as_secs_f64(), bytes);
+        last = (start.elapsed().as_secs_f64(), bytes);
     }
     drop(order);
-    let (seconds, bytes) = told;
+    let (seconds, bytes) = last;
     println!("{:.0} {:.0}", samples.len() as f64 / seconds, bytes as f64 / seconds);
     Ok(())
 }
@@ -158,17 +161,17 @@ fn views(
     buffer: &mut [u8],
 ) -> Result<u64, Failure> {
     let mut bytes = 0;
-    let mut under_way = VecDeque::new();
+    let mut in_flight = VecDeque::new();
     let mut chunks = samples.chunks(arguments.batch.max(1));
     loop {
-        while under_way.len() <= arguments.ahead
+        while in_flight.len() <= arguments.ahead
             && let Some(samples) = chunks.next()
         {
-            under_way.push_back(session.read_many(dataset, samples, Delivery::AsAvailable, OnMissing::Fail)?);
+            in_flight.push_back(session.read_many(dataset, samples, Delivery::AsAvailable, OnMissing::Fail)?);
         }
-        let Some(mut batch) = under_way.pop_front() else { return Ok(bytes) };
+        let Some(mut batch) = in_flight.pop_front() else { return Ok(bytes) };
         while let Some(delivered) = batch.next() {
-            let Ok(seen) = delivered?.bytes else { return Err("a sample is missing".into()) };
+            let Ok(seen) = delivered?.bytes else { return Err("a sample cannot be read".into()) };
             bytes += seen.len() as u64;
             match arguments.touch {
                 Touch::Ends => _ = black_box((seen.first(), seen.last())),
@@ -177,7 +180,7 @@ fn views(
             }
         }
         if !batch.is_good() {
-            return Err("the dataset is gone".into());
+            return Err("the dataset is gone or a lease was revoked; start again".into());
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What one TCP stream gives between two programs that do nothing else: the measure of everything remote.
+//! Measures one TCP stream between two programs that do nothing else. All remote reads are compared
+//! with it.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -6,21 +7,21 @@ use std::time::Instant;
 
 use clap::Args;
 
-use crate::Failure;
+use crate::measure::Failure;
 
-/// Bytes of one call.
+/// Bytes of each call.
 const CALL_LEN: usize = 1 << 20;
 
-/// Copy bytes over one TCP stream, from memory to memory; prints bytes a second.
+/// Copy bytes over one TCP stream, from memory to memory; prints bytes per second
 #[derive(Args)]
 pub(crate) struct Stream {
-    /// Wait here for connections, and send to each until it has enough.
+    /// Wait at this address for connections, and send to each until it closes
     #[arg(long, value_name = "ADDRESS", conflicts_with = "connect", required_unless_present = "connect")]
     listen: Option<SocketAddr>,
-    /// Receive from there.
+    /// Receive from this address
     #[arg(long, value_name = "ADDRESS")]
     connect: Option<SocketAddr>,
-    /// So many bytes.
+    /// Number of bytes
     #[arg(long, default_value_t = 2 << 30)]
     bytes: u64,
 }
@@ -39,7 +40,7 @@ pub(crate) fn run(arguments: &Stream) -> Result<(), Failure> {
     let (start, mut got) = (Instant::now(), 0_u64);
     while got < arguments.bytes {
         match stream.read(&mut buffer)? {
-            0 => return Err("it ended".into()),
+            0 => return Err("the sender closed the connection early".into()),
             count => got += count as u64,
         }
     }

@@ -1,6 +1,6 @@
-//! Builds the variadic functions, and binds to symbols that old C libraries have.
+//! Compiles the C files, and binds the library to symbols that old C libraries have (see `src/compat.c`).
 
-/// What glibc has given new versions since 2.28; `compat.c` has them all.
+/// Functions of which glibc has added new versions since 2.28. `compat.c` has a wrapper for each.
 const WRAPPED: [&str; 6] = ["dlsym", "dlvsym", "gettid", "pthread_key_create", "pthread_key_delete", "pthread_setspecific"];
 
 fn main() {
@@ -10,6 +10,6 @@ fn main() {
     for name in WRAPPED {
         println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap={name}");
     }
-    // Where old C libraries have them.
+    // Before glibc 2.34 the wrapped functions are in these two libraries.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2");
 }

@@ -1,4 +1,5 @@
-//! The server's arena, mapped read-only: bytes are copied out of it, or looked at while they are leased, and marked as read.
+//! The server's arena, mapped read-only. Bytes are copied out of it, or looked at in place while
+//! they are leased, and marked as read.
 
 use std::fs::File;
 use std::io;
@@ -7,7 +8,7 @@ use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::shared::SharedMarks;
 use memmap2::{MmapOptions, MmapRaw};
 
-/// A mapped arena.
+/// A mapped arena and its marks.
 pub(crate) struct Arena {
     map: MmapRaw,
     marks: SharedMarks,
@@ -16,33 +17,36 @@ pub(crate) struct Arena {
 impl Arena {
     pub(crate) fn map(file: &File, marks: &File, len: u64) -> io::Result<Self> {
         if file.metadata()?.len() < len {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the arena is smaller than was said"));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the arena is smaller than the server said"));
         }
         let map = MmapOptions::new().len(len as usize).map_raw_read_only(file)?;
         Ok(Self { map, marks: SharedMarks::map(marks, (len / ARENA_UNIT) as usize)? })
     }
 
-    /// Copies from `offset`; `false`, and nothing copied, where that is not within the arena.
+    /// Copies from `offset`. Returns `false`, with nothing copied, if the range is not within the
+    /// arena.
     pub(crate) fn copy_to(&self, offset: u64, buffer: &mut [u8]) -> bool {
         if !self.has(offset, buffer.len() as u64) {
             return false;
         }
-        // SAFETY: the range lies within the mapping, as just checked; the memfd is sealed against shrinking, so no access
-        // faults. The server does not write to a slot while we hold its lease, or else the copier finds that the lease does not
-        // hold or the block is not there any more; no reference to the bytes is ever made here.
+        // SAFETY: the range lies within the mapping (checked above), and the memfd is sealed
+        // against shrinking, so no access faults. While we hold the lease of a slot the server does
+        // not write to it. Without a lease, the caller checks after the copy that the block is
+        // still there. No reference to the bytes is made here.
         unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(offset as usize), buffer.as_mut_ptr(), buffer.len()) };
         true
     }
 
-    /// The bytes of a leased chunk; nothing where that is not within the arena.
+    /// The bytes of a leased chunk; `None` if the range is not within the arena.
     pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
-        // SAFETY: the range lies within the mapping, which lives as long as `self` and never faults, as above. While the caller
-        // holds the lease the server writes nothing there, and it alone maps the arena writable. Whoever has looked asks whether the
-        // lease still held before it believes what it saw.
+        // SAFETY: the range lies within the mapping, which lives as long as `self` and never
+        // faults, as above. While the caller holds the lease the server writes nothing there, and
+        // only the server maps the arena writable. Callers check that the lease still held after
+        // they looked, before they believe what they saw.
         self.has(offset, len).then(|| unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), len as usize) })
     }
 
-    /// Says that the chunk that begins here was read.
+    /// Records that the chunk at `offset` was read.
     pub(crate) fn mark(&self, offset: u64) {
         self.marks.add((offset / ARENA_UNIT) as usize);
     }

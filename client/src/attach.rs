@@ -1,4 +1,9 @@
-//! Being part of a session: the connection to the node's server, and what came through it.
+//! Attaching to a session: the connections to the node's server, and what the server passed over
+//! them.
+//!
+//! A [`Session`] holds the mapped status page, counters and arena, a few idle connections, and the
+//! list of datasets. All of it is usable from several threads and, after [`Session::after_fork`],
+//! in a forked child.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -18,7 +23,7 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
-use crate::heartbeat::{Heartbeat, Patience};
+use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::locate::Location;
 use crate::pool::Pool;
 use crate::socket::Socket;
@@ -34,25 +39,25 @@ pub struct Session {
     verify_reads: bool,
     heartbeat: Arc<Heartbeat>,
     counters: Counters,
-    /// This process's place in the counters.
+    /// This process's slot in the counters.
     slot: AtomicU32,
     pub(crate) arena: Arena,
-    /// Batches that are taken to be cold.
+    /// How many further batches are assumed to be cold, see [`Session::is_cold`].
     cold_batches: AtomicU32,
-    /// The process whose connections these are: a forked child must not speak on its parent's.
-    home: AtomicU32,
+    /// The process that owns the connections. A forked child must not use those of its parent.
+    process: AtomicU32,
     idle: Pool<Socket>,
-    datasets: ArcSwap<Known>,
+    datasets: ArcSwap<DatasetList>,
 }
 
 #[derive(Default)]
-struct Known {
+struct DatasetList {
     generation: Option<u64>,
     all: Vec<Arc<Dataset>>,
 }
 
-/// The datasets of a session at some moment.
-pub struct Datasets(Guard<Arc<Known>>);
+/// The datasets of a session at one moment.
+pub struct Datasets(Guard<Arc<DatasetList>>);
 
 impl Deref for Datasets {
     type Target = [Arc<Dataset>];
@@ -64,20 +69,29 @@ impl Deref for Datasets {
 
 impl Session {
     /// Attaches to the server of the node that this process belongs to.
+    ///
+    /// # Errors
+    ///
+    /// If no server of the session runs on this machine, or it does not answer or rejects the
+    /// connection.
     pub fn attach(location: &Location) -> Result<Self, ClientError> {
         Self::attach_to(location, location.my_node()?)
     }
 
-    /// Attaches to the server of a certain node of this machine.
+    /// Attaches to the server of a given node on this machine.
+    ///
+    /// # Errors
+    ///
+    /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
-        let _no_fork = fork::hold();
+        let _no_fork = fork::lock();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
             ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
             error => error,
         })?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
-            return Err(ClientError::Protocol("no welcome"));
+            return Err(ClientError::Protocol("the first answer is not a welcome"));
         };
         let [status_page, counters, arena, marks]: [File; 4] =
             files.try_into().map_err(|_| ClientError::Protocol("a welcome without its files"))?;
@@ -88,12 +102,12 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::of(StatusPage::map(&status_page, false)?, socket.patience())),
+            heartbeat: Arc::new(Heartbeat::of(StatusPage::map(&status_page, false)?, socket.timeouts())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,
             cold_batches: AtomicU32::new(0),
-            home: AtomicU32::new(std::process::id()),
+            process: AtomicU32::new(std::process::id()),
             idle: Pool::new(),
             datasets: ArcSwap::default(),
         };
@@ -102,17 +116,17 @@ impl Session {
         Ok(session)
     }
 
-    /// The session.
+    /// The session's id.
     pub fn id(&self) -> SessionId {
         self.id
     }
 
-    /// The node whose server this is.
+    /// The node whose server this process is attached to.
     pub fn node(&self) -> NodeId {
         self.node
     }
 
-    /// How many nodes the session has.
+    /// The number of nodes in the session.
     pub fn nodes(&self) -> u16 {
         self.nodes
     }
@@ -122,22 +136,27 @@ impl Session {
         &self.prefix
     }
 
-    /// Whether what is read is checked against the checksums taken at stage-in.
+    /// Whether reads are verified against the checksums taken at stage-in.
     pub fn verifies_reads(&self) -> bool {
         self.verify_reads
     }
 
-    /// What the server tells in shared memory.
+    /// The server's status page.
     pub(crate) fn status_page(&self) -> &StatusPage {
         self.heartbeat.status_page()
     }
 
-    /// Whether the session has ended: one read of memory.
+    /// Whether the session has ended. This is one read of memory.
     pub fn is_gone(&self) -> bool {
         self.status_page().is_gone()
     }
 
-    /// The datasets, by number. Asks the server only when they have changed since the last call.
+    /// The datasets of the session, by number. Asks the server only if they have changed since the
+    /// last call.
+    ///
+    /// # Errors
+    ///
+    /// If the session has ended or the server does not answer.
     pub fn datasets(&self) -> Result<Datasets, ClientError> {
         if self.is_gone() {
             return Err(ClientError::Gone);
@@ -146,23 +165,25 @@ impl Session {
         if known.generation == Some(self.status_page().generation()) {
             return Ok(Datasets(known));
         }
-        let _no_fork = fork::hold();
+        let _no_fork = fork::lock();
         let (generation, all) = self.list(&known.all)?;
-        // A session that has ended since shows no dataset, which is not to say that none was there.
+        // If the session ended meanwhile, the list is empty, which does not mean that there was no
+        // dataset.
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
-        self.datasets.store(Arc::new(Known { generation: Some(generation), all }));
+        self.datasets.store(Arc::new(DatasetList { generation: Some(generation), all }));
         Ok(Datasets(self.datasets.load()))
     }
 
-    /// To be called in a forked child: it takes connections of its own, and ends its copies of its parent's, so that the
-    /// server sees the parent's end when it comes.
+    /// Prepares the attachment for use in a forked child, which must call this. The child gets
+    /// connections of its own and closes its copies of the parent's, so that the server notices
+    /// when the parent exits.
     pub fn after_fork(&self) {
         while let Some(socket) = self.idle.take() {
             drop(socket);
         }
-        self.home.store(std::process::id(), Ordering::Release);
+        self.process.store(std::process::id(), Ordering::Release);
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
@@ -172,7 +193,8 @@ impl Session {
             loop {
                 match socket.receive()? {
                     (FromServer::Dataset { id, target }, files) => match known.iter().find(|dataset| dataset.id() == id) {
-                        // Hidden and shown again, perhaps: its files are the same, and its gone flag is clear again.
+                        // The dataset may have been hidden and shown again. Its files are the same,
+                        // and its gone flag is clear again.
                         Some(dataset) => all.push(dataset.clone()),
                         None => all.push(Arc::new(Dataset::new(id, target, files)?)),
                     },
@@ -183,26 +205,36 @@ impl Session {
         })
     }
 
-    /// A nameless file on the node's data dir, for `len` bytes that a program wants as a file of the kernel's.
+    /// Returns an unnamed file on the node's data dir with room for `len` bytes, for a program that
+    /// needs a real file of the kernel.
+    ///
+    /// # Errors
+    ///
+    /// If the data dir has no room, or the server does not answer.
     pub fn spill(&self, len: u64) -> Result<File, ClientError> {
         self.with_connection(|socket| {
             socket.send(&FromClient::Spill { len })?;
             match socket.receive()? {
-                (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("no file came")),
+                (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("an answer without its file")),
                 (other, _) => Err(unexpected(other)),
             }
         })
     }
 
-    /// Gives a command; `see` sees each event, the last one included.
-    pub fn control(&self, command: Command, see: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
+    /// Sends a command and passes each event to `on_event`, including the last one, which is the
+    /// result.
+    ///
+    /// # Errors
+    ///
+    /// If the connection fails. A command that fails reports that as an event.
+    pub fn control(&self, command: Command, on_event: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
         self.with_connection(|socket| {
             socket.send(&FromClient::Control(command))?;
             loop {
                 match socket.receive()?.0 {
                     FromServer::Event(event) => {
                         let is_last = !matches!(event, Event::Planned(_) | Event::Progress(_));
-                        see(event);
+                        on_event(event);
                         if is_last {
                             return Ok(());
                         }
@@ -213,8 +245,15 @@ impl Session {
         })
     }
 
-    /// Has the server fetch ahead what will be read, in the order in which it will be: at once, and until the result is dropped. A
-    /// process may have several orders; what it reads in another order than it said is only slower.
+    /// Makes the server prefetch samples in the order in which they will be read, from now on until
+    /// the result is dropped.
+    ///
+    /// A process may submit several orders. If it reads in another order than it submitted, its
+    /// reads are slower but correct.
+    ///
+    /// # Errors
+    ///
+    /// If the server rejects the order or does not answer.
     pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order<'_>, ClientError> {
         let mut socket = self.take_socket()?;
         let mut order = order.into_iter().peekable();
@@ -232,23 +271,24 @@ impl Session {
         }
     }
 
-    /// Speaks with the server, on an idle connection of this process or a fresh one.
+    /// Runs `operation` on an idle connection of this process, or on a new one.
     pub(crate) fn with_connection<T>(
         &self,
         operation: impl FnOnce(&mut Socket) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
         let mut socket = self.take_socket()?;
         let result = operation(&mut socket);
-        // After a failure an answer may still be under way that belongs to nothing any more.
+        // After a failure, a late answer may still arrive on the connection, so no other request
+        // may use it.
         if result.is_ok() {
             self.put_socket(socket);
         }
         result
     }
 
-    /// An idle connection of this process, or a fresh one.
+    /// Takes an idle connection of this process, or opens a new one.
     pub(crate) fn take_socket(&self) -> Result<Box<Socket>, ClientError> {
-        match self.is_home().then(|| self.idle.take()).flatten() {
+        match self.is_own_process().then(|| self.idle.take()).flatten() {
             Some(socket) => Ok(socket),
             None => {
                 let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
@@ -258,26 +298,28 @@ impl Session {
         }
     }
 
-    /// Lets the next one use a connection on which nothing is under way.
+    /// Returns a connection on which nothing is in flight, for the next request.
     pub(crate) fn put_socket(&self, socket: Box<Socket>) {
-        if self.is_home() {
+        if self.is_own_process() {
             self.idle.put(socket);
         }
     }
 
-    /// A child that shares its parent's memory (`vfork`), or whose fork we were not told of, leaves the pool alone.
-    fn is_home(&self) -> bool {
-        self.home.load(Ordering::Acquire) == std::process::id()
+    /// Whether this process owns the idle connections. A `vfork` child, which shares its parent's
+    /// memory, does not, and neither does a child whose fork this library did not notice.
+    fn is_own_process(&self) -> bool {
+        self.process.load(Ordering::Acquire) == std::process::id()
     }
 
-    /// Counts what was read.
+    /// Adds reads to this process's counters.
     pub(crate) fn count(&self, source: Source, count: u64, bytes: u64) {
         self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
-    /// Whether a batch is taken to be cold: one just before was, or, with a number, this one is and so many will be.
+    /// Whether a batch is assumed to be cold, that is, not in memory. With a number, that many batches
+    /// are assumed to be cold, beginning with this one.
     pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
-        // Roughly is enough.
+        // Threads may race here; an approximate count is enough.
         let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));
         if left > 0 {
             self.cold_batches.store(left - 1, Ordering::Relaxed);
@@ -285,14 +327,14 @@ impl Session {
         left > 0
     }
 
-    /// From here on, until the result is dropped, what is kept on this node stays where it is found.
+    /// Keeps the cached blocks of this node in place until the result is dropped.
     pub(crate) fn begin_views(&self, slot: u32) -> Views<'_> {
         self.counters.begin_view(slot);
         Views { counters: &self.counters, slot }
     }
 }
 
-/// See [`Session::begin_views`].
+/// Ends its views when dropped, see [`Session::begin_views`].
 pub(crate) struct Views<'a> {
     counters: &'a Counters,
     slot: u32,
@@ -304,14 +346,14 @@ impl Drop for Views<'_> {
     }
 }
 
-/// An order that the server reads ahead, as long as this lives.
+/// An order that the server prefetches for as long as this value lives.
 pub struct Order<'a> {
     _session: &'a Session,
-    /// The order ends with its connection.
+    /// The order ends when its connection is closed.
     _socket: Box<Socket>,
 }
 
-/// A connection on which both sides know each other.
+/// Opens a connection and exchanges versions.
 fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
     let mut socket = Socket::connect(path, heartbeat)?;
     socket.send(&FromClient::Hello { version: VERSION })?;
@@ -320,11 +362,11 @@ fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromS
         Ok((welcome, files)) => {
             if let FromServer::Welcome { slot, connection, server_timeout_ms, heartbeat_timeout_ms, .. } = welcome {
                 let [server, heartbeat] = [server_timeout_ms, heartbeat_timeout_ms].map(|ms| Duration::from_millis(ms.into()));
-                socket.welcome(slot, connection, Patience { server, heartbeat })?;
+                socket.welcome(slot, connection, Timeouts { server, heartbeat })?;
             }
             Ok((socket, welcome, files))
         }
-        // It hangs up on what it does not understand.
+        // A server that does not understand the first message closes the connection.
         Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => Err(ClientError::OtherBuild),
         Err(error) => Err(error),
     }
@@ -333,6 +375,6 @@ fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromS
 pub(crate) fn unexpected(answer: FromServer) -> ClientError {
     match answer {
         FromServer::Refused { reason } => ClientError::Refused(reason),
-        _ => ClientError::Protocol("an answer to another question"),
+        _ => ClientError::Protocol("an answer to a different request"),
     }
 }

@@ -119,7 +119,7 @@ struct LeasedSample {
 
 /// How many items of a batch are probed for whether they are in memory.
 const PROBES: usize = 4;
-/// If a probe finds an item that is not, this batch and those that follow it, so many in all, read ahead without probing.
+/// If a probe finds an item that is not, this many batches read ahead without probing, beginning with this one.
 const COLD_BATCHES: u32 = 16;
 
 /// A requested sample, or the error that already excludes it.

@@ -1,4 +1,5 @@
-//! A dataset as a client has it: the catalog and this node's locations, mapped, and its segments' descriptors.
+//! A dataset in a client: the mapped catalog, this node's mapped locations, and the descriptors of
+//! its segments.
 
 use std::fs::File;
 use std::io;
@@ -26,7 +27,8 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// From what the server sent: catalog, locations, segments by drive.
+    /// Builds a dataset from the files that the server sent: catalog, locations, then segments by
+    /// drive.
     pub(crate) fn new(id: DatasetId, target: Vec<u8>, files: Vec<File>) -> Result<Self, ClientError> {
         let mut files = files.into_iter();
         let (Some(catalog), Some(locations)) = (files.next(), files.next()) else {
@@ -41,59 +43,61 @@ impl Dataset {
         Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect() })
     }
 
-    /// Its number in the session.
+    /// The dataset's number in the session.
     pub fn id(&self) -> DatasetId {
         self.id
     }
 
-    /// Its root, below the prefix.
+    /// The path of its root, below the prefix.
     pub fn target(&self) -> &[u8] {
         &self.target
     }
 
-    /// Its index.
+    /// The dataset's index.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
 
-    /// Whether this node has the block on its drives: as its owner, or kept for the next time.
+    /// Whether this node has the block on its drives, as its owner or as a cached block.
     pub fn is_here(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
-    /// Whether its bytes have been given up; what was copied before this is asked may be zeros.
+    /// Whether the dataset's bytes have been given up. Bytes copied before this call returned
+    /// `true` may be zeros.
     pub(crate) fn is_gone(&self) -> bool {
         self.locations.is_gone()
     }
 
-    /// Whether this node has a copy of the block that it does not own.
+    /// Whether this node has a cached copy of a block that another node owns.
     pub(crate) fn is_cached(&self, block: BlockId) -> bool {
         matches!(self.locations.find(block), Some(Location::Cached(_)))
     }
 
-    /// Where the bytes of a block lie that this node owns, for as long as the dataset is there: its segment, and the offset there.
+    /// The segment and the offset of a block that this node owns. Both are valid for as long as the
+    /// dataset exists.
     pub fn segment_position(&self, block: BlockId) -> Option<(&File, u64)> {
         let Location::Owned(position) = self.locations.find(block)? else { return None };
         let (segment, _) = self.segments.get(usize::from(position.drive))?;
         Some((segment, position.offset))
     }
 
-    /// Where a block lies among all that this node has on its drives: by drive, then front to back.
+    /// A number that sorts the blocks on this node's drives by drive, then front to back.
     pub(crate) fn drive_order(&self, block: BlockId) -> Option<u64> {
         self.locations.find(block)?.position().map(|position| Location::Owned(position).pack())
     }
 
-    /// Where a block can be found without asking.
+    /// Where a block can be read without a message.
     pub(crate) fn find(&self, block: BlockId) -> Option<Location> {
         self.locations.find(block)
     }
 
-    /// Says that a block's location will be asked for.
+    /// Makes the processor fetch the block's location, which will be looked up soon.
     pub(crate) fn prefetch_location(&self, block: BlockId) {
         self.locations.prefetch(block);
     }
 
-    /// Says that a sample is about to be read.
+    /// Makes the processor fetch the start of a sample that will be read soon, if it is mapped.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };
         let position = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::position) } else { None };
@@ -104,14 +108,14 @@ impl Dataset {
         }
     }
 
-    /// Bytes of a segment as they lie there, if they can be mapped. Those of what is only kept count for as long as the caller has
-    /// said that it has views.
+    /// Bytes of a segment in place, if they can be mapped. For cached blocks the caller must hold
+    /// [`crate::attach::Views`], without which they may be evicted.
     pub(crate) fn view(&self, position: DrivePosition, len: u64) -> Option<&[u8]> {
         let (segment, map) = self.segments.get(usize::from(position.drive))?;
         map.view(segment, position.offset, len)
     }
 
-    /// Has the drive begin to read a range that is perhaps not in memory, without waiting for it.
+    /// Makes the drive begin to read a range that may not be in memory, without waiting for it.
     pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
             segment_map::read_ahead(segment, position.offset, len);
@@ -123,7 +127,8 @@ impl Dataset {
         self.segments.get(usize::from(position.drive)).is_some_and(|(_, map)| map.is_resident(position.offset, len))
     }
 
-    /// Reads from a block without asking, with at most one system call; `None` where it is neither on the drives nor in the arena.
+    /// Reads from a block without a message and with at most one system call. Returns `None` if the
+    /// block is neither on this node's drives nor in the arena.
     pub(crate) fn read_here(
         &self,
         arena: &Arena,
@@ -138,13 +143,13 @@ impl Dataset {
                 Location::Arena { unit, .. } => {
                     let start = u64::from(unit) * ARENA_UNIT;
                     if !arena.copy_to(start.saturating_add(offset), buffer) {
-                        return Err(ClientError::Protocol("a location outside of the arena"));
+                        return Err(ClientError::Protocol("a location outside the arena"));
                     }
                     arena.mark(start);
                     (Ok(()), Source::Arena)
                 }
             };
-            // It may have been given up meanwhile, and come back elsewhere.
+            // The block may have been evicted meanwhile, and fetched again to another place.
             if self.locations.is_still(block, location) {
                 return result.map(|()| Some(source));
             }
@@ -163,7 +168,8 @@ impl Dataset {
         }
     }
 
-    /// A segment that was given up is shorter than it was.
+    /// A segment that was given up is shorter than it was, so a failed read may mean that the
+    /// dataset is gone.
     fn segment_error(&self, error: io::Error) -> ClientError {
         if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }
     }

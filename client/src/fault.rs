@@ -1,12 +1,14 @@
-//! Copying out of a mapped file whose bytes may not be there: the drive may fail, or the server give the file up. The
-//! processor then faults, the kernel sends SIGBUS, and our handler lets the copy return early instead of ending the process.
+//! Reading mapped files whose bytes may be missing, because the drive fails or the server gave the
+//! file up. The processor then faults and the kernel sends SIGBUS. This module's handler makes the
+//! copy return early instead of letting the process die.
 //!
-//! Where the program itself looks at bytes in place, the page that is not there becomes one of zeros. It stays one for as long as the
-//! mapping does, so the whole mapping is poisoned first: no view of it is given out any more, no copy out of it is believed, and
-//! whoever has a view learns by [`zeroed`] that it may have seen zeros.
+//! If the program itself looks at missing bytes in place, the handler maps a page of zeros over
+//! them. That page stays for as long as the mapping does, so the whole mapping is poisoned first:
+//! it lends no further views, no copy out of it is believed, and a batch notices by the count of
+//! zeroed pages that the program may have seen zeros.
 //!
-//! Only a process that has called [`install`] is served; until then nothing is mapped. Whatever else raises SIGBUS goes to
-//! whoever wanted it before us.
+//! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes
+//! to the handler that the program or the system had set.
 
 use std::io;
 use std::mem::{MaybeUninit, transmute};
@@ -18,11 +20,13 @@ use nix::libc::{self, SA_NODEFER, SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGB
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// What SIGBUS did before, or what the program has asked for since: handler, and flags of its `sigaction`.
+/// What SIGBUS did before, or what the program has requested since: the handler and the flags of
+/// its `sigaction`.
 static HANDLER: AtomicUsize = AtomicUsize::new(SIG_DFL);
 static FLAGS: AtomicUsize = AtomicUsize::new(0);
 
-/// The program's wish for SIGBUS: a handler (or `SIG_DFL`, `SIG_IGN`) and the flags of `sigaction`.
+/// How the program wants SIGBUS handled: a handler (or `SIG_DFL`, `SIG_IGN`) and the flags of
+/// `sigaction`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Disposition {
     /// As in `sa_sigaction`.
@@ -31,30 +35,35 @@ pub struct Disposition {
     pub flags: c_int,
 }
 
-/// Sets another wish than was known, and tells what that was.
+/// Records how the program wants SIGBUS handled from now on, and returns what it wanted before.
 pub fn replace_disposition(new: Disposition) -> Disposition {
     let flags = FLAGS.swap(new.flags as usize, Ordering::AcqRel) as c_int;
     Disposition { handler: HANDLER.swap(new.handler, Ordering::AcqRel), flags }
 }
 
-/// The program's wish.
+/// How the program wants SIGBUS handled.
 pub fn disposition() -> Disposition {
     Disposition { handler: HANDLER.load(Ordering::Acquire), flags: FLAGS.load(Ordering::Acquire) as c_int }
 }
 
-/// Whether the handler is there, and so segments may be mapped.
+/// Whether the handler is installed, so that segments may be mapped.
 pub fn is_available() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
 
-/// Takes SIGBUS over. `set` is the system's `sigaction`: a library that stands in front of it passes what is behind it.
+/// Installs the handler for SIGBUS. `set` is the system's `sigaction`; a library that interposes
+/// this function passes the next one.
+///
+/// # Errors
+///
+/// If `sigaction` fails.
 pub fn install(set: unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction) -> c_int) -> io::Result<()> {
     if !cfg!(target_arch = "x86_64") || INSTALLED.swap(true, Ordering::AcqRel) {
         return Ok(());
     }
     let mut before = MaybeUninit::<sigaction>::zeroed();
-    // SAFETY: all-zero bytes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for and does only
-    // what a signal handler may; both pointers are to live objects.
+    // SAFETY: all-zero bytes are a valid `sigaction`. The handler has the signature that SA_SIGINFO
+    // asks for and is async-signal-safe. Both pointers are to live objects.
     let result = unsafe {
         let mut ours: sigaction = MaybeUninit::zeroed().assume_init();
         ours.sa_sigaction = on_bus_error as *const () as usize;
@@ -71,23 +80,24 @@ pub fn install(set: unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction
     Ok(())
 }
 
-/// Copies from mapped bytes; `false` if they could not be read.
+/// Copies from mapped bytes. Returns `false` if they could not be read.
 pub(crate) fn copy(from: *const u8, to: &mut [u8]) -> bool {
-    // SAFETY: `from` points into a live mapping at least as long as `to`, as the caller has checked. Should its pages not
-    // be there, the handler that `install` set makes the function return early; no reference to the source is made.
+    // SAFETY: `from` points into a live mapping at least as long as `to`, as the caller has
+    // checked. If its pages are missing, the handler that `install` set makes the function return
+    // early. No reference to the source is made.
     unsafe { copy_until_fault(to.as_mut_ptr(), from, to.len()) == 0 }
 }
 
-/// Has the processor fetch bytes; pages that are not there, and addresses that mean nothing, are passed over.
+/// Makes the processor fetch bytes. Missing pages and invalid addresses are ignored.
 pub(crate) fn prefetch(start: *const u8, len: u64) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..len as usize).step_by(64) {
-        // SAFETY: a hint, which never faults.
+        // SAFETY: a prefetch is a hint and never faults.
         unsafe { core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(start.wrapping_add(line).cast()) };
     }
 }
 
-/// Copies; returns how many bytes were left when it had to stop.
+/// Copies, and returns how many bytes were left when it stopped.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn copy_until_fault(to: *mut u8, from: *const u8, len: usize) -> usize {
@@ -116,28 +126,29 @@ unsafe extern "C" fn copy_until_fault(_: *mut u8, _: *const u8, len: usize) -> u
     len
 }
 
-/// Pages of zeros that were put in the place of others.
+/// The number of missing pages of this process that were replaced by zeros.
 static ZEROED: AtomicUsize = AtomicUsize::new(0);
-/// Mapped ranges that are given out as views.
+/// The mapped ranges that may be lent as views.
 static VIEWED: [Viewed; VIEWED_MAX] =
     [const { Viewed { start: AtomicUsize::new(0), len: AtomicUsize::new(0), is_poisoned: AtomicBool::new(false) } }; VIEWED_MAX];
 const VIEWED_MAX: usize = (SEGMENT_MAP_BYTES_MAX / SEGMENT_WINDOW_LEN) as usize;
 
-/// A range. All of it is atomic, for a signal handler looks through them while other threads map and unmap.
+/// A range that may be lent. Its fields are atomic, because a signal handler searches the ranges
+/// while other threads map and unmap.
 struct Viewed {
     start: AtomicUsize,
     len: AtomicUsize,
-    /// Whether some of its pages are zeros that should be something else.
+    /// Whether some of its pages are zeros in place of missing bytes.
     is_poisoned: AtomicBool,
 }
 
-/// A mapped range whose missing pages become zeros when somebody looks at them.
+/// A registered range, whose missing pages become zeros when the program looks at them.
 pub(crate) struct Mapped {
     viewed: &'static Viewed,
 }
 
 impl Mapped {
-    /// Of the range; `None` where there is no room to note it, and so no view of it may be given out.
+    /// Registers a range. `None` if the table is full; then no view of the range may be lent.
     pub(crate) fn note(start: *const u8, len: usize) -> Option<Self> {
         let take =
             |viewed: &&Viewed| viewed.start.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok();
@@ -147,7 +158,8 @@ impl Mapped {
         Some(Self { viewed })
     }
 
-    /// Whether some of its bytes are made up. To be asked after they were copied: the handler says so before it makes any up.
+    /// Whether some of its bytes are zeros in place of missing ones. Call it after a copy: the
+    /// handler poisons the range before it makes any zeros visible.
     pub(crate) fn is_poisoned(&self) -> bool {
         fence(Ordering::Acquire);
         self.viewed.is_poisoned.load(Ordering::Acquire)
@@ -161,37 +173,39 @@ impl Drop for Mapped {
     }
 }
 
-/// How many pages of this process are zeros that should be something else: what was looked at while this changed does not count.
+/// How many pages of this process are zeros in place of missing bytes. If the number changed, bytes
+/// that were looked at meanwhile do not count.
 pub(crate) fn zeroed() -> usize {
     ZEROED.load(Ordering::Acquire)
 }
 
-/// Maps a page of zeros over one that is not there, if it is one of those.
+/// Maps a page of zeros over a missing page, if it lies in a registered range.
 fn put_zeros(address: usize) -> bool {
     let is_within = |viewed: &&Viewed| {
         let within = address.checked_sub(viewed.start.load(Ordering::Acquire));
         within.is_some_and(|within| within < viewed.len.load(Ordering::Acquire))
     };
     let Some(viewed) = VIEWED.iter().find(is_within) else { return false };
-    // In this order, and before there is a zero to be seen: a batch that begins after the count sees the poison, and one that began
-    // before sees the count.
+    // In this order, and before any zero is visible: a batch that begins after the count sees the
+    // poison, and one that began before sees the count.
     viewed.is_poisoned.store(true, Ordering::SeqCst);
     ZEROED.fetch_add(1, Ordering::SeqCst);
     let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;
     let flags = libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: the page lies in a mapping of ours, whose bytes are gone; nobody but readers of views refers to it. A plain system
-    // call, which a signal handler may make.
+    // SAFETY: the page lies in a mapping of ours whose bytes are gone, and only readers of views
+    // refer to it. A plain system call is async-signal-safe.
     let mapped = unsafe { libc::syscall(libc::SYS_mmap, page, PAGE_SIZE as usize, libc::PROT_READ, flags, -1, 0) };
     mapped as usize == page
 }
 
-/// Lets an interrupted copy return; passes everything else on.
+/// Makes an interrupted copy return early, and passes every other signal on.
 unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
     {
         let context = context.cast::<libc::ucontext_t>();
-        // SAFETY: with SA_SIGINFO the kernel passes the interrupted thread's context, which may be changed; it resumes at the
-        // instruction after the copy, where `rcx` tells what was left.
+        // SAFETY: with SA_SIGINFO the kernel passes the interrupted thread's context, which may be
+        // changed. The thread resumes at the instruction after the copy, where `rcx` contains the
+        // number of bytes left.
         unsafe {
             let at = &mut (*context).uc_mcontext.gregs[libc::REG_RIP as usize];
             if *at == (&raw const dayfly_copy_instruction) as i64 {
@@ -200,27 +214,29 @@ unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: 
             }
         }
     }
-    // SAFETY: the kernel passes what it knows of the fault; reading its address is what it is for.
+    // SAFETY: with SA_SIGINFO the kernel passes a valid `siginfo_t`, whose address field is set for
+    // SIGBUS.
     if put_zeros(unsafe { (*info).si_addr() } as usize) {
         return;
     }
     let Disposition { handler, flags } = disposition();
     match handler {
-        // Back to the default, and once more: the instruction faults again and ends the process as it would have.
-        // SAFETY: plain system calls.
+        // Restores the default action and returns: the instruction faults again and ends the
+        // process as it would have.
+        // SAFETY: both are plain system calls.
         SIG_DFL | SIG_IGN => unsafe {
             let default: sigaction = MaybeUninit::zeroed().assume_init();
             libc::syscall(libc::SYS_rt_sigaction, number, &raw const default, null::<sigaction>(), 8);
-            // Not raised by an instruction but sent by somebody: then there is no second time.
+            // A signal that was sent, rather than raised by an instruction, would not come again.
             if (*info).si_code <= 0 && handler == SIG_DFL {
                 libc::raise(number);
             }
         },
-        // SAFETY: the program gave this address as a handler of this kind.
+        // SAFETY: the program registered this address as a handler with three arguments.
         handler if flags & SA_SIGINFO != 0 => unsafe {
             transmute::<usize, unsafe extern "C" fn(c_int, *mut siginfo_t, *mut c_void)>(handler)(number, info, context);
         },
-        // SAFETY: as above.
+        // SAFETY: the program registered this address as a handler with one argument.
         handler => unsafe { transmute::<usize, unsafe extern "C" fn(c_int)>(handler)(number) },
     }
 }
@@ -231,7 +247,7 @@ mod tests {
     use memmap2::MmapOptions;
 
     #[test]
-    fn a_copy_from_bytes_that_are_gone_returns() {
+    fn a_copy_from_missing_bytes_returns_early() {
         install(libc::sigaction).unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(8192).unwrap();
@@ -247,22 +263,23 @@ mod tests {
     }
 
     #[test]
-    fn who_looks_at_bytes_that_are_gone_sees_zeros() {
+    fn a_view_of_missing_bytes_shows_zeros_and_poisons_its_mapping() {
         install(libc::sigaction).unwrap();
         let file = tempfile::tempfile().unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &[7; 8192], 0).unwrap();
         let map = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
         let viewed = Mapped::note(map.as_ptr(), 8192).unwrap();
-        // SAFETY: in bounds of the mapping; what is not there any more is made up by the handler, which is what is tested.
+        // SAFETY: in bounds of the mapping. Missing pages are replaced by the handler, which is
+        // what this test checks.
         let look = |at: usize| unsafe { std::ptr::read_volatile(map.as_ptr().add(at)) };
         assert_eq!((look(0), look(8191)), (7, 7));
         file.set_len(0).unwrap();
         let before = zeroed();
         assert!(!viewed.is_poisoned());
         assert_eq!((look(1), look(8191), look(4096)), (0, 0, 0));
-        assert!(zeroed() >= before + 2 && viewed.is_poisoned(), "and can know that they are none");
+        assert!(zeroed() >= before + 2 && viewed.is_poisoned(), "the zeros are noticeable");
         drop(viewed);
         let other = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
-        assert!(!Mapped::note(other.as_ptr(), 8192).unwrap().is_poisoned(), "another is another");
+        assert!(!Mapped::note(other.as_ptr(), 8192).unwrap().is_poisoned(), "a new mapping of the same file is not poisoned");
     }
 }

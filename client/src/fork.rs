@@ -1,31 +1,34 @@
-//! Forking beside other threads. The kernel copies a process's descriptors and its memory one after the other, not at one
-//! moment: what another thread opens in between is in the child's memory, but not among its descriptors. Where a number must
-//! not come to mean something else, the two are done under this lock, which a fork takes, too.
+//! A lock between forks and changes to the descriptor table. The kernel copies a process's
+//! descriptors and its memory one after the other. A descriptor that another thread opens in
+//! between is known to the child's memory, but is not open in the child, where its number may later
+//! be reused for another file. Operations that open descriptors and record their numbers hold this
+//! lock, and so does a fork.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 static IS_HELD: AtomicBool = AtomicBool::new(false);
 
-/// A child that was made behind our back may find the lock held by a thread that it does not have.
+/// How long to wait for the lock. A child whose fork this library did not notice may find it held
+/// by a thread that the child does not have.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Until this is dropped no thread forks.
-pub struct Held;
+/// While this value lives no thread forks.
+pub struct ForkLock;
 
-/// Keeps threads from forking.
-pub fn hold() -> Held {
+/// Keeps other threads from forking until the result is dropped.
+pub fn lock() -> ForkLock {
     acquire();
-    Held
+    ForkLock
 }
 
-impl Drop for Held {
+impl Drop for ForkLock {
     fn drop(&mut self) {
         release();
     }
 }
 
-/// To be called before a fork.
+/// Takes the lock. Must be called before a fork.
 pub fn acquire() {
     let deadline = Instant::now() + PATIENCE;
     while IS_HELD.swap(true, Ordering::AcqRel) && Instant::now() < deadline {
@@ -33,7 +36,7 @@ pub fn acquire() {
     }
 }
 
-/// To be called after a fork, on both sides.
+/// Releases the lock. Must be called after a fork, in the parent and in the child.
 pub fn release() {
     IS_HELD.store(false, Ordering::Release);
 }

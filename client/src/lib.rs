@@ -1,8 +1,55 @@
-//! A process's side of a session: attach to the node's server, look up, read. Blocking, without threads or a runtime of
-//! its own, and usable in a forked child.
+//! A process's side of a Dayfly session: attach to this node's server, look up names, read samples.
 //!
-//! Lookups are reads of mapped memory. A block that the node holds is one `pread` of its segment; only what is not here
-//! is asked of the server. [`View`] gives all this the meaning that POSIX programs expect.
+//! The library blocks, starts no threads, and needs no runtime. It works in programs with many threads and in forked
+//! children, which call [`Session::after_fork`]. Lookups read mapped memory. A block on this node costs at most one `pread`;
+//! only what is neither on this node's drives nor in its arena takes a message to the server.
+//!
+//! - [`locate`] finds the sessions on this machine, [`Session`] attaches to one.
+//! - [`View`] is the namespace with the meaning that POSIX programs expect; the command line and the preload library are
+//!   built on it.
+//! - [`Session::read_many`] reads many samples with one message and lends them without a copy, as a [`Batch`].
+//! - [`Samples`] shuffles a dataset, and [`Session::submit`] has the server prefetch along that order.
+//!
+//! Nothing here speaks to another node: the servers do that.
+//!
+//! # Example
+//!
+//! This program reads a dataset in the shuffled order of an epoch. It needs a running session, as `dayfly exec` provides;
+//! `docs/examples/read_samples.rs` is a longer version, which the tests run.
+//!
+//! ```no_run
+//! use dayfly_client::{Delivery, OnMissing, Samples, Session, View, locate};
+//! use dayfly_meta::id::SampleId;
+//!
+//! let view = View::new(Session::attach(&locate::find(None)?)?);
+//! println!("{} bytes", view.stat(b"/dayfly/train/cat.jpg")?.size);
+//!
+//! let dataset = view.dataset_of(b"/dayfly/train")?;
+//! let order: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(7, 0).collect();
+//! let _order = view.session().submit(&dataset, order.iter().copied())?;
+//! for samples in order.chunks(64) {
+//!     let mut batch = view.session().read_many(&dataset, samples, Delivery::InOrder, OnMissing::Fail)?;
+//!     while let Some(delivered) = batch.next() {
+//!         let delivered = delivered?;
+//!         println!("sample {}: {:?}", samples[delivered.index].0, delivered.bytes.map(<[u8]>::len));
+//!     }
+//!     assert!(batch.is_good(), "the bytes were real until now");
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! [`Samples::epoch`] needs only a catalog, so an order can also be computed without a session:
+//!
+//! ```
+//! use dayfly_client::Samples;
+//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder};
+//!
+//! let scratch = || tempfile::tempfile();
+//! let built = CatalogBuilder::new(&scratch, About::default(), &[])?.finish(&|| {})?;
+//! let samples = Samples::of(&Catalog::open(&built.file)?);
+//! assert_eq!(samples.epoch(7, 0).count(), samples.len());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod arena;
 mod attach;

@@ -1,5 +1,9 @@
-//! Finding sessions: each has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/`, mode 0700, in which every server
-//! of this machine has its socket and holds a lock for as long as it lives. `watch` looks whether these are still there.
+//! Finding sessions on this machine.
+//!
+//! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
+//! server on this machine has its socket there and holds a lock file there for as long as it lives;
+//! so does the supervisor. A lock that is held proves that its process lives, however that process
+//! might end. [`Watch`] checks that these files still have their names.
 
 mod watch;
 
@@ -22,43 +26,45 @@ pub use watch::Watch;
 
 /// Names the session that a process belongs to.
 pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
-/// Names the node that a process belongs to, where a machine has several.
+/// Names the node that a process belongs to, if a machine has several.
 pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
-/// The path below which programs see the namespace, so that a process which never goes there need not ask.
+/// The path below which programs see the namespace, so that a process that never uses it need not
+/// ask the server.
 pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
-/// The working directory, where that is in the namespace: one program tells the next.
+/// The working directory if it is in the namespace, for the next program across `exec`.
 pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
 /// Moves the folder of all sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
-/// Tries at a lock, and the time between them.
+/// How often a lock is tried, and the time between two attempts.
 const LOCK_ATTEMPTS: usize = 50;
 const LOCK_INTERVAL: Duration = Duration::from_millis(2);
-/// Tries at making a session's folder while others end.
+/// How often the creation of a session's folder is tried while other sessions remove theirs.
 const CREATE_ATTEMPTS_MAX: usize = 10;
-/// Held by who keeps the session, for as long as that lives, and has its process id; and for a moment by who makes or removes the folder.
-const KEEPER_LOCK: &str = "supervisor.lock";
-/// The longest path of a Unix socket, without its end.
+/// The supervisor holds this lock for as long as it lives, and the file contains its process id. A
+/// process that creates or removes the folder holds the lock for a moment.
+const SUPERVISOR_LOCK: &str = "supervisor.lock";
+/// Length of the longest path of a Unix socket, without the final NUL.
 const SOCKET_PATH_LEN_MAX: usize = 107;
-/// The manager's name of the job that the session is part of.
+/// The file with the manager's name of the job that the session belongs to.
 const JOB: &str = "job";
 
 /// A session's folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location {
-    /// The session.
+    /// The session's id.
     pub session: SessionId,
-    /// Its folder.
+    /// The path of its folder.
     pub folder: PathBuf,
 }
 
-/// The folder in which each user has one.
+/// The folder that contains one folder for each user.
 pub fn runtime_base() -> PathBuf {
     let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
-    // Servers work in another folder than whoever starts them.
+    // Servers have another working directory than the process that starts them.
     std::path::absolute(&base).unwrap_or(base)
 }
 
-/// The folder of all sessions of this user, below one for all users.
+/// The folder of all sessions of this user, below the given folder of all users.
 pub fn runtime_dir_in(base: &Path) -> PathBuf {
     base.join(format!("dayfly-{}", geteuid()))
 }
@@ -68,12 +74,16 @@ pub fn runtime_dir() -> PathBuf {
     runtime_dir_in(&runtime_base())
 }
 
-/// Makes the folder of a new session, with the supervisor's lock.
+/// Creates the folder of a new session and takes the supervisor's lock.
+///
+/// # Errors
+///
+/// If the folder cannot be created privately.
 pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Flock<File>), ClientError> {
     let made = prepare(all, session, |folder| {
         create_private(folder)?;
-        let lock = lock_patiently(&folder.join(KEEPER_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
-        fs::write(folder.join(KEEPER_LOCK), std::process::id().to_string())?;
+        let lock = lock_patiently(&folder.join(SUPERVISOR_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        fs::write(folder.join(SUPERVISOR_LOCK), std::process::id().to_string())?;
         if let Some(job) = job {
             fs::write(folder.join(JOB), job)?;
         }
@@ -82,15 +92,20 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Loca
     if let Err(ClientError::Folder { folder, error }) = &made
         && error.kind() != io::ErrorKind::AlreadyExists
     {
-        // What was made before it failed is of no use to anyone; another session in the folder of all keeps that.
+        // What was created before the failure is of no use. The folder of all sessions stays if
+        // another session is in it.
         let _ = fs::remove_dir_all(folder);
         let _ = fs::remove_dir(all);
     }
     made
 }
 
-/// Makes the folder of a session, or comes into it, with a lock that keeps it until a node's lock does. `is_reserved`: its supervisor is known to
-/// have made it.
+/// Creates or enters the folder of a session, and takes a lock that keeps the folder until the
+/// node's own lock does. `is_reserved` means that the supervisor is known to have created it.
+///
+/// # Errors
+///
+/// If the folder cannot be created privately or locked.
 pub fn enter(
     all: &Path,
     session: SessionId,
@@ -99,25 +114,27 @@ pub fn enter(
 ) -> Result<(Location, Flock<File>), ClientError> {
     prepare(all, session, |folder| {
         make_private(folder)?;
-        // Who removes a folder holds this; who keeps one does so for long.
-        let door = if is_reserved { None } else { lock_patiently(&folder.join(KEEPER_LOCK))? };
+        // A process that removes the folder holds this lock for a moment; a supervisor holds it for
+        // its whole life.
+        let supervisor_lock = if is_reserved { None } else { lock_patiently(&folder.join(SUPERVISOR_LOCK))? };
         let path = folder.join(format!("starting-{}.lock", std::process::id()));
         let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
-        if let Some(job) = job.filter(|_| door.is_some()) {
+        if let Some(job) = job.filter(|_| supervisor_lock.is_some()) {
             fs::write(folder.join(JOB), job)?;
         }
         Ok(lock)
     })
 }
 
-/// Has `make` make a session's folder; once more where it, or the folder of all, was removed under it, as a leftover or empty.
+/// Runs `make` to create a session's folder. Tries again if that folder, or the folder of all
+/// sessions, was removed meanwhile as a leftover or because it was empty.
 fn prepare(
     all: &Path,
     session: SessionId,
     make: impl Fn(&Path) -> io::Result<Flock<File>>,
 ) -> Result<(Location, Flock<File>), ClientError> {
     let folder = all.join(session.to_string());
-    // The longest that a socket's name in it may be.
+    // The longest name that a socket in the folder may have.
     let longest = folder.join(format!("node-{}.sock", NODES_MAX - 1));
     if longest.as_os_str().as_bytes().len() > SOCKET_PATH_LEN_MAX {
         return Err(ClientError::LongFolder { folder, len: longest.as_os_str().as_bytes().len() });
@@ -128,7 +145,7 @@ fn prepare(
         make_private(all).map_err(failed)?;
         check_private(all)?;
         let lock = make(&folder).map_err(failed)?;
-        // What is locked must still be what has the name.
+        // The locked file must still be the one with that name.
         let is_there = fs::read_dir(&folder)
             .map_err(failed)?
             .flatten()
@@ -156,7 +173,11 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// All folders of sessions, running or left over.
+/// All folders of sessions, whether they are running or left over.
+///
+/// # Errors
+///
+/// If the folder is not private or cannot be read.
 pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
     if fs::symlink_metadata(folder).is_err() {
         return Ok(Vec::new());
@@ -174,13 +195,21 @@ pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
     Ok(found)
 }
 
-/// The sessions of which a server lives here.
+/// The sessions that have a live server on this machine.
+///
+/// # Errors
+///
+/// As [`all`].
 pub fn running() -> Result<Vec<Location>, ClientError> {
     Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
-/// The session that is meant: by `DAYFLY_SESSION`, else the job's (named as its manager does), else the only one that is not of
-/// another job.
+/// The session that is meant: the one that `DAYFLY_SESSION` names; else the session of this job, as
+/// the workload manager names it; else the only session that does not belong to another job.
+///
+/// # Errors
+///
+/// If no session is running, the named one is not, or several could be meant.
 pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
     let mut running = running()?;
     let names = |running: &[Location]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
@@ -208,19 +237,26 @@ pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
 }
 
 impl Location {
-    /// The session of the environment, without looking whether it lives: for processes that were started as part of one.
+    /// The session that the environment names, without a check that it lives. For processes that
+    /// were started as a part of it.
+    ///
+    /// # Errors
+    ///
+    /// If the environment names no session, or its folder does not exist or is not private.
     pub fn of_environment() -> Result<Self, ClientError> {
         let name = env::var(SESSION_VARIABLE).unwrap_or_default();
         let unknown = |name: &str| ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
         let session: SessionId = name.parse().map_err(|_| unknown(&name))?;
-        // Its own folder is what must be private: in a container the one above may have been made for the occasion.
+        // Only the session's own folder must be private. In a container, the folder above may have
+        // been created for the occasion.
         let mine = runtime_dir();
         let folder = mine.join(&name);
         if folder.is_dir() {
             check_private(&folder)?;
             return Ok(Self { session, folder });
         }
-        // In a user namespace we may go by another number than the one that is in the folder's name.
+        // In a user namespace this process may have another user id than the one in the folder's
+        // name.
         let others = mine.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
         let found = others
             .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"))
@@ -232,25 +268,40 @@ impl Location {
         }
     }
 
-    /// The node of the environment, without looking whether it lives; else the lowest that does.
+    /// The node that the environment names, without a check that it lives; else the lowest live
+    /// node.
+    ///
+    /// # Errors
+    ///
+    /// If none is named and none lives.
     pub fn node_of_environment(&self) -> Result<NodeId, ClientError> {
         let wanted = env::var(NODE_VARIABLE).ok().and_then(|wanted| wanted.parse().ok()).map(NodeId);
         wanted.map_or_else(|| self.my_node(), Ok)
     }
 
-    /// Where a node's server listens.
+    /// The path of the socket on which a node's server listens.
     pub fn socket(&self, node: NodeId) -> PathBuf {
         self.folder.join(format!("node-{node}.sock"))
     }
 
-    /// Takes a node's lock for its server: holds its process id, and is free when that has ended, however it did.
+    /// Takes a node's lock for its server and writes the server's process id into it. The lock
+    /// becomes free when that process ends, however it does. `None` if another process holds it.
+    ///
+    /// # Errors
+    ///
+    /// If the lock file cannot be created or written.
     pub fn lock_node(&self, node: NodeId) -> io::Result<Option<Flock<File>>> {
         let Some(lock) = lock_patiently(&self.lock_path(node))? else { return Ok(None) };
         fs::write(self.lock_path(node), std::process::id().to_string())?;
         Ok(Some(lock))
     }
 
-    /// What a node's server has to find here as long as it lives: the folder, its lock and its socket.
+    /// Watches what a node's server must find for as long as it lives: the folder, its lock and its
+    /// socket.
+    ///
+    /// # Errors
+    ///
+    /// If one of them is gone already.
     pub fn watch_node(&self, node: NodeId, lock: &File) -> io::Result<Watch> {
         let mut watch = Watch::new(&self.folder)?;
         watch.add(self.lock_path(node), &lock.metadata()?);
@@ -258,10 +309,14 @@ impl Location {
         Ok(watch)
     }
 
-    /// The same of who keeps the session.
+    /// Watches what the supervisor must find for as long as it lives: the folder and its lock.
+    ///
+    /// # Errors
+    ///
+    /// If one of them is gone already.
     pub fn watch_supervisor(&self, lock: &File) -> io::Result<Watch> {
         let mut watch = Watch::new(&self.folder)?;
-        watch.add(self.folder.join(KEEPER_LOCK), &lock.metadata()?);
+        watch.add(self.folder.join(SUPERVISOR_LOCK), &lock.metadata()?);
         Ok(watch)
     }
 
@@ -279,24 +334,28 @@ impl Location {
         nodes
     }
 
-    /// The process of a node's server, if it lives.
+    /// The process id of a node's server, if it lives.
     pub fn pid(&self, node: NodeId) -> Option<i32> {
         let path = self.lock_path(node);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The process that keeps the session, if it is on this machine and lives.
+    /// The process id of the session's supervisor, if it lives on this machine.
     pub fn supervisor(&self) -> Option<i32> {
-        let path = self.folder.join(KEEPER_LOCK);
+        let path = self.folder.join(SUPERVISOR_LOCK);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The manager's name of the job that the session is part of.
+    /// The workload manager's name of the job that the session belongs to.
     pub fn job(&self) -> Option<String> {
         fs::read_to_string(self.folder.join(JOB)).ok()
     }
 
-    /// Makes it a session of no job.
+    /// Detaches the session from its job.
+    ///
+    /// # Errors
+    ///
+    /// If the file that names the job cannot be removed.
     pub fn forget_job(&self) -> io::Result<()> {
         match fs::remove_file(self.folder.join(JOB)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -304,7 +363,12 @@ impl Location {
         }
     }
 
-    /// The node that this process belongs to: by `DAYFLY_NODE`, else the lowest here.
+    /// The node that this process belongs to: the one that `DAYFLY_NODE` names, else the lowest on
+    /// this machine.
+    ///
+    /// # Errors
+    ///
+    /// If no server lives here, or the named node is not among those that do.
     pub fn my_node(&self) -> Result<NodeId, ClientError> {
         let nodes = self.live_nodes();
         let lowest = *nodes.first().ok_or(ClientError::NoSession)?;
@@ -317,10 +381,15 @@ impl Location {
         })
     }
 
-    /// Has a folder that is left over removed, in which no server lives or starts and which nobody keeps; says whether it was one.
+    /// Calls `remove` if the folder is left over: no supervisor, and no server that lives or is
+    /// starting. Returns whether the folder is gone.
+    ///
+    /// # Errors
+    ///
+    /// If the folder cannot be examined, and the error of `remove`.
     pub fn remove_if_dead(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
-        let _door = match lock_file(&self.folder.join(KEEPER_LOCK)) {
-            Ok(Some(door)) => door,
+        let _supervisor_lock = match lock_file(&self.folder.join(SUPERVISOR_LOCK)) {
+            Ok(Some(supervisor_lock)) => supervisor_lock,
             Ok(None) => return Ok(false),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(true),
             Err(error) => return Err(error),
@@ -328,10 +397,14 @@ impl Location {
         self.remove_if_last(remove)
     }
 
-    /// The same by who has the supervisor's lock.
+    /// As [`Self::remove_if_dead`], for the holder of the supervisor's lock.
+    ///
+    /// # Errors
+    ///
+    /// The error of `remove`.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
-        let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(KEEPER_LOCK);
+        let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(SUPERVISOR_LOCK);
         if others.filter(is_lock).any(|path| is_locked(&path)) {
             return Ok(false);
         }
@@ -339,7 +412,8 @@ impl Location {
     }
 }
 
-/// As [`lock_file`], but not put off by one who only looks: a look takes the lock for a moment.
+/// As [`lock_file`], but tries several times: a process that only checks the lock holds it for a
+/// moment.
 fn lock_patiently(path: &Path) -> io::Result<Option<Flock<File>>> {
     for _ in 0..LOCK_ATTEMPTS {
         if let Some(lock) = lock_file(path)? {
@@ -350,7 +424,7 @@ fn lock_patiently(path: &Path) -> io::Result<Option<Flock<File>>> {
     Ok(None)
 }
 
-/// Locks a file, made if need be; `None` where another process has.
+/// Locks a file, which is created if need be. `None` if another process holds the lock.
 fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
     let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -361,7 +435,7 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
 }
 
 fn is_locked(path: &Path) -> bool {
-    // Shared, so that two who look do not take each other for the owner.
+    // A shared lock, so that two processes that check do not take each other for the owner.
     let Ok(file) = File::open(path) else { return false };
     Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
 }

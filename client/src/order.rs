@@ -1,5 +1,6 @@
-//! In which order to read samples: a random one of the whole dataset for each epoch, the same on every node; or those that this node
-//! holds as they lie on its drives, which is a random order too, made when they were staged in.
+//! Orders in which to read samples. A global shuffle is a random order of the whole dataset for
+//! each epoch, the same on every node. A local shuffle follows the order in which samples lie on
+//! this node's drives, which is also random: the stage-in shuffled them.
 
 use std::collections::HashMap;
 
@@ -10,24 +11,25 @@ use dayfly_meta::path::group;
 
 use crate::Dataset;
 
-/// Rounds of the permutation; four make it random enough for anything but secrets.
+/// Rounds of the permutation. Four make it random enough for anything but cryptography.
 const ROUNDS: u64 = 4;
 
-/// The samples of a dataset, to be put in order: 4 bytes of memory each, 12 where they are grouped.
+/// The samples of a dataset, ready to be put in order. Takes 4 bytes of memory for each sample, or
+/// 12 if samples are grouped.
 pub struct Samples {
     /// Each sample's first name.
     entries: Vec<EntryId>,
     groups: Option<Groups>,
 }
 
-/// Samples that belong together lie together in `samples`.
+/// Samples of one group are adjacent in `samples`.
 struct Groups {
     samples: Vec<SampleId>,
     starts: Vec<u32>,
 }
 
 impl Samples {
-    /// Looks at the whole catalog once.
+    /// Collects the samples from the whole catalog, which is read once.
     pub fn of(catalog: &Catalog) -> Self {
         let mut entries = vec![EntryId(0); catalog.header().samples as usize];
         let names = (1..catalog.header().entries).filter_map(|id| catalog.entry(EntryId(id)));
@@ -44,12 +46,12 @@ impl Samples {
         Self { entries, groups }
     }
 
-    /// How many there are.
+    /// The number of samples.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -59,8 +61,11 @@ impl Samples {
         self.entries.get(sample.0 as usize).copied()
     }
 
-    /// All samples in random order, which `seed` and `epoch` decide; on every node the same. Samples that were grouped follow each
-    /// other. It takes no memory. Several readers share it by taking each n-th (`step_by`); that parts groups among them.
+    /// All samples in the random order of `seed` and `epoch`, which is the same on every node.
+    /// Grouped samples are adjacent. The iterator takes no memory.
+    ///
+    /// Several readers can share an epoch if each takes every n-th sample (`step_by`). That
+    /// separates the samples of a group.
     pub fn epoch(&self, seed: u64, epoch: u64) -> impl Iterator<Item = SampleId> {
         let count = self.groups.as_ref().map_or(self.entries.len(), |groups| groups.starts.len());
         let permutation = Permutation::new(count as u64, seed, epoch);
@@ -73,30 +78,33 @@ impl Samples {
         })
     }
 
-    /// The samples that `node` owns, in the order in which they lie on its drives; taken over all nodes, every sample once. Reading
-    /// them in this order is a random order at the speed of sequential reading. Where samples lie whose blocks are not small does
-    /// not matter for speed: they are strewn in at random, as are empty ones, which no node holds. To be asked on that node.
+    /// The samples that `node` owns, in the order in which they lie on its drives. Must be called
+    /// on that node. Over all nodes, each sample appears once.
+    ///
+    /// Reading in this order is as fast as sequential reading. The position of samples with large
+    /// blocks does not matter for speed, so they are inserted at random; so are empty samples,
+    /// which no node stores.
     pub fn local(&self, dataset: &Dataset, node: NodeId, nodes: u16) -> Vec<SampleId> {
         let catalog = dataset.catalog();
-        let mut placed = Vec::new();
-        let mut strewn = Vec::new();
+        let mut positioned = Vec::new();
+        let mut scattered = Vec::new();
         for sample in (0..self.entries.len() as u32).map(SampleId) {
             let Some((size, blocks)) = catalog.sample(sample) else { continue };
             let first = BlockId(blocks.start);
             if size == 0 {
                 if sample.0 % u32::from(nodes.max(1)) == u32::from(node.0) {
-                    strewn.push(sample);
+                    scattered.push(sample);
                 }
             } else if catalog.owner(first) == Some(node) {
                 match dataset.drive_order(first) {
-                    Some(position) if size <= BATCH_LEN_MAX as u64 => placed.push((position, sample)),
-                    _ => strewn.push(sample),
+                    Some(position) if size <= BATCH_LEN_MAX as u64 => positioned.push((position, sample)),
+                    _ => scattered.push(sample),
                 }
             }
         }
-        placed.sort_unstable();
-        let mut order: Vec<SampleId> = placed.into_iter().map(|(_, sample)| sample).collect();
-        strew(&mut order, &strewn, catalog.header().seed ^ u64::from(node.0));
+        positioned.sort_unstable();
+        let mut order: Vec<SampleId> = positioned.into_iter().map(|(_, sample)| sample).collect();
+        scatter(&mut order, &scattered, catalog.header().seed ^ u64::from(node.0));
         match &self.groups {
             Some(groups) => groups.together(order),
             None => order,
@@ -106,7 +114,7 @@ impl Samples {
 
 impl Groups {
     fn of(catalog: &Catalog, entries: &[EntryId]) -> Self {
-        // By directory and stem, in the order in which they are first met.
+        // Groups are numbered by directory and stem, in the order in which they first appear.
         let mut numbers: HashMap<(EntryId, Vec<u8>), usize> = HashMap::new();
         let mut members: Vec<(usize, SampleId)> = Vec::with_capacity(entries.len());
         for (sample, &id) in (0..).map(SampleId).zip(entries) {
@@ -128,7 +136,7 @@ impl Groups {
         self.samples.get(start..end).unwrap_or_default()
     }
 
-    /// The same samples, each group where its first one is.
+    /// The same samples, with each group moved to the position of its first sample.
     fn together(&self, order: Vec<SampleId>) -> Vec<SampleId> {
         let mut group_of = HashMap::with_capacity(order.len());
         for number in 0..self.starts.len() {
@@ -147,29 +155,29 @@ impl Groups {
     }
 }
 
-/// Puts `strewn` between the others at random.
-fn strew(order: &mut Vec<SampleId>, strewn: &[SampleId], seed: u64) {
-    if strewn.is_empty() {
+/// Inserts `scattered` at random positions into `order`.
+fn scatter(order: &mut Vec<SampleId>, scattered: &[SampleId], seed: u64) {
+    if scattered.is_empty() {
         return;
     }
-    let count = (order.len() + strewn.len()) as u64;
-    let is_strewn = |at: u64, permutation: &Permutation| permutation.at(at) < strewn.len() as u64;
+    let count = (order.len() + scattered.len()) as u64;
+    let is_scattered = |at: u64, permutation: &Permutation| permutation.at(at) < scattered.len() as u64;
     let permutation = Permutation::new(count, seed, 0);
-    let within = Permutation::new(strewn.len() as u64, seed, 1);
-    let mut placed = std::mem::take(order).into_iter();
+    let within = Permutation::new(scattered.len() as u64, seed, 1);
+    let mut positioned = std::mem::take(order).into_iter();
     let mut next = 0;
     for at in 0..count {
-        if is_strewn(at, &permutation) {
-            order.push(strewn[within.at(next) as usize]);
+        if is_scattered(at, &permutation) {
+            order.push(scattered[within.at(next) as usize]);
             next += 1;
         } else {
-            order.extend(placed.next());
+            order.extend(positioned.next());
         }
     }
 }
 
-/// A random permutation of 0 to `count` - 1, each of whose values can be computed by itself: a Feistel network over the next even
-/// number of bits, walked until the value is in range.
+/// A random permutation of 0 to `count` - 1 that can compute each value by itself. It is a Feistel
+/// network over the next even number of bits, applied again until the value is in range.
 struct Permutation {
     count: u64,
     half_bits: u32,
@@ -192,7 +200,8 @@ impl Permutation {
                 (left, right) = (right, left ^ (mix(right ^ key) & mask));
             }
             value = left << self.half_bits | right;
-            // The network permutes all numbers of its bits, so the walk comes back into range at last.
+            // The network permutes all numbers of that many bits, so the walk reaches the range
+            // eventually.
             if value < self.count || self.count == 0 {
                 return value;
             }
@@ -200,7 +209,7 @@ impl Permutation {
     }
 }
 
-/// The finishing step of SplitMix64.
+/// The finalizer of SplitMix64.
 fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -221,8 +230,8 @@ mod tests {
                 let others = Permutation::new(count, 1, 3);
                 let same = (0..count).filter(|&at| values[at as usize] == others.at(at)).count();
                 assert!(same < 12, "{same} of {count} are where they were");
-                let kept = values.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
-                assert!(kept < 12, "{kept} of {count} follow each other still");
+                let adjacent = values.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
+                assert!(adjacent < 12, "{adjacent} of {count} are still adjacent");
             }
             values.sort_unstable();
             assert!(values.iter().copied().eq(0..count), "{count}");
@@ -233,7 +242,7 @@ mod tests {
     fn golden_order() {
         let permutation = Permutation::new(10, 7, 1);
         let order: Vec<u64> = (0..10).map(|at| permutation.at(at)).collect();
-        assert_eq!(order, GOLDEN, "other builds, and other nodes, must find the same");
+        assert_eq!(order, GOLDEN, "other builds and other nodes must compute the same order");
     }
 
     const GOLDEN: [u64; 10] = [9, 8, 6, 5, 7, 1, 0, 2, 4, 3];
@@ -246,12 +255,12 @@ mod tests {
     }
 
     #[test]
-    fn strewn_ones_lie_among_the_others() {
+    fn scattered_samples_lie_among_the_others() {
         let mut order: Vec<SampleId> = (0..100).map(SampleId).collect();
-        let strewn: Vec<SampleId> = (100..120).map(SampleId).collect();
-        strew(&mut order, &strewn, 1);
-        let kept: Vec<u32> = order.iter().map(|sample| sample.0).filter(|&sample| sample < 100).collect();
-        assert!(kept.into_iter().eq(0..100));
+        let scattered: Vec<SampleId> = (100..120).map(SampleId).collect();
+        scatter(&mut order, &scattered, 1);
+        let rest: Vec<u32> = order.iter().map(|sample| sample.0).filter(|&sample| sample < 100).collect();
+        assert!(rest.into_iter().eq(0..100));
         let places: Vec<usize> = (0..120).filter(|&at| order[at].0 >= 100).collect();
         assert!(places.len() == 20 && places[0] < 30 && places[19] > 90, "{places:?}");
     }

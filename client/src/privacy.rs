@@ -1,4 +1,5 @@
-//! Whether a folder is this user's alone. Folders of sessions lie where everyone may make some, under names that everyone can guess.
+//! Checks that a folder belongs to this user alone. Folders of sessions lie where all users may
+//! create some, under names that everyone can guess.
 
 use std::fs;
 use std::io;
@@ -7,12 +8,13 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
 
-/// Others may write.
+/// The permission bit that lets all users write.
 const WRITABLE_BY_ALL: u32 = 0o002;
-/// Only who owns what is in a folder, or the folder, may remove and rename it.
+/// With this bit, only the owner of a file, or of the folder that contains it, may remove or rename
+/// the file.
 const STICKY: u32 = 0o1000;
 
-/// A folder that others could look into, or put another in the place of.
+/// A folder that others could look into or replace.
 #[derive(Debug, thiserror::Error)]
 #[error("'{}' is not a private folder of yours: {exposure}", folder.display())]
 pub struct NotPrivate {
@@ -20,30 +22,31 @@ pub struct NotPrivate {
     exposure: Exposure,
 }
 
-/// What is wrong with it. Owners are told by number: their names are a matter of whoever may ask a directory service.
+/// What is wrong with the folder. Owners are named by number, because a name may take a query to a
+/// directory service.
 #[derive(Debug, thiserror::Error)]
 enum Exposure {
-    #[error("it cannot be looked at: {0}")]
+    #[error("it cannot be examined: {0}")]
     Unseen(io::Error),
     #[error("it is a symbolic link{}", of(*.owner))]
     Link { owner: u32 },
-    #[error("it is no directory{}", of(*.owner))]
+    #[error("it is not a directory{}", of(*.owner))]
     NoDirectory { owner: u32 },
-    #[error("it belongs to user {owner}, who made it before you could")]
+    #[error("it belongs to user {owner}, who created it before you could")]
     Foreign { owner: u32 },
     #[error("its mode is {mode:04o}, which lets others in: 'chmod 700' makes it private")]
     Open { mode: u32 },
-    #[error("all may write to '{}', which has no sticky bit (mode {mode:04o}), so anyone may put another in its place: 'chmod +t' prevents that", base.display())]
+    #[error("all users may write to '{}', which has no sticky bit (mode {mode:04o}), so anyone could replace the folder: 'chmod +t' prevents that", base.display())]
     Renamable { base: PathBuf, mode: u32 },
 }
 
-/// Whose a thing is, and who can take it away.
+/// The end of a message: whose file it is, and what this user can do about it.
 fn of(owner: u32) -> String {
-    if owner == geteuid().as_raw() { ", of your own: remove it".to_owned() } else { format!(" of user {owner}") }
+    if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }
 
 impl NotPrivate {
-    /// The user that it belongs to, where that is another.
+    /// The user that the folder belongs to, if that is not this user.
     pub fn owner(&self) -> Option<u32> {
         let (Exposure::Link { owner } | Exposure::NoDirectory { owner } | Exposure::Foreign { owner }) = self.exposure else {
             return None;
@@ -78,12 +81,13 @@ pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
     Err(NotPrivate { folder: folder.to_owned(), exposure })
 }
 
-/// Checks that others cannot rename a folder away: that not all may write to the one that holds it, unless that has the sticky bit. Its
-/// owner, members of its group and root can all the same, and are trusted.
+/// Checks that other users cannot replace a folder: not all users may write to the folder above it,
+/// unless that has the sticky bit. That folder's owner, the members of its group, and root can
+/// replace it all the same, and are trusted.
 ///
 /// # Errors
 ///
-/// If others can.
+/// If other users can.
 pub fn check_stays(folder: &Path) -> Result<(), NotPrivate> {
     let base = folder.parent().unwrap_or(folder);
     match fs::metadata(base) {
@@ -91,7 +95,7 @@ pub fn check_stays(folder: &Path) -> Result<(), NotPrivate> {
             let exposure = Exposure::Renamable { base: base.to_owned(), mode: found.mode() & 0o7777 };
             Err(NotPrivate { folder: folder.to_owned(), exposure })
         }
-        // What is not there is found by whoever wants to use it.
+        // A missing folder is noticed when it is used.
         _ => Ok(()),
     }
 }
@@ -118,8 +122,8 @@ mod tests {
         assert_eq!(said("good"), None);
         for (name, word) in [
             ("open", "mode is 0750"),
-            ("file", "no directory, of your own: remove it"),
-            ("link", "a symbolic link, of your own"),
+            ("file", "not a directory; it is yours: remove it"),
+            ("link", "a symbolic link; it is yours"),
             ("none", "No such file"),
         ] {
             assert!(said(name).is_some_and(|said| said.contains(word) && said.contains("not a private folder")), "{name}");

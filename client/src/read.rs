@@ -121,7 +121,7 @@ impl Session {
     }
 
     /// Reads whole blocks, verifies them, and passes each to `on_block` once. Blocks that are not on this node are requested in
-    /// batches, so the order is not that of `blocks`.
+    /// batches, so they are not passed in the order of `blocks`.
     ///
     /// # Errors
     /// As [`Session::read_at`], and any error of `on_block`.

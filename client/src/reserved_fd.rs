@@ -1,5 +1,6 @@
-//! Descriptors that this library keeps: high in the table, out of the way of the numbers that programs see, close-on-exec,
-//! and known, so that a program which closes everything does not close them.
+//! Descriptors that this library reserves for itself. They have high numbers, out of the way of the
+//! numbers that programs see, are close-on-exec, and are recorded, so that a program that closes
+//! all descriptors does not close them.
 
 use std::fs::File;
 use std::io;
@@ -11,26 +12,28 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::resource::{Resource, getrlimit};
 use std::os::fd::{FromRawFd, OwnedFd};
 
-/// Kept descriptors lie just below this number, or the process's limit. Higher would cost every fork: the kernel copies
-/// the table up to its last descriptor.
+/// Reserved descriptors lie just below this number, or below the process's limit. A higher ceiling
+/// would cost every fork, because the kernel copies the table up to its last descriptor.
 const CEILING: u64 = 1024;
 /// How many numbers below the ceiling are tried first.
 const ROOM: u64 = 128;
-/// Numbers that are watched over. A descriptor that had to go above is kept, but not protected.
+/// Numbers below this are protected. A descriptor that had to go above it works, but the program
+/// can close it.
 const WATCHED: usize = 2048;
 
 static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];
 
-/// A file whose descriptor is kept.
+/// A file with a reserved descriptor.
 pub struct ReservedFd(File);
 
 impl ReservedFd {
-    /// Moves a file's descriptor out of the program's way. Where no number is left, it stays where it is.
+    /// Moves a file's descriptor out of the program's way. If no number is free there, it stays
+    /// where it is.
     pub fn new(file: File) -> Self {
         let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
         let floor = limit.min(CEILING).saturating_sub(ROOM).max(limit.min(CEILING) / 2);
         let file = match fcntl(&file, FcntlArg::F_DUPFD_CLOEXEC(floor as RawFd)) {
-            // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+            // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
             Ok(high) => File::from(unsafe { OwnedFd::from_raw_fd(high) }),
             Err(_) => file,
         };
@@ -38,7 +41,11 @@ impl ReservedFd {
         Self(file)
     }
 
-    /// As [`ReservedFd::new`], of a copy.
+    /// Reserves a duplicate of a file's descriptor, see [`ReservedFd::new`].
+    ///
+    /// # Errors
+    ///
+    /// If the descriptor cannot be duplicated.
     pub fn of(file: &File) -> io::Result<Self> {
         Ok(Self::new(file.try_clone()?))
     }
@@ -68,7 +75,7 @@ fn watch(descriptor: RawFd, on: bool) {
     };
 }
 
-/// Whether a descriptor is the library's own.
+/// Whether a descriptor is reserved by the library.
 pub fn is_reserved(descriptor: RawFd) -> bool {
     let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
     word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)
@@ -79,12 +86,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kept_descriptor_is_high_known_and_free_again() {
-        let kept = ReservedFd::new(File::open("/dev/null").unwrap());
-        let number = kept.as_raw_fd();
+    fn a_reserved_descriptor_is_high_and_known_until_it_is_dropped() {
+        let reserved = ReservedFd::new(File::open("/dev/null").unwrap());
+        let number = reserved.as_raw_fd();
         assert!(number >= 256, "{number}");
         assert!(is_reserved(number) && !is_reserved(0) && !is_reserved(-1) && !is_reserved(i32::MAX));
-        drop(kept);
+        drop(reserved);
         assert!(!is_reserved(number));
     }
 }

@@ -1,5 +1,6 @@
-//! A segment, mapped piece by piece as it is read: a copy out of memory costs a quarter of a `pread`. Nothing depends on it;
-//! whatever cannot be mapped, or has not been read here before, is read with `pread`.
+//! A segment, mapped window by window as it is read. A copy out of mapped memory costs a quarter of
+//! a `pread`. Mapping is only an optimization: a range that cannot be mapped, or that this process
+//! has not read before, is read with `pread`.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -13,48 +14,49 @@ use nix::libc;
 
 use crate::fault;
 
-/// A range of this length, aligned to it, is read with `pread` first. So cold bytes come by the kernel's read-ahead for reads
-/// and not by page faults, each of which would wait on its own.
+/// A range of this length, aligned to it, is first read with `pread`. Cold bytes then arrive
+/// through the kernel's read-ahead and not through page faults, each of which would wait by itself.
 const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
-/// More at once than a processor has lines to wait for is of no use; what follows it fetches by itself.
+/// The processor cannot wait for more cache lines than this at once. It fetches what follows by
+/// itself.
 const PREFETCH_LEN: u64 = 1024;
 const GRANULES: usize = (SEGMENT_WINDOW_LEN / GRANULE_LEN) as usize;
 
 /// Bytes of all segments that this process has mapped.
 static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// The windows of one segment; an empty one has not been mapped.
+/// The windows of one segment. A null pointer is a window that was not mapped yet.
 pub(crate) struct SegmentMap {
     windows: Box<[AtomicPtr<Window>]>,
 }
 
 struct Window {
-    /// Ends before the mapping does.
+    /// Dropped before the mapping is.
     mapped: fault::Mapped,
     map: MmapRaw,
-    /// One bit a granule.
+    /// One bit for each granule that was read.
     touched: [AtomicU64; GRANULES / 64],
 }
 
-/// What became of a copy.
+/// The result of a copy.
 pub(crate) enum Copied {
-    /// All of it.
+    /// All bytes were copied.
     Yes,
-    /// Not mapped, or not touched before: use `pread`.
+    /// The range is not mapped or was not read before: use `pread`.
     No,
-    /// The bytes cannot be read: the file system failed, or the segment was given up.
+    /// The bytes cannot be read, because the file system failed or the segment was given up.
     Fault,
 }
 
 impl SegmentMap {
-    /// For a segment; nothing is mapped where the processor's faults cannot be caught.
+    /// The windows of a segment. There are none if SIGBUS is not handled.
     pub(crate) fn new(segment: &File) -> Self {
         let len = segment.metadata().map_or(0, |metadata| metadata.len());
         let windows = if fault::is_available() { len.div_ceil(SEGMENT_WINDOW_LEN) } else { 0 };
         Self { windows: (0..windows).map(|_| AtomicPtr::new(null_mut())).collect() }
     }
 
-    /// Copies from a range of the segment, all of which a block owns.
+    /// Copies a range of the segment that lies in one block.
     pub(crate) fn copy(&self, segment: &File, offset: u64, buffer: &mut [u8]) -> Copied {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + buffer.len() as u64 > SEGMENT_WINDOW_LEN || buffer.is_empty() {
@@ -67,14 +69,15 @@ impl SegmentMap {
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
         match copied {
             false => Copied::Fault,
-            // Some page may be zeros by now that the drive did not give: the kernel knows.
+            // A page may have been replaced by zeros meanwhile. `pread` asks the kernel for the
+            // real bytes.
             true if window.mapped.is_poisoned() => Copied::No,
             true => Copied::Yes,
         }
     }
 
-    /// The bytes of a range, if it lies in one window in which no page was ever missing. Read them with care: where the segment was
-    /// given up since, or the drive fails, they are zeros.
+    /// The bytes of a range in place, if the range lies in one window that is not poisoned. If the
+    /// segment is given up later, or the drive fails, they turn into zeros.
     pub(crate) fn view(&self, segment: &File, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + len > SEGMENT_WINDOW_LEN || len == 0 {
@@ -82,47 +85,51 @@ impl SegmentMap {
         }
         let window = self.window(segment, offset).filter(|window| !window.mapped.is_poisoned())?;
         window.touch(within, len);
-        // SAFETY: the range lies within the window, which lives as long as `self`. The bytes of a block do not change while it is
-        // where it was found; should the file be cut short, the handler of SIGBUS puts zeros in the place of its pages, and whoever
-        // has the view asks whether pages were zeroed, or the dataset is gone, before it believes what it read.
+        // SAFETY: the range lies within the window, which lives as long as `self`. The bytes of a
+        // block do not change while it is where it was found. If the file is cut short, the handler
+        // of SIGBUS puts zeros in place of its pages, and the holder of the view checks whether
+        // pages were zeroed or the dataset is gone before it believes what it read.
         Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
     }
 
     /// Whether the first page of a mapped range is in memory.
     pub(crate) fn is_resident(&self, offset: u64, len: u64) -> bool {
-        let Some(window) = self.known(offset).filter(|_| len > 0) else { return false };
+        let Some(window) = self.mapped(offset).filter(|_| len > 0) else { return false };
         let page = (offset % SEGMENT_WINDOW_LEN) / PAGE_SIZE * PAGE_SIZE;
         let mut resident = 0_u8;
         let start = window.map.as_mut_ptr().wrapping_add(page as usize);
-        // SAFETY: one page of a live mapping, and one byte to tell of it; nothing is accessed.
+        // SAFETY: one page of a live mapping, and one byte for the result. The page is not
+        // accessed.
         let asked = unsafe { libc::mincore(start.cast(), PAGE_SIZE as usize, &raw mut resident) };
         asked == 0 && resident & 1 != 0
     }
 
-    /// Has the processor fetch the start of what will be copied, if it is mapped: memory answers while other things are done.
+    /// Makes the processor fetch the start of a range that will be copied, if it is mapped.
     pub(crate) fn prefetch(&self, offset: u64, len: u64) {
-        let Some(window) = self.known(offset) else { return };
+        let Some(window) = self.mapped(offset) else { return };
         let start = window.map.as_ptr().wrapping_add((offset % SEGMENT_WINDOW_LEN) as usize);
         fault::prefetch(start, len.min(PREFETCH_LEN));
     }
 
-    /// The window that an offset lies in, if it is mapped.
-    fn known(&self, offset: u64) -> Option<&Window> {
-        let known = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?.load(Ordering::Acquire);
-        // SAFETY: made by `Box::into_raw` in `map`, and ended only when the segment map is.
-        (!known.is_null()).then(|| unsafe { &*known })
+    /// The window that contains an offset, if it is mapped.
+    fn mapped(&self, offset: u64) -> Option<&Window> {
+        let mapped = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?.load(Ordering::Acquire);
+        // SAFETY: the pointer was made by `Box::into_raw` in `map`, and is freed only with the
+        // segment map.
+        (!mapped.is_null()).then(|| unsafe { &*mapped })
     }
 
     fn window(&self, segment: &File, offset: u64) -> Option<&Window> {
-        let place = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?;
-        let known = place.load(Ordering::Acquire);
-        let known = if known.is_null() { Self::map(place, segment, offset - offset % SEGMENT_WINDOW_LEN)? } else { known };
-        // SAFETY: made by `Box::into_raw` in `map`, and ended only when the segment map is.
-        Some(unsafe { &*known })
+        let slot = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?;
+        let mapped = slot.load(Ordering::Acquire);
+        let mapped = if mapped.is_null() { Self::map(slot, segment, offset - offset % SEGMENT_WINDOW_LEN)? } else { mapped };
+        // SAFETY: the pointer was made by `Box::into_raw` in `map`, and is freed only with the
+        // segment map.
+        Some(unsafe { &*mapped })
     }
 
     #[cold]
-    fn map(place: &AtomicPtr<Window>, segment: &File, start: u64) -> Option<*mut Window> {
+    fn map(slot: &AtomicPtr<Window>, segment: &File, start: u64) -> Option<*mut Window> {
         if MAPPED_BYTES.fetch_add(SEGMENT_WINDOW_LEN, Ordering::Relaxed) + SEGMENT_WINDOW_LEN > SEGMENT_MAP_BYTES_MAX {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
@@ -138,11 +145,11 @@ impl SegmentMap {
         };
         let touched = [const { AtomicU64::new(0) }; GRANULES / 64];
         let window = Box::into_raw(Box::new(Window { mapped, map, touched }));
-        match place.compare_exchange(null_mut(), window, Ordering::AcqRel, Ordering::Acquire) {
+        match slot.compare_exchange(null_mut(), window, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => Some(window),
             Err(other) => {
-                // Another thread was faster.
-                // SAFETY: made by `Box::into_raw` just above, and not published.
+                // SAFETY: another thread was faster. The pointer was made by `Box::into_raw` just
+                // above, and was not published.
                 drop(unsafe { Box::from_raw(window) });
                 Some(other)
             }
@@ -150,14 +157,14 @@ impl SegmentMap {
     }
 }
 
-/// Has the drive begin to read a range that is not in memory, without waiting for it.
+/// Makes the drive begin to read a range that is not in memory, without waiting for it.
 pub(crate) fn read_ahead(segment: &File, offset: u64, len: u64) {
-    // A hint: without it the reads that follow wait one after another.
+    // A hint. Without it, the reads that follow wait one after another.
     let _ = posix_fadvise(segment, offset as i64, len as i64, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
 }
 
 impl Window {
-    /// Notes that a range is being read; whether all of it was read before.
+    /// Records that a range is being read, and returns whether all of it was read before.
     fn touch(&self, within: u64, len: u64) -> bool {
         let granules = within / GRANULE_LEN..=(within + len - 1) / GRANULE_LEN;
         let mut known = true;
@@ -180,10 +187,11 @@ impl Drop for Window {
 
 impl Drop for SegmentMap {
     fn drop(&mut self) {
-        for place in &mut self.windows {
-            let window = *place.get_mut();
+        for slot in &mut self.windows {
+            let window = *slot.get_mut();
             if !window.is_null() {
-                // SAFETY: made by `Box::into_raw` in `map`; nobody else can reach it any more.
+                // SAFETY: the pointer was made by `Box::into_raw` in `map`; nothing else can reach
+                // it any more.
                 drop(unsafe { Box::from_raw(window) });
             }
         }
@@ -196,7 +204,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
 
     #[test]
-    fn a_window_in_which_a_page_was_missing_is_never_looked_into_again() {
+    fn a_window_with_a_missing_page_is_never_lent_again() {
         fault::install(libc::sigaction).unwrap();
         let file = tempfile::tempfile().unwrap();
         let content = vec![7; 3 * PAGE_SIZE as usize];
@@ -208,7 +216,7 @@ mod tests {
         assert_eq!(map.view(&file, 0, len).unwrap(), content);
         let other = map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap();
         assert_eq!(other[0], 7);
-        // The drive fails for a moment: whoever looks meanwhile sees zeros, and can know it.
+        // The drive fails for a moment. A reader sees zeros meanwhile, and can notice it.
         let before = fault::zeroed();
         file.set_len(PAGE_SIZE).unwrap();
         let view = map.view(&file, 0, len).unwrap();
@@ -217,14 +225,14 @@ mod tests {
         file.set_len(SEGMENT_WINDOW_LEN + PAGE_SIZE).unwrap();
         file.write_all_at(&content, 0).unwrap();
         file.write_all_at(&content[..PAGE_SIZE as usize], SEGMENT_WINDOW_LEN).unwrap();
-        // From then on the zeros that are still mapped are shown to nobody, on any thread.
-        assert_eq!(view[PAGE_SIZE as usize], 0, "they are still there");
+        // From then on the zeros, which are still mapped, are shown to nobody, on any thread.
+        assert_eq!(view[PAGE_SIZE as usize], 0, "the zeros are still mapped");
         let mut buffer = vec![0; content.len()];
         std::thread::scope(|scope| {
             let looked =
                 scope.spawn(|| (map.view(&file, 0, len).is_none(), matches!(map.copy(&file, 0, &mut buffer), Copied::No)));
-            assert_eq!(looked.join().unwrap(), (true, true), "the next reader gets zeros");
+            assert_eq!(looked.join().unwrap(), (true, true), "the next reader must not get the zeros");
         });
-        assert_eq!(map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap()[0], 7, "other windows are as good as before");
+        assert_eq!(map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap()[0], 7, "other windows are not affected");
     }
 }

@@ -1,5 +1,8 @@
-//! Messages to and from the node's server, with descriptors beside them. Every wait is cut into ticks: at each it is seen whether the
-//! server goes on, and they are what its deadline is counted in, so that a process which was stopped itself finds nothing run out.
+//! Messages to and from the node's server, with descriptors beside them.
+//!
+//! Every wait is cut into polls. At each poll the client checks the server's heartbeat, and
+//! deadlines are counted in polls, so a process that was stopped does not find its deadlines
+//! expired when it continues.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -20,31 +23,32 @@ use nix::sys::socket::{
 use nix::sys::time::TimeVal;
 
 use crate::ClientError;
-use crate::heartbeat::{Heartbeat, Patience};
+use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// Descriptors beside one message: a catalog, locations, and a segment a drive.
+/// The most descriptors beside one message: a catalog, locations, and one segment for each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
 pub(crate) struct Socket {
     stream: ReservedFd,
-    /// The process's place in the counters, while this lives.
+    /// The process's slot in the counters, for as long as the connection is open.
     slot: u32,
-    /// The connection's number, by which the status page tells of its leases.
+    /// The connection's number, which selects its word on the status page.
     number: u32,
-    /// Not known before the server has welcomed this process.
+    /// `None` until the server has welcomed this process.
     heartbeat: Option<Arc<Heartbeat>>,
-    patience: Patience,
-    /// The process that made it.
-    home: u32,
+    timeouts: Timeouts,
+    /// The process that opened the connection.
+    process: u32,
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // A forked child may have it open; in it, closing its copy must not end ours.
-        if self.home == std::process::id() {
-            // Closed by the server already, perhaps.
+        // A forked child may have a copy of the descriptor. Closing the copy must not shut the
+        // parent's connection down.
+        if self.process == std::process::id() {
+            // Fails if the server has closed the connection already, which is fine.
             let _ = shutdown(self.stream.as_raw_fd(), Shutdown::Both);
         }
     }
@@ -52,20 +56,21 @@ impl Drop for Socket {
 
 impl Socket {
     pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> io::Result<Self> {
-        // By hand, for `UnixStream::connect` waits without a deadline while a stopped server's backlog is full.
+        // Not `UnixStream::connect`, which waits without a deadline while the backlog of a stopped
+        // server is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        let patience = heartbeat.as_ref().map(|heartbeat| heartbeat.patience()).unwrap_or_default();
-        set_tick(&socket, patience.tick())?;
+        let timeouts = heartbeat.as_ref().map(|heartbeat| heartbeat.timeouts()).unwrap_or_default();
+        set_poll_interval(&socket, timeouts.poll_interval())?;
         let address = UnixAddr::new(path)?;
-        wait(patience, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
-        // As a file, which a stream socket can be read and written as.
+        wait(timeouts, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
+        // As a file, because a stream socket can be read and written as one.
         Ok(Self {
             stream: ReservedFd::new(File::from(socket)),
             slot: 0,
             number: 0,
             heartbeat,
-            patience,
-            home: std::process::id(),
+            timeouts,
+            process: std::process::id(),
         })
     }
 
@@ -77,17 +82,17 @@ impl Socket {
         self.number
     }
 
-    /// What the server has said of this connection.
-    pub(crate) fn welcome(&mut self, slot: u32, number: u32, patience: Patience) -> io::Result<()> {
-        (self.slot, self.number, self.patience) = (slot, number, patience);
-        set_tick(&*self.stream, patience.tick())
+    /// Records what the server said about this connection.
+    pub(crate) fn welcome(&mut self, slot: u32, number: u32, timeouts: Timeouts) -> io::Result<()> {
+        (self.slot, self.number, self.timeouts) = (slot, number, timeouts);
+        set_poll_interval(&*self.stream, timeouts.poll_interval())
     }
 
-    pub(crate) fn patience(&self) -> Patience {
-        self.patience
+    pub(crate) fn timeouts(&self) -> Timeouts {
+        self.timeouts
     }
 
-    /// From here on no wait outlasts the server's heartbeat.
+    /// From now on, a wait ends early if the server's heartbeat stands still for its timeout.
     pub(crate) fn watch(&mut self, heartbeat: Arc<Heartbeat>) {
         self.heartbeat = Some(heartbeat);
     }
@@ -98,14 +103,14 @@ impl Socket {
         let bytes = [&header[..], &message].concat();
         let mut sent = 0;
         while sent < bytes.len() {
-            // Not `write`: a server that has gone must not end the program by SIGPIPE.
+            // Not `write`: if the server is gone, SIGPIPE must not end the program.
             let send = || send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
-            sent += wait(self.patience, self.heartbeat.as_deref(), send)?;
+            sent += wait(self.timeouts, self.heartbeat.as_deref(), send)?;
         }
         Ok(())
     }
 
-    /// The next message, with what came beside it.
+    /// Receives the next message, with the files beside it.
     pub(crate) fn receive(&mut self) -> Result<(FromServer, Vec<File>), ClientError> {
         let mut header = [0; LOCAL_HEADER_LEN];
         let (got, files) = self.receive_first(&mut header)?;
@@ -123,7 +128,7 @@ impl Socket {
     fn fill(&self, mut buffer: &mut [u8]) -> io::Result<()> {
         while !buffer.is_empty() {
             let got =
-                wait(self.patience, self.heartbeat.as_deref(), || recv(self.stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
+                wait(self.timeouts, self.heartbeat.as_deref(), || recv(self.stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
             if got == 0 {
                 return Err(closed());
             }
@@ -134,14 +139,15 @@ impl Socket {
 
     fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
         let mut space = nix::cmsg_space!([i32; DESCRIPTORS_MAX]);
-        wait(self.patience, self.heartbeat.as_deref(), || {
+        wait(self.timeouts, self.heartbeat.as_deref(), || {
             let mut slices = [IoSliceMut::new(header)];
             let flags = MsgFlags::MSG_CMSG_CLOEXEC;
             let received = recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
             let mut files = Vec::new();
             for control in received.cmsgs()? {
                 if let ControlMessageOwned::ScmRights(descriptors) = control {
-                    // SAFETY: the kernel has just made these descriptors for us; nobody else owns them.
+                    // SAFETY: the kernel has just made these descriptors for us; nothing else owns
+                    // them.
                     files.extend(
                         descriptors.into_iter().map(|descriptor| unsafe { File::from(OwnedFd::from_raw_fd(descriptor)) }),
                     );
@@ -152,36 +158,36 @@ impl Socket {
     }
 }
 
-/// From here on a call that waits returns at each tick.
-fn set_tick(socket: &impl AsFd, tick: Duration) -> io::Result<()> {
-    let tick = TimeVal::new(tick.as_secs() as i64, i64::from(tick.subsec_micros()));
-    setsockopt(socket, sockopt::SendTimeout, &tick)?;
-    Ok(setsockopt(socket, sockopt::ReceiveTimeout, &tick)?)
+/// Makes system calls that wait on the socket return after each poll interval.
+fn set_poll_interval(socket: &impl AsFd, interval: Duration) -> io::Result<()> {
+    let interval = TimeVal::new(interval.as_secs() as i64, i64::from(interval.subsec_micros()));
+    setsockopt(socket, sockopt::SendTimeout, &interval)?;
+    Ok(setsockopt(socket, sockopt::ReceiveTimeout, &interval)?)
 }
 
-/// Makes such a call until it has done something.
-fn wait<T>(patience: Patience, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
+/// Repeats such a call until it succeeds or fails, or a deadline expires.
+fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
     if let Some(heartbeat) = heartbeat {
         heartbeat.check()?;
     }
-    let mut ticks = 0;
-    let mut tick_began = Instant::now();
+    let mut polls = 0;
+    let mut poll_began = Instant::now();
     loop {
         match call() {
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // A program that is interrupted all the time has its ticks, too.
-        if tick_began.elapsed() < patience.shortest_tick() {
+        // A program that is interrupted by signals all the time must count its polls, too.
+        if poll_began.elapsed() < timeouts.shortest_poll_interval() {
             continue;
         }
-        tick_began = Instant::now();
-        ticks += 1;
+        poll_began = Instant::now();
+        polls += 1;
         if let Some(heartbeat) = heartbeat {
-            heartbeat.tick()?;
+            heartbeat.record_poll()?;
         }
-        if patience.tick() * ticks >= patience.server {
-            let message = format!("nothing came for {} s", patience.server.as_secs_f64());
+        if timeouts.poll_interval() * polls >= timeouts.server {
+            let message = format!("no answer for {} s", timeouts.server.as_secs_f64());
             return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
     }

@@ -1,5 +1,6 @@
-//! Comparing what is read with the checksums taken at stage-in, chunk by chunk. A copy that is bad is shown to the server,
-//! which looks for itself; what it gives up is fetched from its owner, and the reader gets those bytes.
+//! Verifying what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
+//! a bad copy to the server, which examines it itself. If the server drops the copy, it fetches the
+//! chunk from its owner, and the reader gets those bytes.
 
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
@@ -10,7 +11,7 @@ use dayfly_meta::path::display;
 use crate::{ClientError, Dataset, Session};
 
 impl Session {
-    /// Reads a part of a chunk, from `offset` in it, once all of the chunk has been compared.
+    /// Reads a part of a chunk, starting at `offset` in it, after all of the chunk was verified.
     pub(crate) fn read_verified(
         &self,
         dataset: &Dataset,
@@ -28,18 +29,19 @@ impl Session {
         Ok(())
     }
 
-    /// Reads a whole chunk and compares it.
+    /// Reads and verifies a whole chunk.
     fn read_chunk(&self, dataset: &Dataset, chunk: Chunk, buffer: &mut [u8]) -> Result<(), ClientError> {
         self.read_part(dataset, chunk.block, chunk.start(), buffer)?;
         if self.verify(dataset, chunk, buffer).is_ok() { Ok(()) } else { self.read_again(dataset, chunk, buffer) }
     }
 
-    /// Reads a chunk after what this node has of it was found bad.
+    /// Reads a chunk again after this node's copy was found bad.
     fn read_again(&self, dataset: &Dataset, chunk: Chunk, buffer: &mut [u8]) -> Result<(), ClientError> {
         let mut verified = Ok(());
         for _ in 0..RECHECKS_MAX {
             if self.read_remote(dataset, chunk.block, chunk.start(), buffer, true)? == 0 {
-                // Nothing came: a copy is here that the server finds good, perhaps a new one.
+                // No chunk arrived, so this node has a copy that the server finds good, perhaps a
+                // new one.
                 self.read_part(dataset, chunk.block, chunk.start(), buffer)?;
             }
             verified = self.verify(dataset, chunk, buffer);
@@ -50,7 +52,7 @@ impl Session {
         verified
     }
 
-    /// Compares a block chunk by chunk, and reads again the chunks that are bad. Says whether any was.
+    /// Verifies a block chunk by chunk, and reads bad chunks again. Returns whether any was bad.
     pub(crate) fn repair(&self, dataset: &Dataset, block: BlockId, bytes: &mut [u8]) -> Result<bool, ClientError> {
         let mut was_bad = false;
         for chunk in Chunk::all(block, bytes.len() as u64) {
@@ -80,7 +82,8 @@ fn chunk_len(dataset: &Dataset, chunk: Chunk) -> Result<u64, ClientError> {
 }
 
 impl Dataset {
-    /// A path of the sample that a block is a piece of: looked for through the whole catalog, for messages only.
+    /// A path of the sample that a block belongs to. This searches the whole catalog, so it is only
+    /// for error messages.
     fn path_of_block(&self, block: BlockId) -> Option<Vec<u8>> {
         let (sample, _) = self.catalog().block(block)?;
         let entries =

@@ -1,5 +1,6 @@
-//! The namespace as POSIX programs expect it: paths, symlinks, attributes, directories, open files, and the one place
-//! where errors become errno. Every face (command line, preload library, FUSE) is made of this.
+//! The namespace as POSIX programs expect it: paths, symlinks, attributes, directories, open files,
+//! and the one place where errors become errno. The command line and the preload library are built
+//! on it.
 
 mod open;
 mod resolve;
@@ -21,34 +22,34 @@ use resolve::ResolvedPath;
 /// Why a call on the namespace fails.
 #[derive(Debug, thiserror::Error)]
 pub enum ViewError {
-    /// Nothing has this name.
+    /// The path names nothing.
     #[error("no such file or directory")]
     NotFound,
-    /// Something on the way is no directory, or what should be one is none.
+    /// A component on the way, or one that must be a directory, is not.
     #[error("not a directory")]
     NotADirectory,
     /// A directory cannot be read as a file.
     #[error("is a directory")]
     IsADirectory,
-    /// Not a symlink.
+    /// The path does not name a symlink.
     #[error("not a symbolic link")]
     NotASymlink,
-    /// Too many symlinks.
+    /// The path leads through too many symlinks.
     #[error("too many levels of symbolic links")]
     Loop,
-    /// A name or the path is too long.
+    /// A name or the whole path is too long.
     #[error("file name too long")]
     TooLong,
-    /// The path is none of the namespace's.
+    /// The path is not in the namespace. The value is the prefix.
     #[error("not in the namespace, which is at '{}'", display(.0))]
     Elsewhere(Vec<u8>),
-    /// A symlink leads out of the namespace.
+    /// A symlink leads out of the namespace. The value is where to.
     #[error("it leads out of the namespace, to '{}'", display(.0))]
     Outside(Vec<u8>),
     /// The namespace is read-only.
     #[error("read-only file system")]
     ReadOnly,
-    /// The bytes cannot be had.
+    /// The bytes cannot be read.
     #[error("{0}")]
     Client(#[from] ClientError),
 }
@@ -70,10 +71,10 @@ impl ViewError {
     }
 }
 
-/// What a path names.
+/// The kind of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
-    /// A regular file: a sample.
+    /// A regular file, which is a sample.
     File,
     /// A directory.
     Directory,
@@ -81,27 +82,27 @@ pub enum FileKind {
     Symlink,
 }
 
-/// What `stat` tells.
+/// The attributes that `stat` returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
-    /// What it is.
+    /// The kind of the file.
     pub kind: FileKind,
-    /// Permission bits. They are shown, not enforced: whoever may attach may read.
+    /// Permission bits. They are shown, but not enforced: any process that may attach may read.
     pub permissions: u32,
-    /// Size in bytes; of a symlink, its target's length.
+    /// Size in bytes; for a symlink, the length of its target.
     pub size: u64,
-    /// Number of names; of a directory, subdirectories plus two.
+    /// Number of names; for a directory, its subdirectories plus two.
     pub links: u32,
-    /// Number of the file in the session, the same on all nodes.
+    /// The file's number in the session, the same on all nodes.
     pub inode: u64,
-    /// Modification time, whole seconds of the epoch.
+    /// Modification time, in whole seconds since 1970.
     pub mtime_s: i64,
-    /// And nanoseconds.
+    /// Nanoseconds to be added to `mtime_s`.
     pub mtime_ns: u32,
 }
 
 impl Stat {
-    /// `st_mode`: type and permissions.
+    /// The value of `st_mode`: type and permissions.
     pub fn mode(&self) -> u32 {
         let kind = match self.kind {
             FileKind::File => libc::S_IFREG,
@@ -118,32 +119,44 @@ pub struct View {
 }
 
 impl View {
-    /// The view of an attachment.
+    /// The namespace of an attached session.
     pub fn new(session: Session) -> Self {
         Self { session }
     }
 
-    /// The attachment.
+    /// The session that the view was made of.
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// Whether a path (absolute, as a program sees it) lies in the namespace.
+    /// Whether an absolute path, as a program sees it, lies in the namespace.
     pub fn contains(&self, path: &[u8]) -> bool {
         self.below_prefix(path).is_some()
     }
 
-    /// What a path names, symlinks followed.
+    /// The attributes of a path. Symlinks are followed.
+    ///
+    /// # Errors
+    ///
+    /// As `stat(2)`, see [`ViewError::errno`].
     pub fn stat(&self, path: &[u8]) -> Result<Stat, ViewError> {
         self.stat_at(path, true)
     }
 
-    /// What a path names, a symlink as itself.
+    /// The attributes of a path. A symlink at its end is not followed.
+    ///
+    /// # Errors
+    ///
+    /// As `lstat(2)`, see [`ViewError::errno`].
     pub fn lstat(&self, path: &[u8]) -> Result<Stat, ViewError> {
         self.stat_at(path, false)
     }
 
-    /// Where a symlink leads.
+    /// The target of a symlink.
+    ///
+    /// # Errors
+    ///
+    /// If the path does not name a symlink.
     pub fn read_link(&self, path: &[u8]) -> Result<Vec<u8>, ViewError> {
         match self.resolve(path, false)? {
             ResolvedPath::Entry(dataset, id) => {
@@ -155,12 +168,20 @@ impl View {
         }
     }
 
-    /// The path that a path leads to: absolute, with neither symlinks nor dots.
+    /// The absolute path that `path` leads to, without symlinks and dots.
+    ///
+    /// # Errors
+    ///
+    /// If the path names nothing, or leads out of the namespace.
     pub fn canonical(&self, path: &[u8]) -> Result<Vec<u8>, ViewError> {
         self.path_of(&self.resolve(path, true)?)
     }
 
-    /// Opens what a path names, a file to read it or a directory to list it.
+    /// Opens a path, a file for reading or a directory for listing.
+    ///
+    /// # Errors
+    ///
+    /// As `open(2)`, see [`ViewError::errno`].
     pub fn open_any(&self, path: &[u8]) -> Result<Opened, ViewError> {
         let datasets = self.session.datasets()?;
         if let Some((dataset, entry, attributes)) = self.find_plain(&datasets, path)
@@ -184,7 +205,11 @@ impl View {
         }
     }
 
-    /// Opens a file to read it.
+    /// Opens a file for reading.
+    ///
+    /// # Errors
+    ///
+    /// As `open(2)`; [`ViewError::IsADirectory`] if the path names a directory.
     pub fn open(&self, path: &[u8]) -> Result<OpenFile, ViewError> {
         match self.open_any(path)? {
             Opened::File(file) => Ok(file),
@@ -192,7 +217,11 @@ impl View {
         }
     }
 
-    /// Opens a directory to list it.
+    /// Opens a directory for listing.
+    ///
+    /// # Errors
+    ///
+    /// As `opendir(3)`; [`ViewError::NotADirectory`] if the path names a file.
     pub fn open_directory(&self, path: &[u8]) -> Result<Directory, ViewError> {
         match self.open_any(path)? {
             Opened::Directory(directory) => Ok(directory),
@@ -200,7 +229,11 @@ impl View {
         }
     }
 
-    /// Reads from an open file; short only at its end.
+    /// Reads from an open file. The count is short only at the end of the file.
+    ///
+    /// # Errors
+    ///
+    /// If the bytes cannot be read; see [`Session::read_at`].
     pub fn read_at(&self, file: &OpenFile, offset: u64, buffer: &mut [u8]) -> Result<usize, ViewError> {
         let chunk = |word: u64| Chunk { block: BlockId((word >> 16) as u32), index: word as u16 };
         let mut verified = file.verified.load(Ordering::Acquire).checked_sub(1).map(chunk);
@@ -210,12 +243,20 @@ impl View {
         Ok(count)
     }
 
-    /// Begins to read files whole, by their paths; see [`Session::read_many`].
+    /// Begins to read whole files, by their paths; see [`Session::read_many`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::read_many`].
     pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<'_>, ClientError> {
         self.session.begin_batch(self.requested(paths), delivery, on_missing)
     }
 
-    /// Reads files whole into buffers; see [`Session::read_many_into`].
+    /// Reads whole files into buffers; see [`Session::read_many_into`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::read_many_into`].
     pub fn read_many_into(
         &self,
         paths: &[&[u8]],
@@ -237,7 +278,11 @@ impl View {
         paths.iter().map(request).collect()
     }
 
-    /// The dataset that a path is in.
+    /// The dataset that contains a path.
+    ///
+    /// # Errors
+    ///
+    /// If the path names nothing, or a directory above all datasets.
     pub fn dataset_of(&self, path: &[u8]) -> Result<Arc<Dataset>, ViewError> {
         match self.resolve(path, true)? {
             ResolvedPath::Entry(dataset, _) => Ok(dataset),
@@ -245,7 +290,7 @@ impl View {
         }
     }
 
-    /// The path that a place has.
+    /// The absolute path of a resolved path.
     fn path_of(&self, resolved: &ResolvedPath) -> Result<Vec<u8>, ViewError> {
         Ok(match resolved {
             ResolvedPath::Virtual(path) => self.above_prefix(path),
@@ -256,7 +301,7 @@ impl View {
         })
     }
 
-    /// Mostly a path is plain and names an entry: then one lookup tells all.
+    /// Most paths are plain and name an entry of a dataset. For them, one lookup finds everything.
     fn find_plain<'a>(&self, datasets: &'a [Arc<Dataset>], path: &[u8]) -> Option<(&'a Arc<Dataset>, Entry<'a>, Attributes)> {
         let below = self.below_prefix(path)?;
         let (dataset, within) = resolve::split(datasets, below.strip_prefix(b"/").unwrap_or(below))?;
@@ -320,7 +365,7 @@ fn kind_of(kind: EntryKind) -> FileKind {
     }
 }
 
-/// Names of one sample share it, so that programs see hard links as such.
+/// The inode of an entry. All names of one sample share it, so that programs recognize hard links.
 fn inode(dataset: &Dataset, entry: &Entry<'_>) -> u64 {
     let is_file = entry.kind == EntryKind::File;
     u64::from(dataset.id().0) << 33 | u64::from(entry.node) << 1 | u64::from(is_file)

@@ -84,7 +84,7 @@ metrics! {
         |node| ["0.5", "0.9", "0.99"].iter().zip(node.wait_us).map(|(name, us)| ((*name).to_owned(), us as f64 / 1e6)).collect();
     "dayfly_asking" Gauge "" "Requests of processes that the server works on."
         |node| one(node.asking);
-    "dayfly_queued" Gauge "" "Requests among those that wait for room in the arena."
+    "dayfly_queued" Gauge "" "Requests that wait for room in the arena. They are a part of `dayfly_asking`."
         |node| one(node.queued);
     "dayfly_queued_total" Counter "" "Requests that did not find room in the arena at once."
         |node| one(node.queued_total);

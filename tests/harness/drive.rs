@@ -1,5 +1,5 @@
-//! Drives that fail: a file system on a loop device whose backing file cannot grow any more, system calls that `strace` makes fail or
-//! slow, and pages that are dropped so that the next read asks the drive.
+//! Drives that fail: a file system on a loop device whose backing file cannot grow, system calls that `strace` makes fail or delays, and
+//! dropping pages from the page cache, so that the next read reaches the drive.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -9,14 +9,14 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-/// An ext4 that believes in far more room than its backing has: a write beyond that fails when it is written back, and no earlier.
+/// An ext4 file system that is far larger than its backing store. A write beyond the store fails when it is written back, not earlier.
 pub(crate) struct ThinDrive {
     backing: PathBuf,
     mounted: PathBuf,
 }
 
 impl ThinDrive {
-    /// `None`, and a word on standard error, where this user cannot mount.
+    /// Returns `None`, with a message on standard error, if this user cannot mount.
     pub(crate) fn new(folder: &Path, backing_mib: u32) -> Option<Self> {
         let drive = Self { backing: folder.join("backing"), mounted: folder.join("mounted") };
         [&drive.backing, &drive.mounted].into_iter().for_each(|path| fs::create_dir_all(path).unwrap());
@@ -31,7 +31,7 @@ impl ThinDrive {
         if made.status.success() {
             return Some(drive);
         }
-        eprintln!("not run, for a loop device cannot be mounted here: {}", super::text(&made.stderr));
+        eprintln!("NOT tested: no loop device can be mounted here: {}", super::text(&made.stderr));
         None
     }
 
@@ -39,15 +39,15 @@ impl ThinDrive {
         &self.mounted
     }
 
-    /// Takes all room that the backing has left.
+    /// Takes all space that the backing store has left.
     pub(crate) fn fill(&self) {
         let mut filler = File::create(self.backing.join("filler")).unwrap();
         while filler.write_all(&[1; 4096]).is_ok() {}
     }
 
-    /// Writes everything back, as far as that goes.
+    /// Writes everything back that can be written back.
     pub(crate) fn sync(&self) {
-        // It fails where the drive does.
+        // The call fails if the drive does.
         let _ = nix::unistd::syncfs(File::open(&self.mounted).unwrap());
     }
 }
@@ -55,13 +55,13 @@ impl ThinDrive {
 impl Drop for ThinDrive {
     fn drop(&mut self) {
         for mounted in [&self.mounted, &self.backing] {
-            // The last files may be on their way out; where nothing is mounted, nothing is to be done.
+            // Lazily, because files may still be open. The command fails if nothing is mounted.
             let _ = Command::new("umount").arg("-l").arg(mounted).stderr(Stdio::null()).status();
         }
     }
 }
 
-/// The nameless files that a process has open below a folder, once each.
+/// Returns the nameless files below a folder that a process has open, each once.
 fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     let mut found = std::collections::BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
@@ -75,27 +75,28 @@ fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     found.into_values().collect()
 }
 
-/// Bytes that these files take.
+/// Returns the bytes that these files take.
 pub(crate) fn taken_by(pid: i32, folder: &Path) -> u64 {
     nameless_files(pid, folder).iter().map(|file| file.metadata().unwrap().blocks() * 512).sum()
 }
 
-/// Has the kernel forget their pages, but for those that are not written back.
+/// Drops the pages of these files from the page cache, except for those that are not written back.
 pub(crate) fn evict(pid: i32, folder: &Path) {
     for file in nameless_files(pid, folder) {
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
     }
 }
 
-/// Makes calls of a running process fail or slow, until it is dropped.
+/// Makes calls of a running process fail or delays them, until it is dropped.
 pub(crate) struct Injected {
     strace: Child,
-    /// Kept open: `strace` says something of each thread, and would end if nobody could hear it.
-    _said: BufReader<ChildStderr>,
+    /// Kept open, because `strace` prints a message for each thread, and would exit if it could not write it.
+    _messages: BufReader<ChildStderr>,
 }
 
 impl Injected {
-    /// `what` as `strace -e inject=` takes it. `None`, and a word on standard error, where there is no `strace` or it may not do that.
+    /// Injects `what`, as `strace -e inject=` takes it. Returns `None`, with a message on standard error, if there is no `strace` or it
+    /// may not trace.
     pub(crate) fn into(pid: i32, what: &str) -> Option<Self> {
         let call = what.split(':').next().unwrap();
         let mut strace = Command::new("strace");
@@ -111,16 +112,16 @@ impl Injected {
             &pid.to_string(),
         ]);
         let Ok(mut child) = strace.stdin(Stdio::null()).stderr(Stdio::piped()).spawn() else {
-            eprintln!("not run, for there is no strace");
+            eprintln!("NOT tested: there is no strace");
             return None;
         };
         let mut line = String::new();
-        let mut said = BufReader::new(child.stderr.take().unwrap());
-        said.read_line(&mut line).unwrap();
+        let mut printed = BufReader::new(child.stderr.take().unwrap());
+        printed.read_line(&mut line).unwrap();
         if line.contains("attached") {
-            return Some(Self { strace: child, _said: said });
+            return Some(Self { strace: child, _messages: printed });
         }
-        eprintln!("not run, for strace cannot attach: {line}");
+        eprintln!("NOT tested: strace cannot attach: {line}");
         child.wait().unwrap();
         None
     }
@@ -128,7 +129,7 @@ impl Injected {
 
 impl Drop for Injected {
     fn drop(&mut self) {
-        // Asked, it lets go of the process; killed, it would leave that to the kernel.
+        // SIGTERM makes strace detach from the process properly; SIGKILL would not.
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.strace.id() as i32), nix::sys::signal::Signal::SIGTERM);
         let _ = self.strace.wait();
     }

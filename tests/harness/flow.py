@@ -1,7 +1,7 @@
-"""Makes one TCP connection between two servers dead: nothing that is sent to the dialing end arrives any more, acknowledgments included.
+"""Makes one TCP connection between two servers dead: nothing sent to the dialing end arrives, acknowledgments included.
 
-Usage: flow.py PID PORT NUMBER. Of the connections that process PID has dialed to PORT, in the order of its descriptors, NUMBER is taken.
-A socket filter that drops everything is attached to a copy of the descriptor; neither end is told.
+Usage: flow.py PID PORT NUMBER. Takes connection NUMBER of those that process PID has dialed to PORT, in the order of its
+descriptors. Attaches a socket filter that drops everything to a copy of the descriptor, which neither end notices.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         if flow.family == socket.AF_INET and flow.getpeername()[1] == port:
             flows.append(flow)
     except OSError:
-        pass  # It is a listener, or no connection any more.
+        pass  # It is a listener, or it is not connected any more.
 if len(flows) != 3:
     sys.exit(f"{len(flows)} connections instead of 3")
 drop_all = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))

@@ -1,5 +1,5 @@
-//! Sessions whose servers run in the test's own process, over a transport that meets the faults that the test plans. All of
-//! their memory and all of their nameless files are this process's, so a test can flip a bit wherever bytes rest.
+//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process has all of their memory and
+//! nameless files, so a test can flip a bit wherever bytes rest.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -22,11 +22,11 @@ use tokio::runtime::Runtime;
 
 use super::samples::content;
 
-/// By so many of their first bytes a sample's are found.
+/// The number of a sample's first bytes by which its copies are found.
 const NEEDLE_LEN: usize = 64;
 
-/// What happens to requests, until the test says otherwise.
-pub(crate) type Meddle = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
+/// Chooses the fault of each request between servers.
+pub(crate) type Injector = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
 /// A session in this process.
 pub(crate) struct Inside {
@@ -36,19 +36,19 @@ pub(crate) struct Inside {
     data: Vec<TempDir>,
     pub(crate) work: TempDir,
     _folder: TempDir,
-    meddle: Arc<Mutex<Option<Meddle>>>,
-    /// Length of each node's arena, by which it is told from those of other sessions in this process.
+    inject: Arc<Mutex<Option<Injector>>>,
+    /// The length of each node's arena. It differs between the sessions in this process, and so identifies this session's arenas.
     memory: u64,
 }
 
-/// Sessions in this process so far.
+/// The number of sessions that this process has started.
 static SESSIONS: AtomicU64 = AtomicU64::new(0);
 
-/// Where bytes rest that a test changes.
+/// A place where bytes rest, and where a test changes them.
 pub(crate) enum Rest<'a> {
-    /// In the arenas of all nodes.
+    /// The arenas of all nodes.
     Arenas,
-    /// In the segments of a node.
+    /// The segments in a node's data dir.
     Segments(&'a Path),
 }
 
@@ -60,7 +60,7 @@ impl Inside {
         let location = Location { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
         let runtime = Runtime::new().unwrap();
         let memory = 2 * ARENA_LEN_MIN + SESSIONS.fetch_add(1, Ordering::Relaxed) * PAGE_SIZE;
-        let meddle: Arc<Mutex<Option<Meddle>>> = Arc::default();
+        let inject: Arc<Mutex<Option<Injector>>> = Arc::default();
         let start = |node: u16| {
             let config = Config {
                 session: location.session,
@@ -80,8 +80,8 @@ impl Inside {
                 stage_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };
-            let known = meddle.clone();
-            let plan: FaultSchedule = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|meddle| meddle(seen)));
+            let known = inject.clone();
+            let plan: FaultSchedule = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|inject| inject(seen)));
             let decorate = |inner: Arc<dyn Transport>| -> Arc<dyn Transport> { Arc::new(Faulty::new(inner, plan)) };
             runtime.block_on(Node::start_over(config, decorate)).unwrap()
         };
@@ -90,33 +90,34 @@ impl Inside {
         for server in &servers {
             runtime.block_on(server.join(&addresses, Agreement::Tcp { why: "a test".to_owned() })).unwrap();
         }
-        Self { runtime, servers, location, data, work, _folder: session_folder, meddle, memory }
+        Self { runtime, servers, location, data, work, _folder: session_folder, inject, memory }
     }
 
-    /// From now on.
-    pub(crate) fn meddle(&self, meddle: impl Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync + 'static) {
-        *self.meddle.lock().unwrap() = Some(Box::new(meddle));
+    /// Injects faults from now on.
+    pub(crate) fn inject(&self, inject: impl Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync + 'static) {
+        *self.inject.lock().unwrap() = Some(Box::new(inject));
     }
 
+    /// Ends the injection of faults.
     pub(crate) fn leave_alone(&self) {
-        *self.meddle.lock().unwrap() = None;
+        *self.inject.lock().unwrap() = None;
     }
 
     pub(crate) fn view(&self, node: u16) -> View {
         View::new(Session::attach_to(&self.location, NodeId(node)).unwrap())
     }
 
-    /// Where a node keeps its segments.
+    /// Returns the folder of a node's segments.
     pub(crate) fn data_dir(&self, node: u16) -> &Path {
         self.data[usize::from(node)].path()
     }
 
-    /// Writes files `d/0`, `d/1` … of these lengths.
+    /// Writes the files `d/0`, `d/1` … with these lengths, and returns their folder.
     pub(crate) fn write(&self, lens: &[usize]) -> PathBuf {
         self.write_in("d", lens, 0)
     }
 
-    /// The same in another folder, with the contents of other numbers.
+    /// Writes such files in another folder, with the contents of the numbers from `first`.
     pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
         let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();
@@ -126,12 +127,12 @@ impl Inside {
         folder
     }
 
-    /// Stages a source in, to `/dayfly/d`.
+    /// Stages a source in at `/dayfly/d`.
     pub(crate) fn stage(&self, source: &Path) -> Result<Summary, String> {
         self.stage_over(source, false)
     }
 
-    /// The same, perhaps in the place of what is there.
+    /// Stages a source in at `/dayfly/d`, where it may replace a dataset.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
@@ -151,7 +152,7 @@ impl Inside {
         outcome.unwrap()
     }
 
-    /// What each node says of itself.
+    /// Returns each node's status.
     pub(crate) fn status(&self) -> Vec<NodeStatus> {
         let mut found = Vec::new();
         let see = &mut |event| {
@@ -163,16 +164,16 @@ impl Inside {
         found
     }
 
-    /// A node's socket for processes.
+    /// Returns the path of a node's socket for clients.
     pub(crate) fn socket(&self, node: u16) -> PathBuf {
         self.location.socket(NodeId(node))
     }
 
-    /// Flips a bit wherever these bytes begin; says in how many places.
+    /// Flips a bit in every copy of these bytes, and returns the number of copies.
     pub(crate) fn flip(&self, rest: Rest<'_>, bytes: &[u8]) -> usize {
         let mut flipped = Vec::new();
         self.each_place(rest, bytes, &mut |file, at| {
-            // Several descriptors lead to one file.
+            // Several descriptors may refer to one file.
             let metadata = file.metadata().unwrap();
             let place = (metadata.dev(), metadata.ino(), at);
             if flipped.contains(&place) {
@@ -187,7 +188,7 @@ impl Inside {
         flipped.len()
     }
 
-    /// Cuts a segment off where these bytes begin.
+    /// Truncates a segment where these bytes begin.
     pub(crate) fn cut(&self, folder: &Path, bytes: &[u8]) {
         self.each_place(Rest::Segments(folder), bytes, &mut |file, at| file.set_len(at).unwrap());
     }
@@ -213,7 +214,7 @@ impl Inside {
     }
 }
 
-/// Where in a file some bytes begin.
+/// Returns all offsets in a file at which `needle` begins.
 fn find(file: &fs::File, needle: &[u8]) -> Vec<u64> {
     let mut all = vec![0; file.metadata().unwrap().len() as usize];
     file.read_exact_at(&mut all, 0).unwrap();

@@ -1,5 +1,5 @@
-//! The cluster harness: real servers of the real program, several sessions side by side, each in folders of its own.
-//! Whatever a test does, its session's processes are gone when it ends.
+//! The cluster harness: real servers of the real program, in sessions that run side by side, each in folders of its own. When a test
+//! ends, passed or failed, the processes of its session are gone.
 
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
@@ -24,7 +24,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-/// Makes tests of functions of the file, each with servers that have few stage-in workers and with servers that have many.
+/// Makes two tests of each function: one with few stage-in workers per server, and one with many.
 macro_rules! with_few_and_many_workers {
     ($($test:ident),* $(,)?) => {
         mod with_few_workers {
@@ -38,11 +38,12 @@ macro_rules! with_few_and_many_workers {
 pub(crate) use with_few_and_many_workers;
 
 thread_local! {
-    /// Stage-in workers of the servers of sessions that this thread starts; else the servers choose.
+    /// The number of stage-in workers per server in sessions that this thread starts; `None` lets the servers choose.
     static WORKERS: Cell<Option<u16>> = const { Cell::new(None) };
 }
 
-/// Runs a test with few (0) or many (1) stage-in workers a server: 1 and 7, if `DAYFLY_TEST_STAGE_IN_WORKERS` does not name two others.
+/// Runs a test with few (`which` 0) or many (1) stage-in workers per server: 1 and 7, or the two numbers in
+/// `DAYFLY_TEST_STAGE_IN_WORKERS`.
 pub(crate) fn with_workers(which: usize, test: fn()) {
     let wanted = std::env::var("DAYFLY_TEST_STAGE_IN_WORKERS").unwrap_or_else(|_| "1,7".to_owned());
     let counts: Vec<u16> = wanted.split(',').map(|count| count.parse().expect("a number of workers")).collect();
@@ -51,10 +52,10 @@ pub(crate) fn with_workers(which: usize, test: fn()) {
     WORKERS.set(None);
 }
 
-/// The longest that any command of a test may take: more is a hang.
+/// The limit of any command in a test; a longer one hangs.
 pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Folders for sessions, and the program.
+/// The folders of a test, and the program to run in them.
 pub(crate) struct Ground {
     pub(crate) runtime: TempDir,
     pub(crate) data: TempDir,
@@ -67,16 +68,16 @@ impl Ground {
         Self { runtime: folder(), data: folder(), work: folder() }
     }
 
-    /// A path in the folder for the test's own files.
+    /// Returns a path in the folder for the test's own files.
     pub(crate) fn at(&self, name: impl AsRef<Path>) -> PathBuf {
         self.work.path().join(name)
     }
 
-    /// The program, to be given arguments.
+    /// Returns a command that runs the program, without arguments yet.
     pub(crate) fn dayfly(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
         command.env("DAYFLY_RUNTIME_DIR", self.runtime.path()).env("TMPDIR", self.data.path());
-        // Tests may run within a job.
+        // The tests themselves may run within a job.
         for name in ["DAYFLY_SESSION", "DAYFLY_NODE", "SLURM_TMPDIR", "SLURM_JOB_ID", "FLUX_URI", "PBS_JOBID", "LSB_JOBID"] {
             command.env_remove(name);
         }
@@ -84,19 +85,19 @@ impl Ground {
         command
     }
 
-    /// Runs to the end, within the deadline.
+    /// Runs a command until it exits, at most for [`COMMAND_TIMEOUT`].
     pub(crate) fn output(&self, arguments: &[&str]) -> Output {
         output_of(self.dayfly().args(arguments))
     }
 
-    /// Runs what must succeed; its standard output.
+    /// Runs a command that must succeed, and returns its standard output.
     pub(crate) fn ok(&self, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         assert!(output.status.success(), "dayfly {arguments:?}: {}", text(&output.stderr));
         text(&output.stdout)
     }
 
-    /// Runs what must fail with this status; its standard error.
+    /// Runs a command that must fail with this status, and returns its standard error.
     pub(crate) fn fails(&self, status: i32, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         let message = text(&output.stderr);
@@ -117,7 +118,7 @@ impl Ground {
         Cluster { ground: self, id }
     }
 
-    /// Asserts that no session has left anything: no process, no folder, no file.
+    /// Asserts that no session has left a file or a folder.
     pub(crate) fn assert_clean(&self) {
         for folder in [self.runtime.path(), self.data.path()] {
             let left: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -141,7 +142,7 @@ impl std::ops::Deref for Cluster {
 }
 
 impl Cluster {
-    /// The session's folder.
+    /// Returns the session's folder.
     pub(crate) fn folder(&self) -> PathBuf {
         let user = fs::read_dir(self.runtime.path()).unwrap().next().unwrap().unwrap().path();
         user.join(&self.id)
@@ -151,29 +152,29 @@ impl Cluster {
         dayfly_client::locate::Location { session: self.id.parse().unwrap(), folder: self.folder() }
     }
 
-    /// The view of a node, by the client library.
+    /// Attaches to a node through the client library.
     pub(crate) fn view(&self, node: u16) -> dayfly_client::View {
         let session = dayfly_client::Session::attach_to(&self.location(), dayfly_meta::id::NodeId(node)).unwrap();
         dayfly_client::View::new(session)
     }
 
-    /// What `dayfly status --json` says.
+    /// Returns the output of `dayfly status --json`.
     pub(crate) fn status(&self) -> serde_json::Value {
         serde_json::from_str(&self.ok(&["status", "--json"])).unwrap()
     }
 
-    /// Bytes taken on all nodes.
+    /// Returns the bytes that staged-in data takes on all nodes.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.status()["nodes"].as_array().unwrap().iter().map(|node| node["used_bytes"].as_u64().unwrap()).sum()
     }
 
-    /// The processes of the servers that live.
+    /// Returns the process ids of the live servers, by node.
     pub(crate) fn pids(&self) -> BTreeMap<u16, i32> {
         let location = self.location();
         location.live_nodes().into_iter().filter_map(|node| Some((node.0, location.pid(node)?))).collect()
     }
 
-    /// Kills a server without warning, and waits until it is gone.
+    /// Kills a server with SIGKILL, and waits until it is gone.
     pub(crate) fn kill(&self, node: u16) {
         let pid = self.pids()[&node];
         signal(pid, Signal::SIGKILL);
@@ -185,7 +186,7 @@ impl Cluster {
         self.ok(&[&["stage-in"], &sources[..], &[target]].concat());
     }
 
-    /// Ends the session as a user would, and asserts that nothing is left.
+    /// Ends the session by `dayfly down`, and asserts that nothing is left.
     pub(crate) fn down(self) {
         self.ok(&["down"]);
         assert!(self.pids_or_none().is_empty());
@@ -200,18 +201,18 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for pid in self.pids_or_none() {
-            // It may have ended by itself.
+            // It may have exited by itself.
             let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
 }
 
-/// Sends a signal to a process that lives.
+/// Sends a signal to a process, which must be alive.
 pub(crate) fn signal(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-/// Runs to the end, within the deadline.
+/// Runs a command until it exits, at most for [`COMMAND_TIMEOUT`].
 pub(crate) fn output_of(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let drain = |mut pipe: Box<dyn Read + Send>| {
@@ -258,7 +259,8 @@ pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
 }
 
-/// Packs a folder's content with GNU tar, sorted; `options` come first. The name's ending says how it is compressed.
+/// Packs a folder's content with GNU tar, sorted by name, with these additional options. The archive's name decides how it is
+/// compressed.
 pub(crate) fn pack(archive: &Path, folder: &Path, options: &[&str]) {
     let mut arguments: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
     arguments.extend(["--sort=name", "-c", "-C"].map(OsStr::new));
@@ -295,21 +297,21 @@ fn compress(archive: &Path, bytes: &[u8]) -> Vec<u8> {
     }
 }
 
-/// All that a tree is: by path, what is there.
+/// Everything in a tree, by path.
 pub(crate) type Tree = BTreeMap<Vec<u8>, Node>;
 
-/// What is at a path.
+/// What exists at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) kind: char,
     pub(crate) mode: u32,
     pub(crate) mtime: (i64, i64),
     pub(crate) content: Vec<u8>,
-    /// The first path, in order, of the same file.
+    /// The first path, in byte order, of the same file; it differs from the node's own path for a hard link.
     pub(crate) first: Vec<u8>,
 }
 
-/// Reads a tree from a plain folder. The root's own times are not a matter of what is in it.
+/// Reads a tree from a plain folder, without the folder itself.
 pub(crate) fn read_tree(folder: &Path) -> Tree {
     let mut tree = Tree::new();
     let mut waiting = vec![Vec::new()];
@@ -349,7 +351,7 @@ pub(crate) fn read_tree(folder: &Path) -> Tree {
     tree
 }
 
-/// Fails with the first few differences.
+/// Asserts that two trees are equal; a failure shows the first few differences.
 pub(crate) fn assert_same_tree(expected: &Tree, found: &Tree, what: &str) {
     let mut differences = Vec::new();
     for (path, node) in expected {

@@ -1,4 +1,4 @@
-//! Sessions of files whose content is known by their number.
+//! Sessions with files whose content follows from their number.
 
 use std::fs;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use dayfly_meta::id::{BlockId, SampleId};
 
 use super::{Cluster, Ground, wait_until};
 
-/// The content of the file of this number.
+/// Returns the content of a file.
 pub(crate) fn content(number: usize, len: usize) -> Vec<u8> {
     let mut state = number as u64 + 1;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -20,7 +20,7 @@ pub(crate) fn content(number: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A session with files `d/0`, `d/1` … of these lengths.
+/// Starts a session with the files `d/0`, `d/1` … of these lengths staged in.
 pub(crate) fn session(nodes: u16, options: &[&str], lens: &[usize]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
@@ -40,7 +40,7 @@ pub(crate) fn dataset(view: &View) -> Arc<Dataset> {
     view.session().datasets().unwrap().first().unwrap().clone()
 }
 
-/// Numbers of the files whose first block is, or is not, on the view's node.
+/// Returns the numbers of the files whose first block is on the view's node, or is not.
 pub(crate) fn numbers(view: &View, count: usize, is_here: bool) -> Vec<usize> {
     let dataset = dataset(view);
     let is_meant = |&number: &usize| {
@@ -59,7 +59,7 @@ pub(crate) fn count(value: &serde_json::Value) -> u64 {
     value.as_u64().unwrap()
 }
 
-/// What is leased, or waited for, by anyone: nothing, after a moment.
+/// Asserts that, after a moment, no lease and no waiting request is left on any node.
 pub(crate) fn assert_accounts_are_settled(cluster: &Cluster) {
     wait_until("all leases have ended", || {
         let status = cluster.status();
@@ -68,7 +68,7 @@ pub(crate) fn assert_accounts_are_settled(cluster: &Cluster) {
     });
 }
 
-/// Reads everything in the order of an epoch, and checks it.
+/// Reads all samples in the order of an epoch, in batches.
 pub(crate) fn read_epoch(view: &View, epoch: u64) {
     let dataset = dataset(view);
     let order: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(5, epoch).collect();

@@ -1,4 +1,4 @@
-//! Faults of drives: `strace`, attached to a process, answers or delays some of its system calls in the kernel's place.
+//! Faults of drives: `strace`, attached to a process, makes some of its system calls fail or delays them.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use nix::sys::signal::Signal;
 
 use super::{signal, wait_for};
 
-/// Attaching to all threads of a process, or letting go of them, on a machine with much else to do.
+/// The limit for attaching to all threads of a process, or detaching from them, on a busy machine.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Whether there is an `strace` that may attach to other processes; says once why not.
+/// Whether there is an `strace` that may attach to other processes. If not, the reason is printed once.
 pub(crate) fn is_possible() -> bool {
     static POSSIBLE: OnceLock<bool> = OnceLock::new();
     *POSSIBLE.get_or_init(|| {
@@ -27,14 +27,14 @@ pub(crate) fn is_possible() -> bool {
     })
 }
 
-/// A tracer at work.
+/// An attached tracer.
 pub(crate) struct Tracer {
     tracer: Child,
     output: PathBuf,
 }
 
 impl Tracer {
-    /// Injects into all threads of a process: pairs of calls and what follows them in strace's `inject=`.
+    /// Injects faults into all threads of a process. Each fault is a list of calls and the rest of strace's `inject=` option.
     pub(crate) fn inject(pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
         let calls: Vec<&str> = faults.iter().map(|&(calls, _)| calls).collect();
         let mut options = vec!["-e".to_owned(), format!("trace={}", calls.join(","))];
@@ -51,19 +51,19 @@ impl Tracer {
         let mut tracer = Self { tracer, output };
         let deadline = Instant::now() + ATTACH_TIMEOUT;
         loop {
-            let said = fs::read_to_string(&messages).unwrap_or_default();
-            if said.contains("attached") {
+            let printed = fs::read_to_string(&messages).unwrap_or_default();
+            if printed.contains("attached") {
                 return Ok(tracer);
             }
             if tracer.tracer.try_wait().unwrap().is_some() || Instant::now() > deadline {
                 tracer.end();
-                return Err(format!("strace does not attach: {}", said.trim()));
+                return Err(format!("strace does not attach: {}", printed.trim()));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Lets go; how many calls were answered or delayed.
+    /// Detaches, and returns the number of calls that failed or were delayed.
     pub(crate) fn end(&mut self) -> usize {
         if self.tracer.try_wait().unwrap().is_none() {
             signal(self.tracer.id() as i32, Signal::SIGINT);
@@ -80,7 +80,7 @@ impl Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        // Ended already, mostly.
+        // It has usually detached already.
         self.end();
     }
 }

@@ -1,5 +1,5 @@
-//! A tree twice: first as a plain directory, then, gone from its path, as a session's namespace at the same path. What runs over
-//! both can be compared without looking at paths.
+//! The same tree twice at one path: first as a plain directory, which is then moved away, and then as a session's namespace. The output of
+//! a program that runs over both can be compared without adjusting paths.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -8,14 +8,15 @@ use std::process::{Command, Output};
 
 use super::{Cluster, Ground, output_of, pack, text};
 
-/// A tree, a session that will have it at the same path, and what programs printed over the plain one.
+/// A session with the tree at its old path, and the plain directory at its new one.
 pub(crate) struct Twin {
     pub(crate) cluster: Cluster,
     pub(crate) root: PathBuf,
     pub(crate) plain: PathBuf,
 }
 
-/// Makes the tree, runs what `before` runs over it as a plain directory, stages it in and puts the session in its place.
+/// Makes the tree, runs `before` over it as a plain directory, stages it in and moves the plain directory away. Also returns the result of
+/// `before`.
 pub(crate) fn twin<T>(make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Path) -> T) -> (Twin, T) {
     let ground = Ground::new();
     let (root, plain) = (ground.at("tree"), ground.at("plain"));
@@ -43,7 +44,7 @@ impl Twin {
         command
     }
 
-    /// Runs a shell's words under `dayfly exec`, which must succeed; what they print.
+    /// Runs a shell script under `dayfly exec`, which must succeed, and returns its output.
     pub(crate) fn shell(&self, words: &str) -> String {
         let output = self.exec(&["sh".as_ref(), "-ec".as_ref(), words.as_ref()]);
         assert!(output.status.success(), "{words}: {}{}", text(&output.stdout), text(&output.stderr));

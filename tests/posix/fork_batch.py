@@ -1,5 +1,9 @@
-"""Forks while it has views and an order: what a child does with its copies is nothing to its parent.
-Arguments: a byte count, then files, each full of the byte that its number (its name) gives."""
+"""Forks while it has a batch and an order. What the child does with its copies must not affect the parent.
+
+Arguments: files. Each is named by a number and consists of the byte that the number determines. The parent keeps views of the
+first half open; parent and child read the second half. Prints "ended" after the parent has closed its batch and its order, and
+waits for the end of standard input.
+"""
 
 import ctypes, os, sys
 
@@ -38,7 +42,7 @@ assert order
 lives, ends = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
-    # It ends its copies, reads on its own, and then stays until its parent is done.
+    # Close the copies, read independently, and stay until the parent is done.
     dayfly.dayfly_batch_close(batch)
     own, _own_paths = open_batch(others)
     assert dayfly.dayfly_batch_wait(own) == 0

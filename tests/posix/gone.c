@@ -1,4 +1,5 @@
-/* Holds a file open and mapped while its session goes down, and prints what reading it gives then. Usage: gone FILE */
+/* Keeps a file open and mapped while its session goes down, then prints the results of reading it. Prints "ready" and waits for
+ * a line on standard input in between. Usage: gone FILE */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,14 +17,14 @@ static void on_fault(int number) {
     siglongjmp(back, number);
 }
 
-static void told(const char *what, long result) {
+static void print_result(const char *what, long result) {
     printf("%s: %s\n", what, result < 0 ? strerrorname_np(errno) : "read");
 }
 
 int main(int count, char **arguments) {
     char buffer[4096];
     int file = open(arguments[count - 1], O_RDONLY);
-    /* Once by the kernel, again out of the library's own mapping. */
+    /* The first read is a system call; the second one copies from the library's own mapping. */
     for (int i = 0; i < 2; i++)
         if (pread(file, buffer, sizeof buffer, 0) != sizeof buffer) return 1;
     volatile char *map = mmap(NULL, 1 << 20, PROT_READ, MAP_SHARED, file, 0);
@@ -35,12 +36,12 @@ int main(int count, char **arguments) {
     puts("ready");
     fflush(stdout);
     read(0, buffer, 1);
-    told("read", read(file, buffer, sizeof buffer));
-    told("pread", pread(file, buffer, sizeof buffer, 0));
-    told("open", open(arguments[count - 1], O_RDONLY));
+    print_result("read", read(file, buffer, sizeof buffer));
+    print_result("pread", pread(file, buffer, sizeof buffer, 0));
+    print_result("open", open(arguments[count - 1], O_RDONLY));
     int number = sigsetjmp(back, 1);
     if (number == 0) {
-        /* Where the block was not on this node, the mapping is a copy. */
+        /* The mapping is a copy if the block is not on this node. */
         puts(map[500000] == byte && map[600000] == other ? "mapped: its bytes" : "mapped: wrong bytes");
     } else {
         printf("mapped: %s\n", number == SIGBUS ? "SIGBUS" : "something else");

@@ -1,4 +1,7 @@
-"""Holds views of files (its arguments), tells so, and sleeps; a forked child that has inherited everything sleeps longer."""
+"""Opens views of files (its arguments), forks a child that inherits them, and sleeps, as the child does.
+
+Prints "held", the number of bytes, and the child's process id.
+"""
 
 import ctypes, os, sys, time
 

@@ -1,4 +1,4 @@
-/* Uses every function of dayfly.h. Usage: interface FOLDER (as `tests/posix.rs` makes it) */
+/* Uses the functions of dayfly.h and prints their results. Usage: interface FOLDER (the tree that tests/posix.rs makes) */
 
 #include <dayfly.h>
 #include <errno.h>
@@ -12,6 +12,7 @@ static int count(const char *name, unsigned char type, void *context) {
     return strcmp(name, "link") == 0 ? 7 : 0;
 }
 
+/* What a shuffle returned: how many samples, their size together, and the length of the first path. */
 struct order {
     int count;
     unsigned long long size, first;
@@ -50,7 +51,7 @@ int main(int argument_count, char **arguments) {
         requests[i].buffer = buffers[i] = calloc(1, 400000);
         requests[i].len = i == 1 ? 100 : 400000;
     }
-    printf("failed %zd\n", dayfly_read_many(session, requests, 4, DAYFLY_TELL_MISSING));
+    printf("failed %zd\n", dayfly_read_many(session, requests, 4, DAYFLY_REPORT_MISSING));
     for (int i = 0; i < 4; i++) printf("%s %ld\n", names[i], (long)requests[i].result);
     printf("cut %d %d\n", buffers[1][99] != 0 || buffers[1][98] != 0, buffers[1][100]);
     printf("same %d\n", memcmp(buffers[3] + 1, bytes, 300000) == 0);

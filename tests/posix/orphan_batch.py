@@ -1,5 +1,7 @@
-"""Forks while it has views of files (its arguments) and is killed; the child keeps looking at what it has inherited, and tells what it
-finds: each line names the number of files that are right, that are wrong, and whether the batch says that it is good."""
+"""Forks while it has views of files (its arguments), and waits to be killed. The child looks at the inherited views again for
+each line on standard input. It prints the number of files with the right bytes, the number with wrong bytes, and the result of
+dayfly_batch_is_good.
+"""
 
 import ctypes, os, signal, sys
 
@@ -22,13 +24,13 @@ for index, view in enumerate(views):
 before = [ctypes.string_at(view.bytes, view.len) for view in views]
 
 
-def tell():
+def report():
     right = sum(ctypes.string_at(view.bytes, view.len) == bytes for view, bytes in zip(views, before))
     print(right, len(views) - right, dayfly.dayfly_batch_is_good(batch), flush=True)
 
 
 if os.fork() > 0:
     signal.pause()
-tell()
+report()
 for _ in sys.stdin:
-    tell()
+    report()

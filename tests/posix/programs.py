@@ -1,6 +1,7 @@
-"""What Python does with a folder, printed: the same over a plain directory and over the namespace.
+"""Reads a folder in the ways of Python programs, and prints the results, which must not depend on whether the folder is a plain
+directory or a session's namespace.
 
-Usage: programs.py WHAT FOLDER
+Usage: programs.py FUNCTION FOLDER
 """
 
 import hashlib
@@ -109,20 +110,20 @@ def children(root):
 
 
 def beside_children(root):
-    """The parent reads while its children close and duplicate."""
-    wanted = {path: digest(path) for path in files(root)}
+    """Reads in threads while children close and duplicate descriptors. Prints the number of files, and those that were wrong."""
+    expected = {path: digest(path) for path in files(root)}
     stop = threading.Event()
     wrong = []
 
     def read():
-        kept = {path: open(path, "rb") for path in list(wanted)[:20]}
+        opened = {path: open(path, "rb") for path in list(expected)[:20]}
         while not stop.is_set():
-            for path, expected in wanted.items():
-                if digest(path) != expected:
+            for path, digest_expected in expected.items():
+                if digest(path) != digest_expected:
                     wrong.append(path)
-            for path, file in kept.items():
+            for path, file in opened.items():
                 file.seek(0)
-                if hashlib.sha256(file.read()).hexdigest() != wanted[path]:
+                if hashlib.sha256(file.read()).hexdigest() != expected[path]:
                     wrong.append(path)
 
     threads = [threading.Thread(target=read) for _ in range(4)]
@@ -132,22 +133,22 @@ def beside_children(root):
     for _ in range(60):
         with open(numbers, "rb") as file:
             found = subprocess.run(["sha256sum"], stdin=file, capture_output=True, close_fds=True).stdout
-            if found.split()[0].decode() != wanted[numbers]:
+            if found.split()[0].decode() != expected[numbers]:
                 wrong.append(found)
     stop.set()
     for thread in threads:
         thread.join()
-    print(len(wanted), wrong)
+    print(len(expected), wrong)
 
 
 def pools(root):
     names = files(root)
-    kept = open(names[0], "rb")
-    kept.read(3)
+    opened = open(names[0], "rb")
+    opened.read(3)
     for method in ["fork", "spawn", "forkserver"]:
         with multiprocessing.get_context(method).Pool(3) as pool:
             print(method, hashlib.sha256("".join(pool.map(digest, names)).encode()).hexdigest())
-    print(kept.read(3))
+    print(opened.read(3))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-/* Threads that read while others of them fork children which read on, each checking every byte. Usage: stress SECONDS LIST, where
- * each line of LIST has a path below the prefix and one of the same bytes outside. */
+/* Threads read while other threads fork, and the children read as well; all of them check every byte.
+ * Usage: stress SECONDS LIST. Each line of LIST has a path in the namespace, and the path of a plain file with the same bytes. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -32,7 +32,7 @@ static void complain(const char *what, const char *path) {
     fprintf(stderr, "%s: %s: %m\n", what, path);
 }
 
-/* Reads a file in one of several ways and compares it with what is mapped of the plain one. */
+/* Reads a file in one of four ways and compares it with the plain one. */
 static void check(int at, unsigned *seed, char *buffer) {
     struct stat s;
     int file = open(paths[at], O_RDONLY | (rand_r(seed) & 1 ? O_CLOEXEC : 0));
@@ -104,7 +104,7 @@ static void *run(void *number) {
             int status = -1;
             if (children[i] < 0 || waitpid(children[i], &status, 0) < 0 || status != 0) {
                 wrong++;
-                fprintf(stderr, "a child ended with %d\n", status);
+                fprintf(stderr, "a child exited with status %d\n", status);
             }
             forked++;
         }

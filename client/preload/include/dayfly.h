@@ -1,9 +1,42 @@
-/* Dayfly's C interface: read a session's namespace without going through paths of the kernel.
+/* Dayfly's C interface: reads a session's namespace without system calls on paths.
  *
- * Link with libdayfly_preload.so. The session is that of the environment (`dayfly exec`, `dayfly run` or
- * `eval "$(dayfly env)"`). Functions return -1 or NULL and set errno, as C's own do. All of them may be called from several
- * threads at once. After a fork the child may go on with what its parent had, but for batches
- * and orders, which are the parent's alone. */
+ * Link with libdayfly_preload.so. The environment names the session: start the program with `dayfly exec` or `dayfly run`,
+ * or in a shell after `eval "$(dayfly env)"`.
+ *
+ * Example: read one sample.
+ *
+ *     #include <dayfly.h>
+ *     #include <stdio.h>
+ *     #include <stdlib.h>
+ *
+ *     int main(int argc, char **argv) {
+ *         if (argc < 2) return 2;
+ *         dayfly *session = dayfly_attach();
+ *         if (!session) return perror("dayfly_attach"), 1;
+ *         dayfly_file *file = dayfly_open(session, argv[1]);
+ *         if (!file) return perror(argv[1]), 1;
+ *         uint64_t size = dayfly_size(file);
+ *         char *bytes = malloc(size ? size : 1);
+ *         ssize_t count = bytes ? dayfly_read(session, file, bytes, size, 0) : -1;
+ *         if (count < 0) return perror(argv[1]), 1;
+ *         fwrite(bytes, 1, count, stdout);
+ *         free(bytes);
+ *         dayfly_close(file);
+ *         dayfly_detach(session);
+ *         return 0;
+ *     }
+ *
+ * Rules for all functions:
+ *
+ * - Failure: a function that returns a pointer returns NULL, a function that returns an int or ssize_t returns -1, and errno
+ *   says why. EIO means that the session or its server has ended, or that a sample cannot be read; the first such failure also
+ *   prints a line to standard error. EINVAL means a NULL handle, a NULL function or unknown flags; EFAULT means a NULL path or
+ *   NULL for a result.
+ * - Paths are absolute, as programs see them, with the session's prefix. They are bytes and end with NUL.
+ * - Sizes, lengths and offsets count bytes.
+ * - Threads: several threads may use one session or one file at the same time. One thread at a time uses a batch.
+ * - fork: the child may use its parent's session and files. Batches and orders belong to the parent alone; the child may only
+ *   close its copies of them, which does not affect the parent. */
 
 #ifndef DAYFLY_H
 #define DAYFLY_H
@@ -17,111 +50,139 @@
 extern "C" {
 #endif
 
+/* ---- Session ---- */
+
 /* An attachment to the session's server on this node. */
 typedef struct dayfly dayfly;
+
+/* Attaches to the session that the environment names. */
+dayfly *dayfly_attach(void);
+
+/* Detaches. First close all files, batches and orders of the session. */
+void dayfly_detach(dayfly *session);
+
+/* ---- Single files ---- */
 
 /* An open file. */
 typedef struct dayfly_file dayfly_file;
 
-/* Attaches to the session of the environment. */
-dayfly *dayfly_attach(void);
-
-/* Detaches. Files must have been closed before. */
-void dayfly_detach(dayfly *session);
-
-/* Opens a file by its path as programs see it, prefix included. */
+/* Opens a regular file. Follows symlinks. */
 dayfly_file *dayfly_open(dayfly *session, const char *path);
 
 /* Closes a file. */
 void dayfly_close(dayfly_file *file);
 
-/* Size of a file in bytes. */
+/* Returns the size of a file. */
 uint64_t dayfly_size(const dayfly_file *file);
 
-/* Reads up to `len` bytes from `offset`; returns how many, fewer only at the end of the file. */
-ssize_t dayfly_read(dayfly *session, dayfly_file *file, void *buffer, size_t len, uint64_t offset);
-
-/* One file of a batch. */
-struct dayfly_request {
-    const char *path; /* in: the file */
-    void *buffer;     /* in: where its bytes go */
-    size_t len;       /* in: room there, in bytes */
-    int64_t result;   /* out: size of the file in bytes, of which at most `len` were written; or minus an errno */
-};
-
-/* Flags of the following. */
-#define DAYFLY_TELL_MISSING 1 /* a file that cannot be read is told by its own errno; else the first such ends the whole batch */
-#define DAYFLY_AS_THEY_COME 2 /* deliver what is there first, what is on this node before the rest; else in the order asked for */
-
-/* Reads many whole files into buffers: those that this node does not hold cost one message together. Returns how many failed; -1 where
- * the session is gone, or, without DAYFLY_TELL_MISSING, where one failed. */
-ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
-
-/* Whole files, to be looked at where they lie, without a copy, until the batch is closed. One thread uses a batch at a time. */
-typedef struct dayfly_batch dayfly_batch;
-
-/* One file of such a batch. */
-struct dayfly_view {
-    size_t index;      /* its place in what was asked for */
-    const void *bytes; /* all of it; NULL where it cannot be had */
-    uint64_t len;      /* its size in bytes */
-    int error;         /* 0, or the errno */
-};
-
-/* Begins to read files, by their paths, or by their numbers (dayfly_id) in the dataset that `path` is in. */
-dayfly_batch *dayfly_batch_open(dayfly *session, const char *const *paths, size_t count, int flags);
-dayfly_batch *dayfly_batch_open_ids(dayfly *session, const char *path, const uint32_t *ids, size_t count, int flags);
-
-/* Waits for the next file: 1, or 0 at the end. What it tells is good until the next call of this. */
-int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
-
-/* Waits for all files; from then on each can be got, and is good until the batch is closed. */
-int dayfly_batch_wait(dayfly_batch *batch);
-int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
-
-/* Whether what was looked at was real: not so, where the session has ended, a dataset was replaced or a drive has failed in the meantime
- * (then it may have been zeros), or where others waited so long for the memory that it lay in that the server took it back (then it may
- * have been anything: read it again). */
-int dayfly_batch_is_good(const dayfly_batch *batch);
-
-/* Ends a batch and all views of it. */
-void dayfly_batch_close(dayfly_batch *batch);
-
-/* Number of a file in its dataset, from 0. */
+/* Returns the number of a file in its dataset, from 0, or UINT32_MAX for NULL. The number stays the same as long as the dataset
+ * exists, on every node. */
 uint32_t dayfly_id(const dayfly_file *file);
 
-/* An order in which files will be read, by whatever means: the server fetches ahead of the reader. It ends when it is ended, or with
- * the process. */
-typedef struct dayfly_order dayfly_order;
+/* Reads up to `len` bytes from `offset` on. Returns the number of bytes read, which is smaller than `len` only at the end of the
+ * file, and 0 beyond it. */
+ssize_t dayfly_read(dayfly *session, dayfly_file *file, void *buffer, size_t len, uint64_t offset);
 
-/* The order of dayfly_epoch, as reader `reader` of `readers` takes it. */
-dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, uint32_t reader,
-                                 uint32_t readers);
-
-/* Any order of files of one dataset. */
-dayfly_order *dayfly_order_files(dayfly *session, const char *const *paths, size_t count);
-
-/* Ends an order. */
-void dayfly_order_end(dayfly_order *order);
-
-/* As stat(2). */
+/* As stat(2): follows symlinks. */
 int dayfly_stat(dayfly *session, const char *path, struct stat *out);
 
-/* Calls `see` for each name in a directory, sorted by bytes, without `.` and `..`, with its type as in dirent.h (DT_REG, DT_DIR,
- * DT_LNK). If `see` returns something other than 0, that ends the listing and is returned. */
+/* Calls `see` for each name in a directory, sorted by bytes, without `.` and `..`. `type` is DT_REG, DT_DIR or DT_LNK of
+ * <dirent.h>. A result of `see` other than 0 ends the listing and becomes the result of this function. */
 int dayfly_list(dayfly *session, const char *path, int (*see)(const char *name, unsigned char type, void *context),
                 void *context);
 
-/* Called for a sample: its path as programs see it, and its size in bytes. What is not 0 ends the calls and is returned. */
+/* ---- Many files ----
+ *
+ * Both ways below ask for all files that are not on this node with one message, which is much faster than a call per file. */
+
+/* Flag: a file that cannot be read gets an error of its own, and the others are read. Without it, the first such file fails the
+ * whole call or batch. */
+#define DAYFLY_REPORT_MISSING 1
+/* Flag: a batch delivers files as they become available, those on this node first. Without it, it delivers them in the
+ * requested order. */
+#define DAYFLY_AS_AVAILABLE 2
+
+/* A file for dayfly_read_many. */
+struct dayfly_request {
+    const char *path; /* in: the file */
+    void *buffer;     /* in: where its bytes go */
+    size_t len;       /* in: room in the buffer */
+    int64_t result;   /* out: the file's size, even if the buffer was too small for all of it; or minus an errno */
+};
+
+/* Reads whole files into buffers, each up to the length of its buffer. Returns the number of files that failed, which is 0
+ * without DAYFLY_REPORT_MISSING. */
+ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
+
+/* Whole files that a program looks at without a copy: in the node's storage, or in the server's memory. The views stay until the
+ * batch is closed, except as dayfly_batch_is_good says. */
+typedef struct dayfly_batch dayfly_batch;
+
+/* A view of one file of a batch. */
+struct dayfly_view {
+    size_t index;      /* the file's index in the request, from 0 */
+    const void *bytes; /* all bytes of the file; NULL if it cannot be read */
+    uint64_t len;      /* the file's size */
+    int error;         /* 0, or the errno of a file that cannot be read */
+};
+
+/* Begins to read files, given by their paths. */
+dayfly_batch *dayfly_batch_open(dayfly *session, const char *const *paths, size_t count, int flags);
+
+/* Begins to read files, given by their numbers (see dayfly_id) in the dataset that contains `path`. */
+dayfly_batch *dayfly_batch_open_ids(dayfly *session, const char *path, const uint32_t *ids, size_t count, int flags);
+
+/* Waits for the next file. Returns 1 and fills in `out`, or returns 0 after the last file. The view is valid until the next call
+ * of this function. */
+int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
+
+/* Waits for all files. Returns 0. From then on dayfly_batch_get returns views that are valid until the batch is closed. */
+int dayfly_batch_wait(dayfly_batch *batch);
+
+/* Fills in the view of the file at `index`. Returns 0. Fails with ENOENT if there is no such file. */
+int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
+
+/* Returns 1 if all bytes that were looked at so far were right. Returns 0 if they may have been wrong:
+ *
+ * - They may have been zeros if the session has ended, a dataset was replaced or a drive has failed in the meantime.
+ * - They may have been any bytes if the server took their memory back, which it does if other clients have waited for it for
+ *   long. Read these files again.
+ *
+ * Call it after the last look at a view, and before relying on the result. */
+int dayfly_batch_is_good(const dayfly_batch *batch);
+
+/* Closes a batch and all its views. */
+void dayfly_batch_close(dayfly_batch *batch);
+
+/* ---- Order ---- */
+
+/* An announced order: files that this process will read next, by whichever functions. The server fetches them ahead of the
+ * reader. An order lasts until dayfly_order_end or the end of the process. Reading in another order is correct, but slower. */
+typedef struct dayfly_order dayfly_order;
+
+/* Announces the order of dayfly_epoch, of which this process reads the samples reader, reader + readers, reader + 2 * readers and
+ * so on. */
+dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, uint32_t reader,
+                                 uint32_t readers);
+
+/* Announces any order of files of one dataset. Fails with EXDEV if they belong to several. */
+dayfly_order *dayfly_order_files(dayfly *session, const char *const *paths, size_t count);
+
+/* Withdraws an order. */
+void dayfly_order_end(dayfly_order *order);
+
+/* A function that is called for a sample, with its path and its size. A result other than 0 ends the calls. */
 typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context);
 
-/* Calls `see` for every sample of the dataset at or above `path`, in a random order that `seed` and `epoch` decide, the same on every
- * node: a global shuffle. With several readers, reader r of n takes each n-th, from the r-th on. Files of one --group follow
- * each other; who wants them at one reader counts groups, not files. */
+/* Global shuffle: calls `see` for every sample of the dataset that contains `path`, in a random order that depends on `seed` and
+ * `epoch` only, so that it is the same on every node. With n readers, reader r takes every n-th sample from the r-th on (from 0).
+ * Files of one group (`dayfly stage-in --group`) follow each other; to keep a group at one reader, count groups instead of
+ * files. Returns 0, or the result of `see` that ended the calls. */
 int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
 
-/* Calls `see` for the samples of that dataset which this node owns, in the order in which they lie on its drives: a random order,
- * the same each time, that is read at the speed of sequential reading. Over all nodes, each sample once: a local shuffle. */
+/* Local shuffle: calls `see` for the samples of that dataset that this node owns, in the order in which they lie on its drives.
+ * The order is random, the same each time, and reads at sequential speed. Over all nodes, each sample occurs once. Returns as
+ * dayfly_epoch does. */
 int dayfly_local(dayfly *session, const char *path, dayfly_see_sample see, void *context);
 
 #ifdef __cplusplus

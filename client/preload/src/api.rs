@@ -1,4 +1,8 @@
-//! The C interface of `dayfly.h`, for programs that are written for Dayfly.
+//! The functions of `dayfly.h`, for programs that are written for Dayfly. The header documents them for their callers.
+//!
+//! A handle (`dayfly *`, `dayfly_file *`, ...) is a pointer to a boxed object. The program promises, as for every C library,
+//! that it passes only handles that it got here and has not closed. Null pointers are tolerated: functions fail with EINVAL or
+//! EFAULT.
 
 mod many;
 
@@ -10,35 +14,41 @@ use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
 
-use crate::calls::kernel_form;
-use crate::memory::{Errno, array, array_mut, buffer, put, string};
-use crate::process::{Fault, answer};
+use crate::fault::{Fault, answer};
+use crate::memory::{Errno, FromC};
+use crate::stat_form::kernel_form;
 use many::{Request, SampleView};
 
-type SeeSample = extern "C" fn(*const c_char, u64, *mut c_void) -> c_int;
-type See = extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c_int;
+/// A program's function for a sample: its path, its size in bytes, and the program's context.
+type VisitSample = Option<extern "C" fn(*const c_char, u64, *mut c_void) -> c_int>;
+/// A program's function for a directory entry: its name, its type, and the program's context.
+type VisitEntry = Option<extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c_int>;
 
-/// What a pointer of the program's points to.
-fn given<'a, T>(pointer: *const T) -> Result<&'a T, Errno> {
-    // SAFETY: not null, and so made by one of the functions below and not yet ended, by the program's promise.
-    if pointer.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &*pointer }) }
+/// Borrows the object behind a handle.
+fn object<'a, T>(handle: FromC<'a, *const T>) -> Result<&'a T, Errno> {
+    // SAFETY: not null, and so made by one of the functions below and not closed yet, by the program's promise.
+    if handle.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &*handle.raw() }) }
 }
 
-/// As [`given`], of what only one thread may use at a time.
-fn given_mut<'a, T>(pointer: *mut T) -> Result<&'a mut T, Errno> {
-    // SAFETY: as above; that nobody else uses it meanwhile is the program's promise too.
-    if pointer.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &mut *pointer }) }
+/// Borrows an object that only one thread may use at a time.
+fn object_mut<'a, T>(handle: FromC<'a, *mut T>) -> Result<&'a mut T, Errno> {
+    // SAFETY: as in `object`. The program also promises that no other thread uses it meanwhile.
+    if handle.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &mut *handle.raw() }) }
 }
 
-fn end<T>(pointer: *mut T) {
-    if !pointer.is_null() {
-        // SAFETY: made by `Box::into_raw` below; the program gives it up.
-        drop(unsafe { Box::from_raw(pointer) });
+fn new_handle<T>(object: T) -> *mut T {
+    Box::into_raw(Box::new(object))
+}
+
+fn close<T>(handle: FromC<*mut T>) {
+    if !handle.is_null() {
+        // SAFETY: made by `new_handle`; the program gives it up.
+        drop(unsafe { Box::from_raw(handle.raw()) });
     }
 }
 
-pub(super) fn bytes<'a>(path: *const c_char) -> Result<&'a [u8], Errno> {
-    string(path).map(|path| path.to_bytes()).ok_or(libc::EFAULT)
+fn bytes<'a>(path: FromC<'a, *const c_char>) -> Result<&'a [u8], Errno> {
+    path.string().map(|path| path.to_bytes()).ok_or(libc::EFAULT)
 }
 
 /// Defines functions of the header.
@@ -49,141 +59,157 @@ macro_rules! header {
     )*};
 }
 
+/// A session whose batches and orders live as long as the program keeps it open.
+type SessionHandle = FromC<'static, *const View>;
+
 header! {
     fn dayfly_attach() -> *mut View {
         answer(|| {
             let location = Location::of_environment()?;
             let session = Session::attach_to(&location, location.node_of_environment()?)?;
-            Ok(Box::into_raw(Box::new(View::new(session))))
+            Ok(new_handle(View::new(session)))
         })
     }
 
-    fn dayfly_detach(session: *mut View) -> () {
-        end(session);
+    fn dayfly_detach(session: FromC<*mut View>) -> () {
+        close(session);
     }
 
-    fn dayfly_open(session: *const View, path: *const c_char) -> *mut OpenFile {
-        answer(|| Ok(Box::into_raw(Box::new(given(session)?.open(bytes(path)?)?))))
+    fn dayfly_open(session: FromC<*const View>, path: FromC<*const c_char>) -> *mut OpenFile {
+        answer(|| Ok(new_handle(object(session)?.open(bytes(path)?)?)))
     }
 
-    fn dayfly_close(file: *mut OpenFile) -> () {
-        end(file);
+    fn dayfly_close(file: FromC<*mut OpenFile>) -> () {
+        close(file);
     }
 
-    fn dayfly_size(file: *const OpenFile) -> u64 {
-        given(file).map_or(0, |file| file.stat().size)
+    fn dayfly_size(file: FromC<*const OpenFile>) -> u64 {
+        object(file).map_or(0, |file| file.stat().size)
     }
 
-    fn dayfly_read(session: *const View, file: *const OpenFile, out: *mut c_void, len: size_t, offset: u64) -> ssize_t {
+    fn dayfly_read(
+        session: FromC<*const View>,
+        file: FromC<*const OpenFile>,
+        out: FromC<*mut c_void>,
+        len: size_t,
+        offset: u64,
+    ) -> ssize_t {
         answer(|| {
-            let file = given(file)?;
+            let file = object(file)?;
             let count = (len as u64).min(file.stat().size.saturating_sub(offset)) as usize;
-            Ok(given(session)?.read_at(file, offset, buffer(out, count)?)? as ssize_t)
+            Ok(object(session)?.read_at(file, offset, out.buffer(count)?)? as ssize_t)
         })
     }
 
-    fn dayfly_read_many(session: *const View, requests: *mut Request, count: size_t, flags: c_int) -> ssize_t {
-        answer(|| many::read(given(session)?, array_mut(requests, count), flags))
+    fn dayfly_read_many(session: FromC<*const View>, requests: FromC<*mut Request>, count: size_t, flags: c_int) -> ssize_t {
+        answer(|| many::read(object(session)?, requests.slice_mut(count), flags))
     }
 
-    fn dayfly_batch_open(session: *const View, paths: *const *const c_char, count: size_t, flags: c_int) -> *mut Batch<'static> {
-        answer(|| many::open(given(session)?, array(paths, count), flags))
-    }
-
-    fn dayfly_batch_open_ids(
-        session: *const View,
-        path: *const c_char,
-        ids: *const u32,
+    fn dayfly_batch_open(
+        session: SessionHandle,
+        paths: FromC<*const FromC<*const c_char>>,
         count: size_t,
         flags: c_int,
     ) -> *mut Batch<'static> {
-        answer(|| many::open_ids(given(session)?, bytes(path)?, array(ids, count), flags))
+        answer(|| many::open(object(session)?, paths.slice(count), flags))
     }
 
-    fn dayfly_batch_next(batch: *mut Batch<'static>, out: *mut SampleView) -> c_int {
-        answer(|| many::next(given_mut(batch)?, out))
+    fn dayfly_batch_open_ids(
+        session: SessionHandle,
+        path: FromC<*const c_char>,
+        ids: FromC<*const u32>,
+        count: size_t,
+        flags: c_int,
+    ) -> *mut Batch<'static> {
+        answer(|| many::open_ids(object(session)?, bytes(path)?, ids.slice(count), flags))
     }
 
-    fn dayfly_batch_wait(batch: *mut Batch<'static>) -> c_int {
-        answer(|| Ok(given_mut(batch)?.wait().map(|()| 0)?))
+    fn dayfly_batch_next(batch: FromC<*mut Batch<'static>>, out: FromC<*mut SampleView>) -> c_int {
+        answer(|| many::next(object_mut(batch)?, out))
     }
 
-    fn dayfly_batch_get(batch: *const Batch<'static>, index: size_t, out: *mut SampleView) -> c_int {
-        answer(|| many::get(given(batch)?, index, out))
+    fn dayfly_batch_wait(batch: FromC<*mut Batch<'static>>) -> c_int {
+        answer(|| Ok(object_mut(batch)?.wait().map(|()| 0)?))
     }
 
-    fn dayfly_batch_is_good(batch: *const Batch<'static>) -> c_int {
-        given(batch).map_or(0, |batch| c_int::from(batch.is_good()))
+    fn dayfly_batch_get(batch: FromC<*const Batch<'static>>, index: size_t, out: FromC<*mut SampleView>) -> c_int {
+        answer(|| many::get(object(batch)?, index, out))
     }
 
-    fn dayfly_batch_close(batch: *mut Batch<'static>) -> () {
-        end(batch);
+    fn dayfly_batch_is_good(batch: FromC<*const Batch<'static>>) -> c_int {
+        object(batch).map_or(0, |batch| c_int::from(batch.is_good()))
     }
 
-    fn dayfly_id(file: *const OpenFile) -> u32 {
-        given(file).map_or(u32::MAX, |file| file.sample().0)
+    fn dayfly_batch_close(batch: FromC<*mut Batch<'static>>) -> () {
+        close(batch);
+    }
+
+    fn dayfly_id(file: FromC<*const OpenFile>) -> u32 {
+        object(file).map_or(u32::MAX, |file| file.sample().0)
     }
 
     fn dayfly_order_epoch(
-        session: *const View,
-        path: *const c_char,
+        session: SessionHandle,
+        path: FromC<*const c_char>,
         seed: u64,
         epoch: u64,
         reader: u32,
         readers: u32,
     ) -> *mut Order<'static> {
         answer(|| {
-            let (view, share) = (given(session)?, readers.max(1) as usize);
+            let (view, share) = (object(session)?, readers.max(1) as usize);
             let dataset = view.dataset_of(bytes(path)?)?;
             let samples = Samples::of(dataset.catalog());
             let order = samples.epoch(seed, epoch).skip(reader as usize).step_by(share);
-            Ok(Box::into_raw(Box::new(view.session().submit(&dataset, order)?)))
+            Ok(new_handle(view.session().submit(&dataset, order)?))
         })
     }
 
-    fn dayfly_order_files(session: *const View, paths: *const *const c_char, count: size_t) -> *mut Order<'static> {
-        answer(|| many::order(given(session)?, array(paths, count)))
+    fn dayfly_order_files(
+        session: SessionHandle,
+        paths: FromC<*const FromC<*const c_char>>,
+        count: size_t,
+    ) -> *mut Order<'static> {
+        answer(|| many::order(object(session)?, paths.slice(count)))
     }
 
-    fn dayfly_order_end(order: *mut Order<'static>) -> () {
-        end(order);
+    fn dayfly_order_end(order: FromC<*mut Order<'static>>) -> () {
+        close(order);
     }
 
-    fn dayfly_stat(session: *const View, path: *const c_char, out: *mut libc::stat) -> c_int {
-        answer(|| Ok(put(out, kernel_form(&given(session)?.stat(bytes(path)?)?)).map(|()| 0)?))
+    fn dayfly_stat(session: FromC<*const View>, path: FromC<*const c_char>, out: FromC<*mut libc::stat>) -> c_int {
+        answer(|| Ok(out.put(kernel_form(&object(session)?.stat(bytes(path)?)?)).map(|()| 0)?))
     }
 
     fn dayfly_epoch(
-        session: *const View,
-        path: *const c_char,
+        session: FromC<*const View>,
+        path: FromC<*const c_char>,
         seed: u64,
         epoch: u64,
-        see: Option<SeeSample>,
+        see: VisitSample,
         context: *mut c_void,
     ) -> c_int {
         answer(|| {
-            see_samples(given(session)?, bytes(path)?, see, context, |samples, _, see| {
-                let mut told = samples.epoch(seed, epoch).map(see);
-                told.find(|told| !matches!(told, Ok(0))).unwrap_or(Ok(0))
+            visit_samples(object(session)?, bytes(path)?, see, context, |samples, _, visit| {
+                first_nonzero(samples.epoch(seed, epoch).map(visit))
             })
         })
     }
 
-    fn dayfly_local(session: *const View, path: *const c_char, see: Option<SeeSample>, context: *mut c_void) -> c_int {
+    fn dayfly_local(session: FromC<*const View>, path: FromC<*const c_char>, see: VisitSample, context: *mut c_void) -> c_int {
         answer(|| {
-            let view = given(session)?;
-            see_samples(view, bytes(path)?, see, context, |samples, dataset, see| {
+            let view = object(session)?;
+            visit_samples(view, bytes(path)?, see, context, |samples, dataset, visit| {
                 let order = samples.local(dataset, view.session().node(), view.session().nodes());
-                let mut told = order.into_iter().map(see);
-                told.find(|told| !matches!(told, Ok(0))).unwrap_or(Ok(0))
+                first_nonzero(order.into_iter().map(visit))
             })
         })
     }
 
-    fn dayfly_list(session: *const View, path: *const c_char, see: Option<See>, context: *mut c_void) -> c_int {
+    fn dayfly_list(session: FromC<*const View>, path: FromC<*const c_char>, see: VisitEntry, context: *mut c_void) -> c_int {
         answer(|| {
             let see = see.ok_or(libc::EINVAL)?;
-            let directory = given(session)?.open_directory(bytes(path)?)?;
+            let directory = object(session)?.open_directory(bytes(path)?)?;
             for entry in directory.entries(0) {
                 let kind = match entry.kind {
                     FileKind::File => libc::DT_REG,
@@ -201,11 +227,17 @@ header! {
     }
 }
 
-/// Tells the samples of the dataset that `path` is in, in the order that `order` makes.
-fn see_samples(
+/// Returns the first failure or nonzero result, and takes no result after it.
+fn first_nonzero(mut results: impl Iterator<Item = Result<c_int, Fault>>) -> Result<c_int, Fault> {
+    results.find(|result| !matches!(result, Ok(0))).unwrap_or(Ok(0))
+}
+
+/// Calls the program's function for samples of the dataset that contains `path`. `order` chooses the samples and their order:
+/// it calls its last argument for each.
+fn visit_samples(
     view: &View,
     path: &[u8],
-    see: Option<SeeSample>,
+    see: VisitSample,
     context: *mut c_void,
     order: impl Fn(&Samples, &Dataset, &mut dyn FnMut(SampleId) -> Result<c_int, Fault>) -> Result<c_int, Fault>,
 ) -> Result<c_int, Fault> {

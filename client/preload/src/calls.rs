@@ -1,4 +1,25 @@
-//! The functions that stand in front of the C library's, by what they are about.
+//! The hooks: functions with the C library's names and contracts, which the dynamic linker binds programs to. One file per
+//! topic.
+//!
+//! A hook decides whether its path or descriptor belongs to the namespace. If so, it answers from the view; if not, it passes
+//! its arguments on, unchanged, to the next library. Each function is declared once, by [`hook!`], which also defines
+//! `NAME::next`: the call of the next library's function with the same signature. To add a function, add it to the file of
+//! its topic:
+//!
+//! ```text
+//! hook! {
+//!     fn fsync(descriptor: c_int) -> c_int {
+//!         if table::is_ours(descriptor) { 0 } else { fsync::next(descriptor) }
+//!     }
+//! }
+//! ```
+//!
+//! Invariants that hold for every hook:
+//!
+//! - It never panics and never unwinds into C: work on the namespace runs inside [`crate::fault::answer`].
+//! - It leaves `errno` as it was, unless it fails.
+//! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.
+//! - In a `vfork` child it changes nothing that the parent would see in the memory that both use.
 
 mod attributes;
 mod change;
@@ -18,29 +39,55 @@ mod spawn;
 mod stat;
 mod stdio;
 mod transfer;
+mod vfork;
 
-pub(crate) use stat::kernel_form;
-
-/// Defines functions of C's names, each also under its aliases. Arguments are as the program passes them.
+/// Defines hooks. `fn NAME | ALIAS... (ARGUMENT: TYPE, ...) -> TYPE { BODY }` defines
+///
+/// - the exported function `NAME`, with the given body,
+/// - an exported function for each alias, which calls `NAME`,
+/// - `NAME::next(ARGUMENT, ...)`, which calls the next library's function `NAME`.
+///
+/// Where [`crate::next`] has declared the function for modules below this one, the hook lists its arguments by name only,
+/// without types and without a result: both come from that declaration.
 macro_rules! hook {
-    ($($(#[$attribute:meta])* fn $name:ident $(| $alias:ident)* ($($argument:ident: $kind:ty),* $(,)?) -> $result:ty $body:block)*) => {$(
-        $(#[$attribute])*
-        #[cfg_attr(not(test), unsafe(no_mangle))]
-        #[allow(clippy::too_many_arguments, reason = "as C has it")]
-        pub(crate) extern "C" fn $name($($argument: $kind),*) -> $result $body
+    (@function $name:ident $aliases:tt ($($argument:ident: $kind:ty),* $(,)?) [$result:ty] $body:block) => {
+        hook! { @export $name $aliases ($($argument: $kind),*) [$result] $body }
 
-        hook!(@aliases [$($alias)*] $name ($($argument: $kind),*) -> $result);
-    )*};
-    (@aliases [] $name:ident $arguments:tt -> $result:ty) => {};
-    (@aliases [$alias:ident $($rest:ident)*] $name:ident ($($argument:ident: $kind:ty),*) -> $result:ty) => {
-        #[cfg_attr(not(test), unsafe(no_mangle))]
-        #[allow(clippy::too_many_arguments, reason = "as C has it")]
-        #[allow(dead_code, reason = "called from C")]
-        pub(crate) extern "C" fn $alias($($argument: $kind),*) -> $result {
-            $name($($argument),*)
+        /// The next library's function of this name.
+        #[allow(clippy::module_inception, reason = "a function may be the topic of its file")]
+        pub(crate) mod $name {
+            #[allow(unused_imports, reason = "some functions have no arguments")]
+            use super::*;
+            $crate::next::forward! { next calls $name($($argument: $kind),*) -> $result }
         }
+    };
+    (@function $name:ident $aliases:tt ($($argument:ident),*) [] $body:block) => {
+        $crate::next::declared! { $name $aliases ($($argument),*) $body }
+    };
+    (@declared $name:ident [$($kind:ty),*] [$result:ty] $aliases:tt ($($argument:ident),*) $body:block) => {
+        hook! { @export $name $aliases ($($argument: $kind),*) [$result] $body }
 
-        hook!(@aliases [$($rest)*] $name ($($argument: $kind),*) -> $result);
+        /// The next library's function of this name.
+        pub(crate) mod $name {
+            #[allow(unused_imports, reason = "some hooks pass nothing on under their own name")]
+            pub(crate) use $crate::next::$name as next;
+        }
+    };
+    (@export $name:ident [$($alias:ident)*] $arguments:tt [$result:ty] $body:block) => {
+        hook! { @symbol $name $arguments [$result] $body }
+        $(hook! { @alias $alias $name $arguments [$result] })*
+    };
+    (@alias $alias:ident $name:ident ($($argument:ident: $kind:ty),*) [$result:ty]) => {
+        hook! { @symbol $alias ($($argument: $kind),*) [$result] { $name($($argument),*) } }
+    };
+    (@symbol $name:ident ($($argument:ident: $kind:ty),*) [$result:ty] $body:block) => {
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        #[allow(clippy::too_many_arguments, reason = "the C function has as many")]
+        #[allow(dead_code, reason = "called from C")]
+        pub(crate) extern "C" fn $name($($argument: $kind),*) -> $result $body
+    };
+    ($(fn $name:ident $(| $alias:ident)* ($($arguments:tt)*) $(-> $result:ty)? $body:block)*) => {
+        $(hook! { @function $name [$($alias)*] ($($arguments)*) [$($result)?] $body })*
     };
 }
 use hook;

@@ -1,6 +1,8 @@
-/* A C library binds a program to the newest version of each symbol, and glibc 2.34 gave new ones to what it took over from
- * libpthread and libdl. The linker sends the references of Rust's standard library here (`--wrap`, see build.rs), and from here
- * they go to the oldest versions, which every glibc has: so the library also loads in containers with an old one. */
+/* Makes the library load with every glibc since 2.28, also in containers.
+ *
+ * The linker binds a library to the newest version of each symbol, and glibc 2.34 gave new versions to the functions that it took
+ * over from libpthread and libdl. Rust's standard library uses some of them. The linker redirects those references to the
+ * wrappers below (`--wrap`, see build.rs), which call the oldest version; every glibc has it. */
 
 #include <stddef.h>
 #include <sys/syscall.h>
@@ -19,10 +21,11 @@
 
 OLD(void *, dlsym, (void *handle, const char *name), (handle, name))
 OLD(void *, dlvsym, (void *handle, const char *name, const char *version), (handle, name, version))
-OLD(int, pthread_key_create, (unsigned *key, void (*end)(void *)), (key, end))
+OLD(int, pthread_key_create, (unsigned *key, void (*destructor)(void *)), (key, destructor))
 OLD(int, pthread_key_delete, (unsigned key), (key))
 OLD(int, pthread_setspecific, (unsigned key, const void *value), (key, value))
 
+/* glibc exports `gettid` only since 2.30. */
 int __wrap_gettid(void) {
     return syscall(SYS_gettid);
 }

@@ -1,26 +1,32 @@
-//! The working directory, while it is one of ours. The kernel cannot be there, so it is put where nothing is: a relative path
-//! that goes round this library finds no file, rather than a wrong one.
+//! The working directory, while it is in the namespace.
+//!
+//! The kernel cannot be in the namespace. So this module keeps the directory's path, and `calls/names.rs` moves the kernel to
+//! a directory that it removes at once: a relative path that bypasses this library finds no file, rather than a wrong one.
+//!
+//! A `vfork` child has a working directory of its own, in its parent's memory: its changes are kept per child.
 
 use std::cell::RefCell;
 use std::ffi::CString;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::os::unix::ffi::OsStringExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwapOption;
-use dayfly_client::locate::Location;
+use dayfly_client::locate::CWD_VARIABLE;
 
-use crate::memory;
-use crate::{next, vfork};
+use crate::memory::{self, FromC};
+use crate::{next, setup, vfork};
 
-/// Whether [`DIRECTORY`] has one, so that others pay one load.
+/// Whether [`DIRECTORY`] holds a path, so that a process outside the namespace pays for one load only.
 static IS_OURS: AtomicBool = AtomicBool::new(false);
 static DIRECTORY: ArcSwapOption<Vec<u8>> = ArcSwapOption::const_empty();
 
 thread_local! {
-    /// Where a `vfork` child of this thread has gone: the child, and the directory if it is one of ours.
+    /// The working directory of this thread's `vfork` child: the child's process id, and the path if it is in the namespace.
     static OF_CHILD: RefCell<Option<(i32, Option<Vec<u8>>)>> = const { RefCell::new(None) };
 }
 
-/// The working directory, if it is ours.
+/// Returns the working directory's path, if it is in the namespace.
 #[inline]
 pub(crate) fn current() -> Option<Vec<u8>> {
     if let Some(child) = vfork::child() {
@@ -35,9 +41,15 @@ pub(crate) fn current() -> Option<Vec<u8>> {
     DIRECTORY.load().as_ref().map(|directory| directory.to_vec())
 }
 
-/// What the program before this one left us in.
-pub(crate) fn inherit(directory: Vec<u8>) {
-    note(Some(directory));
+/// Takes over the working directory of the program that started this one, which passed it in the environment. Call it before
+/// the program's `main`.
+pub(crate) fn inherit() {
+    let Some(directory) = setup::variable(CWD_VARIABLE) else { return };
+    note(Some(directory.into_vec()));
+    // The variable would become wrong with the next `chdir`. The hooks that start other programs add it again.
+    if let Ok(name) = CString::new(CWD_VARIABLE) {
+        memory::unset_variable(&name);
+    }
 }
 
 fn note(directory: Option<Vec<u8>>) {
@@ -46,59 +58,40 @@ fn note(directory: Option<Vec<u8>>) {
         return;
     }
     IS_OURS.store(directory.is_some(), Ordering::Release);
-    DIRECTORY.store(directory.map(std::sync::Arc::new));
+    DIRECTORY.store(directory.map(Arc::new));
 }
 
-/// Goes to a directory of ours.
+/// Records that the process is now in a directory of the namespace.
 pub(crate) fn enter(directory: Vec<u8>) {
-    if current().is_none() {
-        leave_kernel_nowhere();
-    }
     note(Some(directory));
 }
 
-/// The kernel has gone somewhere else.
+/// Records that the process has left the namespace: the kernel's working directory counts again.
 pub(crate) fn leave() {
     if vfork::child().is_some() || IS_OURS.load(Ordering::Acquire) {
         note(None);
     }
 }
 
-/// The kernel's working directory.
+/// Returns the kernel's working directory.
 pub(crate) fn of_kernel() -> Option<Vec<u8>> {
     let mut buffer = vec![0_u8; libc::PATH_MAX as usize];
-    if next::getcwd(buffer.as_mut_ptr().cast(), buffer.len()).is_null() {
+    // SAFETY: a live buffer, with its length.
+    let room = unsafe { FromC::new(buffer.as_mut_ptr().cast()) };
+    if next::getcwd(room, buffer.len()).is_null() {
         return None;
     }
     buffer.truncate(buffer.iter().position(|&byte| byte == 0)?);
     Some(buffer)
 }
 
-pub(crate) fn read_link(path: &str) -> Option<Vec<u8>> {
-    let path = CString::new(path).ok()?;
+/// Returns the path of the kernel's directory that a descriptor names.
+pub(crate) fn of_descriptor(number: i32) -> Option<Vec<u8>> {
+    let path = CString::new(format!("/proc/self/fd/{number}")).ok()?;
     let mut buffer = vec![0_u8; libc::PATH_MAX as usize];
-    let len = next::readlink(path.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len());
+    // SAFETY: a live buffer, with its length.
+    let room = unsafe { FromC::new(buffer.as_mut_ptr().cast()) };
+    let len = next::readlink(path.as_c_str().into(), room, buffer.len());
     buffer.truncate(usize::try_from(len).ok()?);
     Some(buffer)
-}
-
-/// Puts the kernel into a directory that is removed at once.
-fn leave_kernel_nowhere() {
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let before = memory::errno();
-    let session = Location::of_environment().ok().map(|location| location.folder);
-    let folders = session.into_iter().chain([std::env::temp_dir(), "/dev/shm".into(), "/tmp".into()]);
-    for folder in folders {
-        let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-        let Ok(path) = CString::new(name) else { continue };
-        if next::mkdir(path.as_ptr(), 0o700) != 0 {
-            continue;
-        }
-        let is_there = next::chdir(path.as_ptr()) == 0;
-        next::rmdir(path.as_ptr());
-        if is_there {
-            break;
-        }
-    }
-    memory::set_errno(before);
 }

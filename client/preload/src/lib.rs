@@ -1,25 +1,56 @@
-//! `libdayfly_preload.so`: loaded before the C library, it answers calls about paths below the session's prefix, and about
-//! descriptors that such calls gave out. Everything else goes on to the C library at the cost of a comparison.
+//! `libdayfly_preload.so` shows a session's namespace to unchanged programs. The dynamic linker loads it in front of the C
+//! library (`LD_PRELOAD`). It answers calls about paths below the session's prefix, and about descriptors that such calls
+//! returned. Every other call goes on to the C library, at the cost of a comparison.
 //!
-//! The functions in [`calls`] have C's names and contracts. They are safe to read: pointers are followed in [`memory`] only,
-//! the next library is called through [`next`], and whose a path or a number is stands in [`path`] and [`table`].
-//! `docs/SEMANTICS.md` says what a program sees.
+//! # Parts, from the bottom up
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `memory` | the border to C: pointers from C (`FromC`), `errno` |
+//! | `next` | the functions of the next library, found by name on first use |
+//! | `fault` | why a call fails, how C learns of it, the line on standard error |
+//! | `setup` | the session that the environment names |
+//! | `placeholder` | the kernel descriptor behind each of our numbers |
+//! | `vfork` | which process runs in this memory |
+//! | `offset`, `table` | open file descriptions, their offsets, and the numbers that name them |
+//! | `attach` | the view on the session |
+//! | `cwd`, `path` | the working directory; which paths are ours |
+//! | `stat_form` | a view's attributes as `struct stat` |
+//! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
+//! | `atfork` | what happens around a fork |
+//! | `calls` | the hooks: functions with C's names |
+//! | `api` | the functions of `dayfly.h` |
+//!
+//! A module uses only modules above it in this table. `docs/SEMANTICS.md` says what a program sees.
+//!
+//! # Invariants
+//!
+//! - A program that does not touch the namespace runs as without the library: same results, same `errno`, same descriptors.
+//! - Nothing panics or unwinds into C.
+//! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.
+//! - The library starts no thread.
 
-#![cfg_attr(test, allow(dead_code, reason = "in a build for tests, C calls nothing"))]
+#![cfg_attr(test, allow(dead_code, reason = "in a test build no C code calls the hooks"))]
 
 mod api;
+mod atfork;
+mod attach;
 mod calls;
-mod carry;
 mod cwd;
+mod exec_handoff;
+mod fault;
+mod kernel_copy;
 mod memory;
 mod next;
 mod offset;
 mod path;
-mod process;
+mod placeholder;
+mod setup;
+mod stat_form;
 mod table;
 mod vfork;
 
-/// Runs before the program's `main`.
+/// The dynamic linker calls this before the program's `main`.
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -27,5 +58,9 @@ static START: extern "C" fn() = start;
 
 #[cfg(not(test))]
 extern "C" fn start() {
-    process::set_up();
+    if setup::read_environment() {
+        vfork::set_home();
+        cwd::inherit();
+        atfork::register();
+    }
 }

@@ -1,38 +1,53 @@
-//! The functions behind ours: libc's, or those of a library that stands between. Found by name on first use.
+//! The next library: the C library, or another preloaded library in front of it.
+//!
+//! Each hook has a counterpart, `NAME::next`, that passes the arguments on unchanged. [`forward!`] generates it; the address is
+//! looked up by name on the first call and kept in an atomic, so a call costs one load and two comparisons more than a direct
+//! one. A lookup takes no lock of ours, and a fork copies its result.
+//!
+//! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This
+//! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others
+//! takes its argument types from here. So no module below `calls` has to import it.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libc::{DIR, FILE, dirent, mode_t, off_t, size_t, ssize_t, stat};
+use libc::{mode_t, msghdr, off_t, sigaction as Action, size_t};
 
-use crate::memory::{Failed, fail};
+use crate::memory::FromC;
 
 unsafe extern "C" {
-    /// `dlvsym`, for names that newer C libraries keep for old programs only.
+    /// The C library's `dlvsym`, for names that newer C libraries keep for old programs only.
     fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void;
 }
 
-/// Not looked for yet.
+/// The address has not been looked up yet.
 const UNKNOWN: usize = 0;
-/// Looked for, and not there.
+/// The address has been looked up, and no library has the function.
 const MISSING: usize = 1;
 /// The oldest version of glibc's symbols on x86-64.
 const OLDEST: &CStr = c"GLIBC_2.2.5";
 
-struct Next(AtomicUsize);
+/// The address of one function of the next library.
+pub(crate) struct Next(AtomicUsize);
 
 impl Next {
+    pub(crate) const fn new() -> Self {
+        Self(AtomicUsize::new(UNKNOWN))
+    }
+
+    /// Returns the address, or `None` where no library behind this one has the function.
     #[inline]
-    fn get(&self, name: &CStr) -> usize {
-        match self.0.load(Ordering::Relaxed) {
-            UNKNOWN => self.find(name),
+    pub(crate) fn address(&self, name: &CStr) -> Option<usize> {
+        let address = match self.0.load(Ordering::Relaxed) {
+            UNKNOWN => self.look_up(name),
             known => known,
-        }
+        };
+        (address != MISSING).then_some(address)
     }
 
     #[cold]
-    fn find(&self, name: &CStr) -> usize {
-        // SAFETY: both names are strings; RTLD_NEXT asks for what comes after this library.
+    fn look_up(&self, name: &CStr) -> usize {
+        // SAFETY: both names are strings; RTLD_NEXT asks for the libraries behind this one.
         let found = unsafe {
             let newest = libc::dlsym(libc::RTLD_NEXT, name.as_ptr());
             if newest.is_null() { dlvsym(libc::RTLD_NEXT, name.as_ptr(), OLDEST.as_ptr()) } else { newest }
@@ -43,207 +58,92 @@ impl Next {
     }
 }
 
-/// Declares functions that pass their arguments on to the next library, unchanged.
-macro_rules! next {
-    ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) -> $result:ty;)*) => {$(
-        #[inline]
-        #[allow(clippy::too_many_arguments, reason = "as C has it")]
-        pub(crate) fn $name($($argument: $kind),*) -> $result {
-            static NEXT: Next = Next(AtomicUsize::new(UNKNOWN));
-            const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+/// Turns a function's name into a C string.
+macro_rules! c_name {
+    ($name:ident) => {
+        const {
+            match ::std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                 Ok(name) => name,
-                Err(_) => panic!("a name has no NUL"),
-            };
-            let address = NEXT.get(NAME);
-            if address == MISSING {
-                return missing();
+                Err(_) => panic!("an identifier contains no NUL"),
             }
-            // SAFETY: the C library's function of this name has this signature. What is passed is what the program passed
-            // to ours, whose contract is the same, or our own live objects.
-            unsafe { std::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $result>(address)($($argument),*) }
         }
-    )*};
+    };
 }
 
-fn missing<R: Failed>() -> R {
-    fail(libc::ENOSYS)
+/// Defines `$function`, which calls the next library's `$symbol`. Where no library has it, the call fails with ENOSYS.
+macro_rules! forward {
+    ($function:ident calls $symbol:ident($($argument:ident: $kind:ty),*) -> $result:ty) => {
+        #[inline]
+        #[allow(clippy::too_many_arguments, reason = "the C function has as many")]
+        #[allow(dead_code, reason = "some hooks answer by way of another function's next")]
+        pub(crate) fn $function($($argument: $kind),*) -> $result {
+            static NEXT: $crate::next::Next = $crate::next::Next::new();
+            let Some(address) = NEXT.address($crate::next::c_name!($symbol)) else {
+                return $crate::memory::fail(libc::ENOSYS);
+            };
+            // SAFETY: the C library's function of this name has this signature. Pointers are what the program passed to our
+            // function, whose contract is the same, or point to our own live objects: `FromC` says so.
+            unsafe { ::std::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $result>(address)($($argument),*) }
+        }
+    };
 }
 
-type Strings = *const *const c_char;
+/// Declares functions that modules below `calls` use. For each it emits the call of the next library, and an arm of the macro
+/// `declared!`, from which `hook!` takes the types of a hook that lists its arguments by name only. The first token is `$`, which a
+/// macro cannot write into the macro that it defines.
+macro_rules! declare {
+    ($dollar:tt $(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) -> $result:ty;)*) => {
+        $(forward! { $name calls $name($($argument: $kind),*) -> $result })*
 
-next! {
-    fn open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int;
-    fn openat(directory: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int;
-    fn fopen(path: *const c_char, mode: *const c_char) -> *mut FILE;
-    fn fdopen(descriptor: c_int, mode: *const c_char) -> *mut FILE;
-    fn freopen(path: *const c_char, mode: *const c_char, stream: *mut FILE) -> *mut FILE;
-    fn fileno(stream: *mut FILE) -> c_int;
-    fn fclose(stream: *mut FILE) -> c_int;
-    fn daemon(stay: c_int, keep_open: c_int) -> c_int;
-    fn access(path: *const c_char, mode: c_int) -> c_int;
-    fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int;
-    fn euidaccess(path: *const c_char, mode: c_int) -> c_int;
-    fn readlink(path: *const c_char, buffer: *mut c_char, len: size_t) -> ssize_t;
-    fn readlinkat(directory: c_int, path: *const c_char, buffer: *mut c_char, len: size_t) -> ssize_t;
-    fn realpath(path: *const c_char, resolved: *mut c_char) -> *mut c_char;
-    fn chdir(path: *const c_char) -> c_int;
-    fn fchdir(descriptor: c_int) -> c_int;
-    fn get_current_dir_name() -> *mut c_char;
-    fn getcwd(buffer: *mut c_char, len: size_t) -> *mut c_char;
-    fn opendir(path: *const c_char) -> *mut DIR;
-    fn fdopendir(descriptor: c_int) -> *mut DIR;
-    fn readdir(stream: *mut DIR) -> *mut dirent;
-    fn readdir_r(stream: *mut DIR, entry: *mut dirent, result: *mut *mut dirent) -> c_int;
-    fn seekdir(stream: *mut DIR, position: i64) -> ();
-    fn telldir(stream: *mut DIR) -> i64;
-    fn rewinddir(stream: *mut DIR) -> ();
-    fn closedir(stream: *mut DIR) -> c_int;
-    fn dirfd(stream: *mut DIR) -> c_int;
-    fn getdents64(descriptor: c_int, buffer: *mut c_void, len: size_t) -> ssize_t;
-    fn statfs(path: *const c_char, out: *mut libc::statfs) -> c_int;
-    fn fstatfs(descriptor: c_int, out: *mut libc::statfs) -> c_int;
-    fn statvfs(path: *const c_char, out: *mut libc::statvfs) -> c_int;
-    fn fstatvfs(descriptor: c_int, out: *mut libc::statvfs) -> c_int;
-    fn statx(directory: c_int, path: *const c_char, flags: c_int, mask: c_uint, out: *mut libc::statx) -> c_int;
+        macro_rules! declared {
+            $(($name $dollar($dollar rest:tt)*) => { hook! { @declared $name [$($kind),*] [$result] $dollar($dollar rest)* } };)*
+        }
+        pub(crate) use declared;
+    };
+}
 
-    fn read(descriptor: c_int, buffer: *mut c_void, len: size_t) -> ssize_t;
-    fn readv(descriptor: c_int, vector: *const libc::iovec, count: c_int) -> ssize_t;
-    fn pread(descriptor: c_int, buffer: *mut c_void, len: size_t, offset: off_t) -> ssize_t;
-    fn preadv(descriptor: c_int, vector: *const libc::iovec, count: c_int, offset: off_t) -> ssize_t;
-    fn preadv2(descriptor: c_int, vector: *const libc::iovec, count: c_int, offset: off_t, flags: c_int) -> ssize_t;
-    fn write(descriptor: c_int, buffer: *const c_void, len: size_t) -> ssize_t;
-    fn pwrite(descriptor: c_int, buffer: *const c_void, len: size_t, offset: off_t) -> ssize_t;
-    fn lseek(descriptor: c_int, offset: off_t, whence: c_int) -> off_t;
-    fn mmap(address: *mut c_void, len: size_t, protection: c_int, flags: c_int, descriptor: c_int, offset: off_t) -> *mut c_void;
-    fn mremap(address: *mut c_void, old_len: size_t, new_len: size_t, flags: c_int, target: *mut c_void) -> *mut c_void;
-    fn munmap(address: *mut c_void, len: size_t) -> c_int;
+pub(crate) use {c_name, forward};
+
+declare! { $
     fn dup(descriptor: c_int) -> c_int;
-    fn dup2(from: c_int, to: c_int) -> c_int;
     fn dup3(from: c_int, to: c_int, flags: c_int) -> c_int;
-    fn fcntl(descriptor: c_int, command: c_int, argument: c_ulong) -> c_int;
-    fn ioctl(descriptor: c_int, request: c_ulong, argument: c_ulong) -> c_int;
-    fn close(descriptor: c_int) -> c_int;
-    fn sendfile(to: c_int, from: c_int, offset: *mut off_t, count: size_t) -> ssize_t;
-    fn copy_file_range(from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> ssize_t;
-    fn splice(from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> ssize_t;
-    fn sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t;
-    fn posix_fadvise(descriptor: c_int, offset: off_t, len: off_t, advice: c_int) -> c_int;
-    fn readahead(descriptor: c_int, offset: off_t, count: size_t) -> ssize_t;
-    fn flock(descriptor: c_int, operation: c_int) -> c_int;
-    fn lockf(descriptor: c_int, command: c_int, len: off_t) -> c_int;
-    fn isatty(descriptor: c_int) -> c_int;
-    fn poll(descriptors: *mut libc::pollfd, count: libc::nfds_t, timeout_ms: c_int) -> c_int;
-    fn ppoll(descriptors: *mut libc::pollfd, count: libc::nfds_t, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
-    fn select(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *mut libc::timeval) -> c_int;
-    fn pselect(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const libc::timespec, mask: *const libc::sigset_t) -> c_int;
-    fn epoll_ctl(epoll: c_int, operation: c_int, descriptor: c_int, event: *mut libc::epoll_event) -> c_int;
-
-    fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int;
-    fn execvpe(path: *const c_char, arguments: Strings, environment: Strings) -> c_int;
-    fn fexecve(descriptor: c_int, arguments: Strings, environment: Strings) -> c_int;
-    fn execveat(directory: c_int, path: *const c_char, arguments: Strings, environment: Strings, flags: c_int) -> c_int;
-    fn posix_spawn(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: Strings, environment: Strings) -> c_int;
-    fn posix_spawnp(pid: *mut libc::pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: Strings, environment: Strings) -> c_int;
-    fn posix_spawn_file_actions_adddup2(actions: *mut c_void, from: c_int, to: c_int) -> c_int;
-    fn posix_spawn_file_actions_addopen(actions: *mut c_void, to: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int;
-    fn posix_spawn_file_actions_addchdir_np(actions: *mut c_void, path: *const c_char) -> c_int;
-    fn posix_spawn_file_actions_addfchdir_np(actions: *mut c_void, descriptor: c_int) -> c_int;
-    fn posix_spawn_file_actions_init(actions: *mut c_void) -> c_int;
-    fn posix_spawn_file_actions_destroy(actions: *mut c_void) -> c_int;
-    fn system(command: *const c_char) -> c_int;
-    fn popen(command: *const c_char, mode: *const c_char) -> *mut FILE;
-    fn signal(number: c_int, handler: size_t) -> isize;
-    fn sigprocmask(how: c_int, new: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int;
-    fn pthread_sigmask(how: c_int, new: *const libc::sigset_t, old: *mut libc::sigset_t) -> c_int;
-    fn sigaction(number: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
-
-    fn glob(pattern: *const c_char, flags: c_int, on_error: *const c_void, out: *mut c_void) -> c_int;
-    fn scandir(path: *const c_char, list: *mut *mut *mut dirent, filter: *const c_void, compare: *const c_void) -> c_int;
-    fn scandirat(directory: c_int, path: *const c_char, list: *mut *mut *mut dirent, filter: *const c_void, compare: *const c_void) -> c_int;
-    fn ftw(path: *const c_char, visit: *const c_void, descriptors: c_int) -> c_int;
-    fn nftw(path: *const c_char, visit: *const c_void, descriptors: c_int, flags: c_int) -> c_int;
-    fn fts_open(paths: *const *mut c_char, options: c_int, compare: *const c_void) -> *mut c_void;
-    fn fts_read(walk: *mut c_void) -> *mut c_void;
-    fn fts_children(walk: *mut c_void, options: c_int) -> *mut c_void;
-    fn fts_set(walk: *mut c_void, entry: *mut c_void, instruction: c_int) -> c_int;
-    fn fts_close(walk: *mut c_void) -> c_int;
-
-    fn rename(from: *const c_char, to: *const c_char) -> c_int;
-    fn renameat(from_directory: c_int, from: *const c_char, to_directory: c_int, to: *const c_char) -> c_int;
-    fn renameat2(from_directory: c_int, from: *const c_char, to_directory: c_int, to: *const c_char, flags: c_uint) -> c_int;
-    fn link(from: *const c_char, to: *const c_char) -> c_int;
-    fn linkat(from_directory: c_int, from: *const c_char, to_directory: c_int, to: *const c_char, flags: c_int) -> c_int;
-    fn symlink(target: *const c_char, path: *const c_char) -> c_int;
-    fn symlinkat(target: *const c_char, directory: c_int, path: *const c_char) -> c_int;
-    fn mkdir(path: *const c_char, mode: mode_t) -> c_int;
-    fn mkdirat(directory: c_int, path: *const c_char, mode: mode_t) -> c_int;
-    fn mkfifo(path: *const c_char, mode: mode_t) -> c_int;
-    fn mkfifoat(directory: c_int, path: *const c_char, mode: mode_t) -> c_int;
-    fn mknod(path: *const c_char, mode: mode_t, device: libc::dev_t) -> c_int;
-    fn mknodat(directory: c_int, path: *const c_char, mode: mode_t, device: libc::dev_t) -> c_int;
-    fn mkstemp(template: *mut c_char) -> c_int;
-    fn mkostemp(template: *mut c_char, flags: c_int) -> c_int;
-    fn mkstemps(template: *mut c_char, suffix_len: c_int) -> c_int;
-    fn mkostemps(template: *mut c_char, suffix_len: c_int, flags: c_int) -> c_int;
-    fn mkdtemp(template: *mut c_char) -> *mut c_char;
-    fn unlink(path: *const c_char) -> c_int;
-    fn unlinkat(directory: c_int, path: *const c_char, flags: c_int) -> c_int;
-    fn rmdir(path: *const c_char) -> c_int;
-    fn remove(path: *const c_char) -> c_int;
-    fn truncate(path: *const c_char, len: off_t) -> c_int;
-    fn chmod(path: *const c_char, mode: mode_t) -> c_int;
-    fn lchmod(path: *const c_char, mode: mode_t) -> c_int;
-    fn fchmodat(directory: c_int, path: *const c_char, mode: mode_t, flags: c_int) -> c_int;
-    fn chown(path: *const c_char, user: libc::uid_t, group: libc::gid_t) -> c_int;
-    fn lchown(path: *const c_char, user: libc::uid_t, group: libc::gid_t) -> c_int;
-    fn fchownat(directory: c_int, path: *const c_char, user: libc::uid_t, group: libc::gid_t, flags: c_int) -> c_int;
-    fn utime(path: *const c_char, times: *const libc::utimbuf) -> c_int;
-    fn utimes(path: *const c_char, times: *const libc::timeval) -> c_int;
-    fn lutimes(path: *const c_char, times: *const libc::timeval) -> c_int;
-    fn futimesat(directory: c_int, path: *const c_char, times: *const libc::timeval) -> c_int;
-    fn utimensat(directory: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int;
-    fn setxattr(path: *const c_char, name: *const c_char, value: *const c_void, len: size_t, flags: c_int) -> c_int;
-    fn lsetxattr(path: *const c_char, name: *const c_char, value: *const c_void, len: size_t, flags: c_int) -> c_int;
-    fn removexattr(path: *const c_char, name: *const c_char) -> c_int;
-    fn lremovexattr(path: *const c_char, name: *const c_char) -> c_int;
-    fn getxattr(path: *const c_char, name: *const c_char, value: *mut c_void, len: size_t) -> ssize_t;
-    fn lgetxattr(path: *const c_char, name: *const c_char, value: *mut c_void, len: size_t) -> ssize_t;
-    fn fgetxattr(descriptor: c_int, name: *const c_char, value: *mut c_void, len: size_t) -> ssize_t;
-    fn listxattr(path: *const c_char, list: *mut c_char, len: size_t) -> ssize_t;
-    fn llistxattr(path: *const c_char, list: *mut c_char, len: size_t) -> ssize_t;
-    fn flistxattr(descriptor: c_int, list: *mut c_char, len: size_t) -> ssize_t;
-    fn fsync(descriptor: c_int) -> c_int;
-    fn fdatasync(descriptor: c_int) -> c_int;
-    fn syncfs(descriptor: c_int) -> c_int;
-    fn fchmod(descriptor: c_int, mode: mode_t) -> c_int;
-    fn fchown(descriptor: c_int, user: libc::uid_t, group: libc::gid_t) -> c_int;
-    fn futimens(descriptor: c_int, times: *const libc::timespec) -> c_int;
-    fn futimes(descriptor: c_int, times: *const libc::timeval) -> c_int;
-    fn fsetxattr(descriptor: c_int, name: *const c_char, value: *const c_void, len: size_t, flags: c_int) -> c_int;
-    fn fremovexattr(descriptor: c_int, name: *const c_char) -> c_int;
-    fn ftruncate(descriptor: c_int, len: off_t) -> c_int;
+    fn fcntl(descriptor: c_int, command: c_int, argument: FromC<c_ulong>) -> c_int;
+    fn getcwd(buffer: FromC<*mut c_char>, len: size_t) -> *mut c_char;
+    fn lseek(descriptor: c_int, offset: off_t, whence: c_int) -> off_t;
+    fn open(path: FromC<*const c_char>, flags: c_int, mode: mode_t) -> c_int;
+    fn pwrite(descriptor: c_int, buffer: FromC<*const c_void>, len: size_t, offset: off_t) -> isize;
+    fn readlink(path: FromC<*const c_char>, buffer: FromC<*mut c_char>, len: size_t) -> isize;
+    fn sendmsg(socket: c_int, message: FromC<*const msghdr>, flags: c_int) -> isize;
+    fn sigaction(number: c_int, new: FromC<*const Action>, old: FromC<*mut Action>) -> c_int;
+    fn write(descriptor: c_int, buffer: FromC<*const c_void>, len: size_t) -> isize;
 }
 
-/// `fstatat` of the C library. Old ones have only `__fxstatat`; both end in this system call, whose layout is theirs.
-pub(crate) fn fstatat(directory: c_int, path: *const c_char, out: *mut stat, flags: c_int) -> c_int {
-    newest_fstatat::call(directory, path, out, flags).unwrap_or_else(|| {
+/// Calls the C library's `fstatat`. Old C libraries have only `__fxstatat`; both make this system call, which fills in the
+/// same structure.
+pub(crate) fn fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut libc::stat>, flags: c_int) -> c_int {
+    static NEXT: Next = Next::new();
+    type Function = unsafe extern "C" fn(c_int, FromC<*const c_char>, FromC<*mut libc::stat>, c_int) -> c_int;
+    match NEXT.address(c"fstatat") {
+        // SAFETY: the C library's function of this name has this signature; `FromC` vouches for the pointers.
+        Some(address) => unsafe { std::mem::transmute::<usize, Function>(address)(directory, path, out, flags) },
         // SAFETY: the kernel checks its pointers.
-        unsafe { libc::syscall(libc::SYS_newfstatat, directory, path, out, flags) as c_int }
-    })
+        None => unsafe { libc::syscall(libc::SYS_newfstatat, directory, path.raw(), out.raw(), flags) as c_int },
+    }
 }
 
-/// `fstatat`, if the C library exports it.
-mod newest_fstatat {
-    use super::*;
+/// Writes bytes of this library to a descriptor.
+pub(crate) fn write_bytes(descriptor: c_int, bytes: &[u8]) -> isize {
+    // SAFETY: a live slice, with its length.
+    write(descriptor, unsafe { FromC::new(bytes.as_ptr().cast()) }, bytes.len())
+}
 
-    type Function = unsafe extern "C" fn(c_int, *const c_char, *mut stat, c_int) -> c_int;
+/// Writes bytes of this library at an offset of a descriptor's file.
+pub(crate) fn write_bytes_at(descriptor: c_int, bytes: &[u8], offset: off_t) -> isize {
+    // SAFETY: a live slice, with its length.
+    pwrite(descriptor, unsafe { FromC::new(bytes.as_ptr().cast()) }, bytes.len(), offset)
+}
 
-    pub(super) fn call(directory: c_int, path: *const c_char, out: *mut stat, flags: c_int) -> Option<c_int> {
-        static NEXT: Next = Next(AtomicUsize::new(UNKNOWN));
-        match NEXT.get(c"fstatat") {
-            MISSING => None,
-            // SAFETY: the C library's function of this name has this signature; the arguments are the program's.
-            address => Some(unsafe { std::mem::transmute::<usize, Function>(address)(directory, path, out, flags) }),
-        }
-    }
+/// Calls `fcntl` with a command whose argument is a number.
+pub(crate) fn fcntl_number(descriptor: c_int, command: c_int, argument: c_int) -> c_int {
+    fcntl(descriptor, command, FromC::number(argument as c_ulong))
 }

@@ -1,6 +1,15 @@
-//! The offset of an open file description. It is shared with forked children, as POSIX says: before a fork it moves to
-//! memory that both sides map. Where a child has become another program that has the file as one of the kernel's (see
-//! `carry`), the kernel's offset is the one that counts.
+//! The offset of an open file description.
+//!
+//! POSIX gives a forked child the same offset as its parent, so an offset has up to three homes, one after the other:
+//!
+//! 1. `own`, a word in this process's memory.
+//! 2. From the first fork on: a word in memory that parent and children map ([`share`]).
+//! 3. Once the description has a *kernel copy* that is filled (see `exec_handoff`): the kernel's offset of that file. Another
+//!    program may have the file open without this library, and then only the kernel knows how far it has read.
+//!
+//! An offset moves forward through these homes and never back. A word that has moved holds a mark instead of an offset, so a
+//! thread that meets it follows. There are no locks: a fork in the middle of an operation leaves nothing locked, and a process
+//! that dies in the middle delays others until their deadline at most.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
@@ -11,42 +20,45 @@ use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_meta::deadlines::Deadlines;
 
 use crate::next;
-use crate::table::Description;
 
-/// Stands in `own` once the offset has moved.
+/// The value of `own` once the offset has moved to shared memory.
 const MOVED: u64 = u64::MAX;
-/// Stands in the cell while, and after, the offset goes over to the kernel.
-const HANDED_OVER: u64 = u64::MAX - 1;
-/// What is read where another process died while it handed over: the end of every file, not some other place.
+/// The value of the word while the offset moves to the kernel, and from then on.
+const IN_KERNEL: u64 = u64::MAX - 1;
+/// The offset that readers get if another process died while it moved the offset to the kernel: beyond the end of every file,
+/// because a wrong offset would give wrong bytes.
 const LOST: u64 = u64::MAX >> 1;
 
-/// Nobody has filled the carrier; somebody has; else the process that is at it.
+/// State of a kernel copy: no process has filled it. A process that fills it stores its process id.
 pub(crate) const EMPTY: u32 = 0;
+/// State of a kernel copy: it has the file's bytes.
 pub(crate) const FILLED: u32 = 1;
 
-/// An offset.
+/// The offset of one open file description, and the description's kernel copy.
 pub(crate) struct Offset {
     own: AtomicU64,
     shared: AtomicPtr<Shared>,
     page: AtomicPtr<Page>,
-    /// A file of the kernel's in the place of this description, for programs without this library.
-    carrier: AtomicPtr<ReservedFd>,
-    /// Whether the carrier is filled, as long as this process alone has it.
+    /// A kernel file that stands for this description in programs without this library.
+    kernel_copy: AtomicPtr<ReservedFd>,
+    /// State of the kernel copy, as long as this process alone has it.
     filled: AtomicU32,
-    /// Whether forked processes have the same carrier; then its state is with the shared offset.
-    is_carrier_shared: AtomicBool,
+    /// Whether forked processes have the same kernel copy; then its state is in shared memory.
+    is_copy_shared: AtomicBool,
 }
 
-/// In memory that forked processes share.
+/// An offset in memory that forked processes share.
 struct Shared {
     offset: AtomicU64,
     filled: AtomicU32,
 }
 
-/// Memory with the offsets that moved at one fork, and how many of them this process still has.
+/// A mapping with the offsets that moved at one fork.
 struct Page {
     base: NonNull<Shared>,
+    /// Length in bytes.
     len: usize,
+    /// Offsets of this process that still use the mapping.
     references: AtomicUsize,
 }
 
@@ -56,20 +68,21 @@ impl Offset {
             own: AtomicU64::new(0),
             shared: AtomicPtr::new(null_mut()),
             page: AtomicPtr::new(null_mut()),
-            carrier: AtomicPtr::new(null_mut()),
+            kernel_copy: AtomicPtr::new(null_mut()),
             filled: AtomicU32::new(EMPTY),
-            is_carrier_shared: AtomicBool::new(false),
+            is_copy_shared: AtomicBool::new(false),
         }
     }
 
     fn shared(&self) -> Option<&Shared> {
         let shared = self.shared.load(Ordering::Acquire);
-        // SAFETY: points into the page that `share` attached to this offset, which is unmapped only when this ends.
+        // SAFETY: points into the mapping that `share` gave this offset, which is unmapped only when this is dropped.
         (!shared.is_null()).then(|| unsafe { &*shared })
     }
 
-    /// Where the offset is now. It moves at most once, before a fork; whoever meets it on the way waits a moment.
-    fn cell(&self) -> &AtomicU64 {
+    /// Returns the word that holds the offset now. It moves at most once, before a fork; a thread that meets it on the way
+    /// spins for that moment.
+    fn word(&self) -> &AtomicU64 {
         loop {
             if let Some(shared) = self.shared() {
                 return &shared.offset;
@@ -81,94 +94,95 @@ impl Offset {
         }
     }
 
-    /// The state of the carrier.
+    /// Returns the state of the kernel copy: [`EMPTY`], [`FILLED`], or the id of the process that fills it.
     pub(crate) fn filled(&self) -> &AtomicU32 {
         match self.shared() {
-            Some(shared) if self.is_carrier_shared.load(Ordering::Acquire) => &shared.filled,
+            Some(shared) if self.is_copy_shared.load(Ordering::Acquire) => &shared.filled,
             _ => &self.filled,
         }
     }
 
-    pub(crate) fn carrier(&self) -> Option<&ReservedFd> {
-        let carrier = self.carrier.load(Ordering::Acquire);
-        // SAFETY: made by `Box::into_raw` in `set_carrier`, and ended only when this ends.
-        (!carrier.is_null()).then(|| unsafe { &*carrier })
+    /// Returns the kernel copy, filled or not.
+    pub(crate) fn kernel_copy(&self) -> Option<&ReservedFd> {
+        let copy = self.kernel_copy.load(Ordering::Acquire);
+        // SAFETY: made by `Box::into_raw` in `set_kernel_copy`, and freed only when this is dropped.
+        (!copy.is_null()).then(|| unsafe { &*copy })
     }
 
-    /// Sets the carrier, unless there is one; whether it did.
-    pub(crate) fn set_carrier(&self, carrier: ReservedFd) -> bool {
-        let carrier = Box::into_raw(Box::new(carrier));
-        let is_set = self.carrier.compare_exchange(null_mut(), carrier, Ordering::AcqRel, Ordering::Acquire).is_ok();
+    /// Sets the kernel copy, unless there is one. Returns whether it was set.
+    pub(crate) fn set_kernel_copy(&self, copy: ReservedFd) -> bool {
+        let copy = Box::into_raw(Box::new(copy));
+        let is_set = self.kernel_copy.compare_exchange(null_mut(), copy, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if !is_set {
             // SAFETY: made just above, and not published.
-            drop(unsafe { Box::from_raw(carrier) });
+            drop(unsafe { Box::from_raw(copy) });
         }
         is_set
     }
 
-    /// Takes over a carrier that a `vfork` child has filled.
-    pub(crate) fn adopt(&self, carrier: ReservedFd) {
-        if self.set_carrier(carrier) {
-            if self.is_cell_ours() {
-                self.cell().store(HANDED_OVER, Ordering::Release);
+    /// Takes over a kernel copy that a `vfork` child has filled, and whose offset the child's program uses.
+    pub(crate) fn adopt(&self, copy: ReservedFd) {
+        if self.set_kernel_copy(copy) {
+            if self.shares_copy() {
+                self.word().store(IN_KERNEL, Ordering::Release);
             }
             self.filled().store(FILLED, Ordering::Release);
         }
     }
 
-    /// The kernel's descriptor that keeps the offset, once it does.
+    /// Returns the kernel descriptor that keeps the offset, once one does.
     pub(crate) fn kernel(&self) -> Option<RawFd> {
-        let carrier = self.carrier()?;
-        (self.filled().load(Ordering::Acquire) == FILLED).then(|| carrier.as_raw_fd())
+        let copy = self.kernel_copy()?;
+        (self.filled().load(Ordering::Acquire) == FILLED).then(|| copy.as_raw_fd())
     }
 
-    /// Whether whoever uses the cell has the same carrier.
-    fn is_cell_ours(&self) -> bool {
-        self.shared().is_none() || self.is_carrier_shared.load(Ordering::Acquire)
+    /// Returns whether every process that uses the word has the same kernel copy.
+    fn shares_copy(&self) -> bool {
+        self.shared().is_none() || self.is_copy_shared.load(Ordering::Acquire)
     }
 
-    /// The value of the cell, once it is one; `None` where the kernel has it.
+    /// Returns the word and the offset in it; `None` where the kernel has the offset.
     #[inline]
     fn value(&self) -> Option<(&AtomicU64, u64)> {
-        let cell = self.cell();
-        match cell.load(Ordering::Acquire) {
-            MOVED | HANDED_OVER => self.value_later(),
-            value => Some((cell, value)),
+        let word = self.word();
+        match word.load(Ordering::Acquire) {
+            MOVED | IN_KERNEL => self.wait_for_value(),
+            value => Some((word, value)),
         }
     }
 
     #[cold]
-    fn value_later(&self) -> Option<(&AtomicU64, u64)> {
+    fn wait_for_value(&self) -> Option<(&AtomicU64, u64)> {
         let deadline = Instant::now() + Deadlines::DEFAULT.server;
         loop {
-            let cell = self.cell();
-            match cell.load(Ordering::Acquire) {
+            let word = self.word();
+            match word.load(Ordering::Acquire) {
                 MOVED => {}
-                HANDED_OVER if self.kernel().is_some() => return None,
-                HANDED_OVER if Instant::now() > deadline => return Some((cell, LOST)),
-                HANDED_OVER => std::thread::yield_now(),
-                value => return Some((cell, value)),
+                IN_KERNEL if self.kernel().is_some() => return None,
+                IN_KERNEL if Instant::now() > deadline => return Some((word, LOST)),
+                IN_KERNEL => std::thread::yield_now(),
+                value => return Some((word, value)),
             }
         }
     }
 
-    /// Gives the offset to the kernel's file, which is filled: from here on that counts.
-    pub(crate) fn hand_over(&self, carrier: RawFd) {
-        if !self.is_cell_ours() {
-            // Those who share the cell do not have this carrier: they go on from the cell.
-            next::lseek(carrier, self.load() as i64, libc::SEEK_SET);
+    /// Moves the offset to the kernel copy, which is filled: from here on the kernel's offset counts.
+    pub(crate) fn hand_over(&self, copy: RawFd) {
+        if !self.shares_copy() {
+            // The processes that share the word do not have this copy: they continue from the word.
+            next::lseek(copy, self.load() as i64, libc::SEEK_SET);
             self.filled().store(FILLED, Ordering::Release);
             return;
         }
         let offset = loop {
-            let cell = self.cell();
-            let now = cell.load(Ordering::Acquire);
-            if now != MOVED && cell.compare_exchange(now, HANDED_OVER, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            let word = self.word();
+            let now = word.load(Ordering::Acquire);
+            if now != MOVED && word.compare_exchange(now, IN_KERNEL, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 break now;
             }
         };
-        if offset != HANDED_OVER {
-            next::lseek(carrier, offset as i64, libc::SEEK_SET);
+        if offset != IN_KERNEL {
+            next::lseek(copy, offset as i64, libc::SEEK_SET);
         }
         self.filled().store(FILLED, Ordering::Release);
     }
@@ -185,51 +199,50 @@ impl Offset {
             next::lseek(descriptor, offset as i64, libc::SEEK_SET);
             return;
         }
-        while let Some((cell, now)) = self.value() {
-            if now == LOST || cell.compare_exchange(now, offset, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+        while let Some((word, now)) = self.value() {
+            if now == LOST || word.compare_exchange(now, offset, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 return;
             }
         }
         self.store(offset);
     }
 
-    /// Takes the next bytes, at most `len` and not beyond `size`: returns where they start and how many they are. Two who
-    /// read from one description never get the same ones. `None` where the kernel has the offset: read there.
+    /// Claims the next bytes, at most `len` and none beyond `size`. Returns their start and their count. Two readers of one
+    /// description never get the same bytes. `None` where the kernel has the offset: read from the kernel copy instead.
     pub(crate) fn claim(&self, len: u64, size: u64) -> Option<(u64, u64)> {
         if self.kernel().is_some() {
             return None;
         }
         loop {
-            let (cell, start) = self.value()?;
+            let (word, start) = self.value()?;
             let count = len.min(size.saturating_sub(start));
-            if count == 0 || cell.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if count == 0 || word.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 return Some((start, count));
             }
         }
     }
 
-    /// Gives back what was claimed and could not be read, unless somebody has moved on.
+    /// Returns claimed bytes that could not be read, unless another reader has claimed more since: that one keeps its bytes.
     pub(crate) fn unclaim(&self, start: u64, count: u64) {
-        // Whoever has moved on keeps what they have.
-        let _ = self.cell().compare_exchange(start + count, start, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = self.word().compare_exchange(start + count, start, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
 impl Drop for Offset {
     fn drop(&mut self) {
-        let carrier = *self.carrier.get_mut();
-        if !carrier.is_null() {
-            // SAFETY: made by `Box::into_raw` in `set_carrier`; nobody else sees this offset any more.
-            drop(unsafe { Box::from_raw(carrier) });
+        let copy = *self.kernel_copy.get_mut();
+        if !copy.is_null() {
+            // SAFETY: made by `Box::into_raw` in `set_kernel_copy`; nobody else sees this offset any more.
+            drop(unsafe { Box::from_raw(copy) });
         }
         let page = *self.page.get_mut();
         if page.is_null() {
             return;
         }
-        // SAFETY: made by `Box::into_raw` in `share`, and alive as long as one offset refers to it.
-        let last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;
-        if last {
-            // SAFETY: that was the last reference of this process; its children have mappings of their own.
+        // SAFETY: made by `Box::into_raw` in `move_to_shared_memory`, and alive as long as one offset refers to it.
+        let is_last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;
+        if is_last {
+            // SAFETY: that was this process's last reference; its children have mappings of their own.
             unsafe {
                 let page = Box::from_raw(page);
                 libc::munmap(page.base.as_ptr().cast(), page.len);
@@ -238,27 +251,27 @@ impl Drop for Offset {
     }
 }
 
-/// Moves the offsets of all that is open into memory that a child will share.
-pub(crate) fn share<'a>(descriptions: impl Iterator<Item = &'a Description>) {
-    let all: Vec<&Offset> = descriptions.map(|description| &description.offset).collect();
+/// Moves all offsets into memory that a child will share. Call it before a fork, with an offset of every open description.
+pub(crate) fn share<'a>(offsets: impl Iterator<Item = &'a Offset>) {
+    let all: Vec<&Offset> = offsets.collect();
     let moving: Vec<&Offset> = all.iter().copied().filter(|offset| offset.shared().is_none()).collect();
     if !moving.is_empty() {
         move_to_shared_memory(moving);
     }
     for offset in all {
-        let is_new = offset.carrier().is_some() && !offset.is_carrier_shared.load(Ordering::Acquire);
+        let is_new = offset.kernel_copy().is_some() && !offset.is_copy_shared.load(Ordering::Acquire);
         let Some(shared) = offset.shared().filter(|_| is_new) else { continue };
         let state = offset.filled.load(Ordering::Acquire);
-        // Where another process of ours has shared one of its own with its children, this one stays what it is.
+        // If another process of the family has already shared a copy of its own, ours stays private.
         if shared.filled.compare_exchange(EMPTY, state, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-            offset.is_carrier_shared.store(true, Ordering::Release);
+            offset.is_copy_shared.store(true, Ordering::Release);
         }
     }
 }
 
 fn move_to_shared_memory(moving: Vec<&Offset>) {
     let len = moving.len() * size_of::<Shared>();
-    // SAFETY: a new mapping of nothing that exists.
+    // SAFETY: a new mapping, which replaces nothing.
     let memory = unsafe {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         libc::mmap(null_mut(), len, protection, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0)

@@ -1,5 +1,11 @@
-//! Whose a path is: the kernel's or ours. For a path of the kernel's, this costs a comparison and one search for the prefix's
-//! last name; no lookup, no allocation, no lock.
+//! Does a path lead into the namespace, or is it the kernel's?
+//!
+//! Every call with a path asks this question, also in programs that never use the namespace. For a path of the kernel's the
+//! answer costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
+//!
+//! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
+//! directory of ours, or if it is `/dev/fd/N` or the like and the number N is ours. This module compares text: it does not
+//! resolve symlinks of the kernel's file systems that point into the namespace.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -8,35 +14,37 @@ use std::os::fd::RawFd;
 use dayfly_client::View;
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
 
-use crate::memory::{self, Failed};
-use crate::process::{self, Fault, Setup, answer, setup};
+use crate::attach::{known_view, view};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Failed, FromC};
+use crate::setup::{Setup, setup};
 use crate::{cwd, table};
 
-/// Whose a path is.
-pub(crate) enum Whose<'a> {
-    /// The kernel's, as it is.
+/// Where a path leads.
+pub(crate) enum Side<'a> {
+    /// To the kernel's files.
     Kernel,
-    /// Ours: absolute, with the prefix.
+    /// Into the namespace, by this absolute path with the prefix.
     Ours(Cow<'a, [u8]>),
 }
 
-/// Decides whose a path is, relative to a directory's descriptor or `AT_FDCWD`.
+/// Decides where a path leads, relative to a directory's descriptor or `AT_FDCWD`.
 #[inline]
-pub(crate) fn whose<'a>(directory: RawFd, path: *const c_char) -> Whose<'a> {
-    let (Some(setup), Some(path)) = (setup(), memory::string(path)) else { return Whose::Kernel };
+pub(crate) fn side_of<'a>(directory: RawFd, path: FromC<'a, *const c_char>) -> Side<'a> {
+    let (Some(setup), Some(path)) = (setup(), path.string()) else { return Side::Kernel };
     let bytes = path.to_bytes();
     match bytes.first() {
-        None => Whose::Kernel,
+        None => Side::Kernel,
         Some(b'/') => absolute(setup, path),
         Some(_) => match base(directory) {
-            Some(base) => Whose::Ours(Cow::Owned([&base, &b"/"[..], bytes].concat())),
+            Some(base) => Side::Ours(Cow::Owned([&base, &b"/"[..], bytes].concat())),
             None if mentions_prefix(setup, path) => relative(setup, directory, bytes),
-            None => Whose::Kernel,
+            None => Side::Kernel,
         },
     }
 }
 
-/// The directory of ours that a relative path starts from.
+/// Returns the directory of ours that a relative path starts from.
 #[inline]
 fn base(directory: RawFd) -> Option<Vec<u8>> {
     if directory == libc::AT_FDCWD {
@@ -48,44 +56,45 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     let description = table::find(directory)?;
     match description.directory() {
         Ok(directory) => Some(directory.path().to_vec()),
-        // Below a file there is nothing: this path, and so the error, is the view's.
-        Err(_) => process::known_view().and_then(|view| description.file().ok()?.path(view).ok()),
+        // Nothing is below a file. With the file's path in front, the view finds the right error.
+        Err(_) => known_view().and_then(|view| description.file().ok()?.path(view).ok()),
     }
 }
 
 #[inline]
-fn absolute<'a>(setup: &Setup, path: &'a CStr) -> Whose<'a> {
+fn absolute<'a>(setup: &Setup, path: &'a CStr) -> Side<'a> {
     let bytes = path.to_bytes();
     if is_below(setup, bytes) {
-        return Whose::Ours(Cow::Borrowed(bytes));
+        return Side::Ours(Cow::Borrowed(bytes));
     }
     if let Some(number) = descriptor_link(bytes) {
         return by_descriptor(number);
     }
-    if mentions_prefix(setup, path) { not_plain(setup, bytes) } else { Whose::Kernel }
+    if mentions_prefix(setup, path) { not_plain(setup, bytes) } else { Side::Kernel }
 }
 
 fn is_below(setup: &Setup, path: &[u8]) -> bool {
     path.strip_prefix(setup.prefix.to_bytes()).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
 }
 
-/// A path that comes into the namespace without beginning with the prefix names the prefix's last name somewhere.
+/// Returns whether a path contains the prefix's last name. A path that leads into the namespace without beginning with the
+/// prefix does.
 #[inline]
 fn mentions_prefix(setup: &Setup, path: &CStr) -> bool {
-    // SAFETY: both are strings that end.
+    // SAFETY: both are strings with a NUL at their end.
     !unsafe { libc::strstr(path.as_ptr(), setup.last.as_ptr()) }.is_null()
 }
 
-/// An absolute path that may have doubled slashes, dots and dot-dots before the prefix.
+/// Decides about an absolute path that may have doubled slashes, `.` and `..` in front of the prefix or within it.
 #[cold]
-fn not_plain<'a>(setup: &Setup, path: &[u8]) -> Whose<'a> {
+fn not_plain<'a>(setup: &Setup, path: &[u8]) -> Side<'a> {
     match enter(setup, path) {
-        Some(ours) => Whose::Ours(Cow::Owned(ours)),
-        None => Whose::Kernel,
+        Some(ours) => Side::Ours(Cow::Owned(ours)),
+        None => Side::Kernel,
     }
 }
 
-/// Goes along a path name by name until it is below the prefix; what comes then is the view's.
+/// Follows a path name by name until it has reached the prefix. The rest stays as it is: the view resolves it.
 fn enter(setup: &Setup, path: &[u8]) -> Option<Vec<u8>> {
     let mut reached: Vec<u8> = Vec::with_capacity(path.len());
     let mut rest = path;
@@ -108,22 +117,22 @@ fn enter(setup: &Setup, path: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// A relative path that names the prefix's last name: it may lead in from a directory of the kernel's.
+/// Decides about a relative path that contains the prefix's last name: it may lead in from a directory of the kernel's.
 #[cold]
-fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Whose<'a> {
+fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Side<'a> {
     let before = memory::errno();
     let base = match directory {
         libc::AT_FDCWD => cwd::of_kernel(),
-        _ => cwd::read_link(&format!("/proc/self/fd/{directory}")),
+        _ => cwd::of_descriptor(directory),
     };
     memory::set_errno(before);
     match base.and_then(|base| enter(setup, &[&base, &b"/"[..], path].concat())) {
-        Some(ours) => Whose::Ours(Cow::Owned(ours)),
-        None => Whose::Kernel,
+        Some(ours) => Side::Ours(Cow::Owned(ours)),
+        None => Side::Kernel,
     }
 }
 
-/// The number in `/dev/fd/N`, `/dev/stdin` and their like.
+/// Returns the number in `/dev/fd/N`, `/dev/stdin` or `/proc/self/fd/N`.
 #[inline]
 fn descriptor_link(path: &[u8]) -> Option<RawFd> {
     let rest = match path.get(..5)? {
@@ -137,85 +146,88 @@ fn descriptor_link(path: &[u8]) -> Option<RawFd> {
     std::str::from_utf8(rest).ok()?.parse().ok()
 }
 
-fn by_descriptor<'a>(number: RawFd) -> Whose<'a> {
+fn by_descriptor<'a>(number: RawFd) -> Side<'a> {
     let path = table::find(number).and_then(|description| path_of(&description));
-    path.map_or(Whose::Kernel, |path| Whose::Ours(Cow::Owned(path)))
+    path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned(path)))
 }
 
-/// The path of what is open.
+/// Returns the path of an open file or directory.
 pub(crate) fn path_of(description: &table::Description) -> Option<Vec<u8>> {
     match &description.object {
         table::Object::Directory(directory) => Some(directory.path().to_vec()),
-        table::Object::File(file) => file.path(process::known_view()?).ok(),
+        table::Object::File(file) => file.path(known_view()?).ok(),
     }
 }
 
-/// Does a call with a path: `ours` if it is ours, else `kernel`, with the directory and path to be passed on.
+/// Runs a call with a path: `ours` if the path leads into the namespace, else `kernel`, with the directory and the path to
+/// pass on. Those are not always the caller's: a symlink may lead out of the namespace.
 #[inline]
 pub(crate) fn at<R: Failed>(
     directory: RawFd,
-    path: *const c_char,
+    path: FromC<*const c_char>,
     ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
-    kernel: impl Fn(RawFd, *const c_char) -> R,
+    kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
-    match whose(directory, path) {
-        Whose::Kernel => kernel(directory, path),
-        Whose::Ours(path) => in_namespace(&path, &ours, &kernel),
+    match side_of(directory, path) {
+        Side::Kernel => kernel(directory, path),
+        Side::Ours(path) => in_namespace(&path, &ours, &kernel),
     }
 }
 
 /// A call on the namespace, with an absolute path.
-type Ours<'a, R> = &'a dyn Fn(&View, &[u8]) -> Result<R, Fault>;
+type OnNamespace<'a, R> = &'a dyn Fn(&View, &[u8]) -> Result<R, Fault>;
+/// A call on the kernel's files.
+type OnKernel<'a, R> = &'a dyn Fn(RawFd, FromC<*const c_char>) -> R;
 
-/// As [`at`], where an empty path with `AT_EMPTY_PATH` means the directory's descriptor itself.
+/// As [`at`], but an empty path with `AT_EMPTY_PATH` means the directory's descriptor itself.
 pub(crate) fn at_or_itself<R: Failed>(
     directory: RawFd,
-    path: *const c_char,
+    path: FromC<*const c_char>,
     flags: c_int,
     ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
-    kernel: impl Fn(RawFd, *const c_char) -> R,
+    kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
-    let is_itself = flags & libc::AT_EMPTY_PATH != 0 && memory::string(path).is_some_and(CStr::is_empty);
+    let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.string().is_some_and(CStr::is_empty);
     match table::find(directory).filter(|_| is_itself).and_then(|open| path_of(&open)) {
         Some(path) => in_namespace(&path, &ours, &kernel),
         None => at(directory, path, ours, kernel),
     }
 }
 
-/// What a call on the namespace leads to.
-enum Led<R> {
+/// Where a call on the namespace ended.
+enum Outcome<R> {
     Answer(R),
     Outside(CString),
 }
 
 #[inline(never)]
-fn in_namespace<R: Failed>(path: &[u8], ours: Ours<'_, R>, kernel: &dyn Fn(RawFd, *const c_char) -> R) -> R {
+fn in_namespace<R: Failed>(path: &[u8], ours: OnNamespace<'_, R>, kernel: OnKernel<'_, R>) -> R {
     let mut path = Cow::Borrowed(path);
-    // A symlink may lead out, and one out there in again.
+    // A symlink may lead out of the namespace, to a path that leads back in.
     for _ in 0..SYMLINKS_FOLLOWED_MAX {
-        let led = answer(|| match process::view().and_then(|view| ours(&view, &path)) {
-            Ok(value) => Ok(Led::Answer(value)),
-            Err(Fault::Leaves(outside)) => Ok(Led::Outside(CString::new(outside).map_err(|_| libc::ENOENT)?)),
+        let outcome = answer(|| match view().and_then(|view| ours(&view, &path)) {
+            Ok(value) => Ok(Outcome::Answer(value)),
+            Err(Fault::Leaves(outside)) => Ok(Outcome::Outside(CString::new(outside).map_err(|_| libc::ENOENT)?)),
             Err(fault) => Err(fault),
         });
-        match led {
-            Led::Answer(value) => return value,
-            Led::Outside(outside) => match whose(libc::AT_FDCWD, outside.as_ptr()) {
-                Whose::Kernel => return kernel(libc::AT_FDCWD, outside.as_ptr()),
-                Whose::Ours(again) => path = Cow::Owned(again.into_owned()),
+        match outcome {
+            Outcome::Answer(value) => return value,
+            Outcome::Outside(outside) => match side_of(libc::AT_FDCWD, outside.as_c_str().into()) {
+                Side::Kernel => return kernel(libc::AT_FDCWD, outside.as_c_str().into()),
+                Side::Ours(again) => path = Cow::Owned(again.into_owned()),
             },
         }
     }
     memory::fail(libc::ELOOP)
 }
 
-impl<R: Failed> Failed for Led<R> {
+impl<R: Failed> Failed for Outcome<R> {
     const FAILED: Self = Self::Answer(R::FAILED);
 }
 
-/// Whether a path is ours, for calls on two paths.
-pub(crate) fn is_ours(directory: RawFd, path: *const c_char) -> bool {
-    matches!(whose(directory, path), Whose::Ours(_))
+/// Returns whether a path leads into the namespace.
+pub(crate) fn is_ours(directory: RawFd, path: FromC<*const c_char>) -> bool {
+    matches!(side_of(directory, path), Side::Ours(_))
 }
 
 #[cfg(test)]
@@ -227,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_come_in_by_any_way() {
+    fn every_spelling_of_the_prefix_is_recognized() {
         let check = |path: &str, expect: Option<&str>| {
             let found = enter(&setup(), path.as_bytes());
             assert_eq!(found.as_deref(), expect.map(str::as_bytes), "{path}");
@@ -243,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_have_paths() {
+    fn paths_of_descriptors_are_recognized() {
         let check = |path: &str, expect| assert_eq!(descriptor_link(path.as_bytes()), expect, "{path}");
         check("/dev/fd/7", Some(7));
         check("/dev/stdin", Some(0));

@@ -1,8 +1,18 @@
 //! Which of the process's descriptor numbers are ours, and what is open behind them.
 //!
-//! As in a kernel: a number names an open file description, which several numbers may share. Everything is an atomic in
-//! memory that never moves, so a lookup in `read` costs one load, a fork copies it as it is, and a signal handler or a thread
-//! that was forked away leaves nothing locked.
+//! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
+//!
+//! - `DESCRIPTORS`, by number: a *word* that names a description, or 0.
+//! - `DESCRIPTIONS`, by index: slots with a reference count and a generation. A number holds one reference; so does every
+//!   [`Reference`] while a call uses the description.
+//!
+//! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
+//!
+//! Everything is an atomic in memory that never moves. A lookup in `read` costs one load where the number is not ours, a fork
+//! copies the tables as they are, and a signal handler, or a thread that a fork left behind, leaves nothing locked.
+//!
+//! In a `vfork` child these are the parent's tables: [`find`] and [`is_ours`] also ask the kernel there, and nothing here is
+//! changed from a child.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -16,36 +26,36 @@ use crate::memory::Errno;
 use crate::offset::Offset;
 use crate::vfork;
 
-/// Descriptor numbers that can be ours; memory is taken only for those that are.
+/// One more than the highest descriptor number that can be ours. The kernel provides memory only for pages that are used.
 const DESCRIPTORS_MAX: usize = 1 << 20;
-/// Open file descriptions of a process.
+/// Open file descriptions that a process can have at a time.
 const DESCRIPTIONS_MAX: usize = 1 << 17;
 
-/// Of each number: 0, or which description (index plus one in the low bits, its generation above).
+/// By number: 0, or a word (a slot's index plus one in the low bits, its generation above).
 static DESCRIPTORS: [AtomicU64; DESCRIPTORS_MAX] = [const { AtomicU64::new(0) }; DESCRIPTORS_MAX];
 static DESCRIPTIONS: [Slot; DESCRIPTIONS_MAX] = [const { Slot::empty() }; DESCRIPTIONS_MAX];
-/// One more than the highest number, and the highest index, that was ever used.
+/// One more than the highest number that was ever ours.
 static DESCRIPTORS_USED: AtomicUsize = AtomicUsize::new(0);
+/// One more than the highest index that was ever used.
 static DESCRIPTIONS_USED: AtomicUsize = AtomicUsize::new(0);
-/// Free indices below [`DESCRIPTIONS_USED`]: the top one plus one, below a count that makes each state of the list unique.
+/// The list of free slots below [`DESCRIPTIONS_USED`]: the first one's index plus one in the low bits. The bits above count
+/// changes, so that a compare-and-exchange never takes an old state of the list for the current one.
 static FREE: AtomicU64 = AtomicU64::new(0);
 
 const INDEX_BITS: u32 = 20;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 const REFERENCES_MASK: u64 = (1 << 24) - 1;
 
-/// What is open.
+/// The file or directory that is open.
 pub(crate) enum Object {
-    /// A file.
     File(OpenFile),
-    /// A directory.
     Directory(Directory),
 }
 
 /// An open file description.
 pub(crate) struct Description {
     pub(crate) object: Object,
-    /// What `F_GETFL` tells.
+    /// The flags that `F_GETFL` returns.
     pub(crate) flags: AtomicI32,
     pub(crate) offset: Offset,
 }
@@ -58,6 +68,7 @@ impl Description {
         }
     }
 
+    /// Returns the open file, or EISDIR for a directory.
     pub(crate) fn file(&self) -> Result<&OpenFile, Errno> {
         match &self.object {
             Object::File(file) => Ok(file),
@@ -65,6 +76,7 @@ impl Description {
         }
     }
 
+    /// Returns the open directory, or ENOTDIR for a file.
     pub(crate) fn directory(&self) -> Result<&Directory, Errno> {
         match &self.object {
             Object::Directory(directory) => Ok(directory),
@@ -74,15 +86,15 @@ impl Description {
 }
 
 struct Slot {
-    /// References in the low bits, the generation above.
+    /// The reference count in the low bits, the generation above.
     state: AtomicU64,
-    /// While free: the next free index plus one.
+    /// While the slot is free: the index of the next free slot plus one, or 0.
     next: AtomicU64,
     description: UnsafeCell<MaybeUninit<Description>>,
 }
 
-// SAFETY: the description is written by the one thread that took the slot from the free list, before its word is published,
-// read only by those who hold a reference, and ended by the one that drops the last.
+// SAFETY: the one thread that took the slot from the free list writes the description, before it publishes a word for it. Only
+// holders of a reference read it, and the thread that drops the last reference drops it.
 unsafe impl Sync for Slot {}
 
 impl Slot {
@@ -91,7 +103,7 @@ impl Slot {
     }
 }
 
-/// A reference to a description: it stays while this lives.
+/// A counted reference to a description, which stays open while this lives.
 pub(crate) struct Reference {
     slot: &'static Slot,
     word: u64,
@@ -110,7 +122,8 @@ impl Drop for Reference {
     fn drop(&mut self) {
         let before = self.slot.state.fetch_sub(1, Ordering::AcqRel);
         if before & REFERENCES_MASK == 1 {
-            // SAFETY: that was the last reference, and `acquire` makes none from zero: nobody else sees the description.
+            // SAFETY: that was the last reference, and `acquire` makes none when the count is zero, so nobody else can see the
+            // description.
             unsafe { (*self.slot.description.get()).assume_init_drop() };
             release_index((self.word & INDEX_MASK) as usize - 1);
         }
@@ -118,12 +131,12 @@ impl Drop for Reference {
 }
 
 impl Reference {
-    /// What names the description, in this memory.
+    /// Returns the word that names the description in this process's memory.
     pub(crate) fn word(&self) -> u64 {
         self.word
     }
 
-    /// One more reference, for one more number.
+    /// Makes another reference, for another number.
     fn again(&self) -> Self {
         self.slot.state.fetch_add(1, Ordering::AcqRel);
         Self { slot: self.slot, word: self.word }
@@ -155,24 +168,28 @@ fn release_index(index: usize) {
     }
 }
 
-/// A description that no number names yet.
+/// Stores a description that no number names yet.
+///
+/// # Errors
+///
+/// ENFILE where the process has too many.
 pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
     let index = take_index().ok_or(libc::ENFILE)?;
     let slot = &DESCRIPTIONS[index];
-    // SAFETY: the index came off the free list for us alone, and no word of this generation is published.
+    // SAFETY: the index came off the free list for this thread alone, and no word of the new generation is published.
     unsafe { (*slot.description.get()).write(description) };
-    // The generation counts on, so that a word that outlived its description never finds another.
+    // A new generation, so that old words for this slot find nothing.
     let generation = (slot.state.load(Ordering::Relaxed) >> 24) + 1;
     slot.state.store(generation << 24 | 1, Ordering::Release);
     Ok(Reference { slot, word: (generation << INDEX_BITS) | (index as u64 + 1) })
 }
 
-/// Another reference to what a word names, if that is still open.
+/// Makes another reference to the description that a word names, if it is still open.
 fn acquire(word: u64) -> Option<Reference> {
     let slot = DESCRIPTIONS.get(((word & INDEX_MASK) as usize).checked_sub(1)?)?;
     let mut state = slot.state.load(Ordering::Acquire);
     loop {
-        // The generation's high bits do not fit a word; 40 of them do.
+        // A word has room for the whole generation, which is 40 bits here.
         if state & REFERENCES_MASK == 0 || (state >> 24) << INDEX_BITS != word & !INDEX_MASK {
             return None;
         }
@@ -183,72 +200,72 @@ fn acquire(word: u64) -> Option<Reference> {
     }
 }
 
-fn place(number: RawFd) -> Option<&'static AtomicU64> {
+fn entry(number: RawFd) -> Option<&'static AtomicU64> {
     DESCRIPTORS.get(usize::try_from(number).ok()?)
 }
 
-/// Whether a number is ours.
+/// Returns whether a number is ours.
 #[inline]
 pub(crate) fn is_ours(number: RawFd) -> bool {
-    place(number).is_some_and(|place| place.load(Ordering::Acquire) != 0) && !vfork::has_replaced(number)
+    entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0) && !vfork::has_replaced(number)
 }
 
-/// What is open behind a number, if it is ours.
+/// Returns the description that a number names, if the number is ours.
 #[inline]
 pub(crate) fn find(number: RawFd) -> Option<Reference> {
-    match place(number)?.load(Ordering::Acquire) {
+    match entry(number)?.load(Ordering::Acquire) {
         0 => None,
         _ if vfork::has_replaced(number) => None,
         word => acquire(word),
     }
 }
 
-/// What a word names that was sent from a child.
+/// Returns the description for a word that a `vfork` child has sent.
 pub(crate) fn find_word(word: u64) -> Option<Reference> {
     acquire(word)
 }
 
-/// What is open behind a number of this memory's own process.
+/// As [`find`], for a number of the process that owns this memory, also when a `vfork` child asks.
 pub(crate) fn find_at_home(number: RawFd) -> Option<Reference> {
-    match place(number)?.load(Ordering::Acquire) {
+    match entry(number)?.load(Ordering::Acquire) {
         0 => None,
         word => acquire(word),
     }
 }
 
-/// Makes a number name a description; what it named before ends. `false` where a number is too high for the table.
+/// Makes a number name a description, and drops what it named before. Returns `false` if the number is too high for the table.
 pub(crate) fn name(number: RawFd, description: &Reference) -> bool {
-    let Some(place) = place(number) else { return false };
+    let Some(entry) = entry(number) else { return false };
     let again = description.again();
     let word = again.word;
     std::mem::forget(again);
     DESCRIPTORS_USED.fetch_max(number as usize + 1, Ordering::AcqRel);
-    end(place.swap(word, Ordering::AcqRel));
+    drop_word(entry.swap(word, Ordering::AcqRel));
     true
 }
 
-/// Makes a number no longer ours.
+/// Makes a number the kernel's, and drops what it named.
 pub(crate) fn forget(number: RawFd) {
-    if let Some(place) = place(number) {
-        end(place.swap(0, Ordering::AcqRel));
+    if let Some(entry) = entry(number) {
+        drop_word(entry.swap(0, Ordering::AcqRel));
     }
 }
 
 /// Drops the reference that a number held.
-fn end(word: u64) {
+fn drop_word(word: u64) {
     if let Some(index) = ((word & INDEX_MASK) as usize).checked_sub(1) {
         drop(Reference { slot: &DESCRIPTIONS[index], word });
     }
 }
 
-/// All numbers that are ours at this moment, within a range.
+/// Iterates over the numbers in a range, both ends included, that are ours now.
 pub(crate) fn numbers(first: RawFd, last: RawFd) -> impl Iterator<Item = RawFd> {
     let end = DESCRIPTORS_USED.load(Ordering::Acquire) as RawFd;
-    let is_ours = |number: &RawFd| place(*number).is_some_and(|place| place.load(Ordering::Acquire) != 0);
+    let is_ours = |number: &RawFd| entry(*number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0);
     (first..end.min(last.saturating_add(1))).filter(is_ours)
 }
 
-/// All descriptions that are open at this moment.
+/// Iterates over the descriptions that are open now.
 pub(crate) fn descriptions() -> impl Iterator<Item = Reference> {
     let used = DESCRIPTIONS_USED.load(Ordering::Acquire);
     (0..used).filter_map(|index| {

@@ -1,4 +1,5 @@
-/* The three functions of C with arguments without end, which Rust cannot define: they become an array. */
+/* execl, execlp and execle: functions with a variable number of arguments, which stable Rust cannot define. They collect their
+ * arguments into an array and call Rust (calls/exec.rs). */
 
 #include <stdarg.h>
 #include <stddef.h>
@@ -6,7 +7,8 @@
 extern int dayfly_execve(const char *path, char *const arguments[], char *const environment[]);
 extern int dayfly_execvp(const char *file, char *const arguments[]);
 
-/* Counts the arguments from the first on, then has them in `array`, the null at their end included. */
+/* Declares `array` and fills it with the arguments from `first` on, including the null pointer at their end. `last` reads what
+ * follows that null pointer. */
 #define COLLECT(first, last)                                  \
     size_t count = 1;                                         \
     va_list list;                                             \

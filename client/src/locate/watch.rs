@@ -1,5 +1,6 @@
-//! Watching what a process holds in a session's folders. A lock or a socket without its name is of no use: nobody finds the session by
-//! it, and nothing that ends sessions does either. So whoever holds one looks now and then whether its name still leads to it.
+//! Checks that the files that a process holds in a session's folder still have their names. A lock
+//! or a socket that lost its name is useless: nobody finds the session by it, and nobody can end
+//! the session by it either.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -11,14 +12,14 @@ use nix::fcntl::AT_FDCWD;
 use nix::sys::stat::{UtimensatFlags, utimensat};
 use nix::sys::time::TimeSpec;
 
-/// Files and folders that have to keep their names, and folders whose content must not look old.
+/// Files and folders that must keep their names, and folders whose content must not look old.
 #[derive(Debug)]
 pub struct Watch {
     held: Vec<Held>,
     folders: Vec<PathBuf>,
 }
 
-/// What a name led to.
+/// The file that a name referred to.
 #[derive(Debug)]
 struct Held {
     path: PathBuf,
@@ -31,7 +32,7 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// If it is gone already.
+    /// If the folder is gone already.
     pub fn new(folder: &Path) -> io::Result<Self> {
         let mut watch = Self { held: Vec::new(), folders: Vec::new() };
         watch.add(folder.to_owned(), &fs::symlink_metadata(folder)?);
@@ -39,27 +40,30 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Adds a folder that [`Self::touch`] keeps fresh, but whose loss is borne: a node's folder in a data dir.
+    /// Adds a folder that [`Self::touch`] keeps fresh, but whose loss is tolerated: a node's folder
+    /// in a data dir.
     pub fn keep_fresh(&mut self, folder: PathBuf) {
         self.folders.push(folder);
     }
 
-    /// Watches a name that has to lead to a file of this metadata.
+    /// Watches a name that must keep referring to the file with this metadata.
     pub fn add(&mut self, path: PathBuf, metadata: &Metadata) {
         self.held.push(Held { path, device: metadata.dev(), inode: metadata.ino() });
     }
 
-    /// The first name that leads nowhere, or to something else. A name that cannot be looked up for another reason counts as there.
+    /// The first watched name that no longer exists or refers to another file. A name that cannot
+    /// be looked up for another reason counts as present.
     pub fn gone(&self) -> Option<&Path> {
         self.held.iter().find(|held| held.is_gone()).map(|held| &*held.path)
     }
 
-    /// Makes the folders, and all that is in them, look as if just used, for those who remove what looks old from folders like `/tmp`.
+    /// Updates the times of the folders and of everything in them, for cleaners that remove old
+    /// files from folders such as `/tmp`.
     pub fn touch(&self) {
         for folder in &self.folders {
             let content = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
             for path in content.chain([folder.clone()]) {
-                // What cannot be touched is at worst removed, which is noticed.
+                // A file whose times cannot be updated is at worst removed, and that is noticed.
                 let _ = utimensat(AT_FDCWD, &path, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW, UtimensatFlags::NoFollowSymlink);
             }
         }
@@ -85,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_is_removed_or_leads_elsewhere_is_gone() {
+    fn a_name_that_is_removed_or_refers_to_another_file_is_gone() {
         let base = tempfile::tempdir().unwrap();
         let folder = base.path().join("folder");
         let remake = || {
@@ -130,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_touched_looks_young() {
+    fn touched_files_look_young() {
         let folder = tempfile::tempdir().unwrap();
         let lock = folder.path().join("lock");
         let _socket = std::os::unix::net::UnixListener::bind(folder.path().join("socket")).unwrap();

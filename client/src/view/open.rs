@@ -1,4 +1,4 @@
-//! What is open: files to read, directories to list.
+//! Open files and open directories.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -11,7 +11,7 @@ use super::resolve::ResolvedPath;
 use super::{FileKind, Stat, View, ViewError, entry, inode, kind_of};
 use crate::Dataset;
 
-/// What a path that was opened turned out to name.
+/// What an opened path turned out to name.
 pub enum Opened {
     /// A file.
     File(OpenFile),
@@ -19,13 +19,14 @@ pub enum Opened {
     Directory(Directory),
 }
 
-/// A file that is open.
+/// An open file.
 pub struct OpenFile {
     pub(super) dataset: Arc<Dataset>,
     entry: EntryId,
     pub(super) sample: SampleId,
     stat: Stat,
-    /// The last chunk whose checksum was seen to be right: its block and, in the lower 16 bits, its index; plus one.
+    /// The last chunk whose checksum was found right: its block and, in the lower 16 bits, its
+    /// index; plus one, so that 0 means none.
     pub(super) verified: AtomicU64,
 }
 
@@ -34,33 +35,38 @@ impl OpenFile {
         Self { dataset, entry, sample, stat, verified: AtomicU64::new(0) }
     }
 
-    /// Says that it is about to be read: its bytes begin to come while the caller does something else.
+    /// Makes the processor fetch the start of the file, which will be read soon, while the caller
+    /// does something else.
     pub fn prefetch(&self) {
         self.dataset.prefetch(self.sample);
     }
 
-    /// What `fstat` tells.
+    /// The attributes that `fstat` returns.
     pub fn stat(&self) -> Stat {
         self.stat
     }
 
-    /// Its dataset.
+    /// The dataset that contains the file.
     pub fn dataset(&self) -> &Dataset {
         &self.dataset
     }
 
-    /// Its sample.
+    /// The file's sample.
     pub fn sample(&self) -> SampleId {
         self.sample
     }
 
-    /// The path by which it was opened, symlinks resolved.
+    /// The path by which the file was opened, with symlinks resolved.
+    ///
+    /// # Errors
+    ///
+    /// If the catalog is damaged.
     pub fn path(&self, view: &View) -> Result<Vec<u8>, ViewError> {
         view.path_of(&ResolvedPath::Entry(self.dataset.clone(), self.entry))
     }
 }
 
-/// A directory that is open.
+/// An open directory.
 pub struct Directory {
     listing: Listing,
     path: Vec<u8>,
@@ -70,20 +76,20 @@ pub struct Directory {
 
 enum Listing {
     Entries(Arc<Dataset>, EntryId),
-    /// Names, with their inodes.
+    /// Names with their inodes.
     Virtual(Vec<(Vec<u8>, u64)>),
 }
 
 /// A name in a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectoryEntry<'a> {
-    /// The name.
+    /// The last component of the path.
     pub name: &'a [u8],
-    /// What it names; never followed.
+    /// The kind of the file. A symlink is not followed.
     pub kind: FileKind,
-    /// As `stat` tells it.
+    /// The inode, as in [`Stat::inode`].
     pub inode: u64,
-    /// To go on after this one, list from here. Good for as long as the dataset is there.
+    /// Where to resume the listing after this entry. Valid for as long as the dataset exists.
     pub next: u64,
 }
 
@@ -112,22 +118,22 @@ impl Directory {
         Ok(Self { listing, path, stat, parent_inode })
     }
 
-    /// Its path, as programs see it, without symlinks.
+    /// The directory's path, as programs see it, without symlinks.
     pub fn path(&self) -> &[u8] {
         &self.path
     }
 
-    /// What `fstat` tells.
+    /// The attributes that `fstat` returns.
     pub fn stat(&self) -> Stat {
         self.stat
     }
 
-    /// The inode of `..`; the namespace's root is its own.
+    /// The inode of `..`. The root of the namespace is its own parent.
     pub fn parent_inode(&self) -> u64 {
         self.parent_inode
     }
 
-    /// The first name from a position on (0, or an entry's `next`).
+    /// The first entry at or after a position: 0, or the `next` of an entry.
     pub fn entry(&self, from: u64) -> Option<DirectoryEntry<'_>> {
         match &self.listing {
             Listing::Entries(dataset, id) => {
@@ -145,7 +151,7 @@ impl Directory {
         }
     }
 
-    /// Names from a position on, sorted by their bytes, without `.` and `..`.
+    /// The entries from a position on, sorted by the bytes of their names, without `.` and `..`.
     pub fn entries(&self, from: u64) -> impl Iterator<Item = DirectoryEntry<'_>> {
         let mut at = from;
         std::iter::from_fn(move || {

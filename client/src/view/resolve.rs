@@ -1,5 +1,5 @@
-//! From a path to what it names. Mostly one lookup in one catalog; only where that fails, or ends at a symlink, is the
-//! path walked name by name as a kernel would.
+//! Resolving a path to what it names. Usually this is one lookup in one catalog. Only if that fails
+//! or ends at a symlink, the path is walked name by name, as a kernel would.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -13,14 +13,15 @@ use crate::Dataset;
 
 /// What a path names.
 pub(super) enum ResolvedPath {
-    /// A directory above datasets: only they are in it. Its path below the prefix.
+    /// A directory above datasets, which contains nothing else. The value is its path below the
+    /// prefix.
     Virtual(Vec<u8>),
     /// An entry of a dataset.
     Entry(Arc<Dataset>, EntryId),
 }
 
 impl View {
-    /// The part of an absolute path that lies below the prefix.
+    /// The part of an absolute path below the prefix; `None` if it is not in the namespace.
     pub(super) fn below_prefix<'a>(&self, path: &'a [u8]) -> Option<&'a [u8]> {
         let rest = path.strip_prefix(self.root())?;
         (rest.is_empty() || rest.starts_with(b"/")).then_some(rest)
@@ -34,7 +35,8 @@ impl View {
         self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix())
     }
 
-    /// What the path names; a symlink at its end is followed if `follow`, or if a slash comes after it.
+    /// Resolves a path. A symlink at its end is followed if `follow` is set or a slash comes after
+    /// it.
     pub(super) fn resolve(&self, path: &[u8], follow: bool) -> Result<ResolvedPath, ViewError> {
         if path.len() > PATH_LEN_MAX {
             return Err(ViewError::TooLong);
@@ -112,7 +114,8 @@ impl View {
     }
 }
 
-/// What is left of a path that leaves the namespace: whoever can goes on from there.
+/// The error for a path that leaves the namespace. It contains the rest of the path, so that a
+/// caller that can continues from there.
 fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) -> ViewError {
     let mut path = waiting.iter().fold(reached.to_vec(), |path, name| [&path, &b"/"[..], name].concat());
     if path.is_empty() || wants_directory && !path.ends_with(b"/") {
@@ -126,7 +129,7 @@ fn says_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
 
-/// The dataset that a normal path below the prefix lies in, and the path within it.
+/// The dataset that contains a normal path below the prefix, and the path within it.
 pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Option<(&'a Arc<Dataset>, &'b [u8])> {
     datasets.iter().find_map(|dataset| {
         let target = dataset.target();
@@ -138,7 +141,7 @@ pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Opt
     })
 }
 
-/// What a normal path below the prefix names, without following anything.
+/// What a normal path below the prefix names, with no symlink followed.
 fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<ResolvedPath> {
     if let Some((dataset, within)) = split(datasets, path) {
         return dataset.catalog().find(within).map(|entry| ResolvedPath::Entry(dataset.clone(), entry.id));

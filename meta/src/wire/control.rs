@@ -17,12 +17,12 @@ pub enum Command {
     Status,
     /// Changes how all nodes prefetch and cache. Event: `Tuned`.
     Tune(Policy),
-    /// Ends the session on this node, and on other nodes unless `but` excludes them. Event: `Down`;
+    /// Ends the session on this node, and on other nodes unless `except` excludes them. Event: `Down`;
     /// then the server exits.
     Down {
         /// The nodes that this server must not contact, because others do; `None` if it contacts
         /// none.
-        but: Option<Vec<u16>>,
+        except: Option<Vec<u16>>,
     },
 }
 
@@ -100,7 +100,7 @@ pub enum Event {
         /// Bytes freed on the data dirs.
         freed_bytes: u64,
         /// Nodes that could not be reached, each with the reason.
-        untold: Vec<String>,
+        unreached: Vec<String>,
     },
     /// The command failed, and left nothing behind except what the reason names.
     Failed {

@@ -1,4 +1,4 @@
-//! The state of a session as its nodes report it, and the policy that they are told to follow.
+//! The state of a session as its nodes report it, and the policy that they follow.
 
 use rkyv::{Archive, Deserialize, Serialize};
 

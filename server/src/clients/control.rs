@@ -26,11 +26,11 @@ impl Client {
                 };
                 self.send_event(event).await
             }
-            Command::Down { but } => {
+            Command::Down { except } => {
                 let all = || (0..=u16::MAX).collect();
-                let spared: Vec<u16> = but.unwrap_or_else(all);
+                let spared: Vec<u16> = except.unwrap_or_else(all);
                 let Ending { nodes, freed_bytes, failures } = self.context.membership.end_others(&spared).await;
-                let sent = self.send_event(Event::Down { nodes, freed_bytes, untold: failures }).await;
+                let sent = self.send_event(Event::Down { nodes, freed_bytes, unreached: failures }).await;
                 self.context.membership.end();
                 sent
             }

@@ -133,8 +133,8 @@ fn wait_or_kill(location: &Location) -> Result<(), Failure> {
 fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());
-    session.control(Command::Down { but }, &mut |event| {
-        if let Event::Down { nodes, freed_bytes, untold } = event {
+    session.control(Command::Down { except: but }, &mut |event| {
+        if let Event::Down { nodes, freed_bytes, unreached: untold } = event {
             ended = (nodes, freed_bytes, untold);
         }
     })?;

@@ -1,4 +1,4 @@
-//! Many files at once, and the order in which they will be read.
+//! Reading many files with one call, and announcing the order in which files will be read.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -7,20 +7,25 @@ use dayfly_meta::id::SampleId;
 use libc::{size_t, ssize_t};
 
 use super::bytes;
-use crate::memory::{Errno, buffer, put};
-use crate::process::Fault;
+use crate::fault::Fault;
+use crate::memory::{Errno, FromC};
 
-/// `DAYFLY_TELL_MISSING`.
-const TELL_MISSING: c_int = 1;
-/// `DAYFLY_AS_THEY_COME`.
-const AS_THEY_COME: c_int = 2;
+/// `DAYFLY_REPORT_MISSING`.
+const REPORT_MISSING: c_int = 1;
+/// `DAYFLY_AS_AVAILABLE`.
+const AS_AVAILABLE: c_int = 2;
+
+/// A path in a program's array.
+type Path<'a> = FromC<'a, *const c_char>;
 
 /// `struct dayfly_request`.
 #[repr(C)]
-pub(crate) struct Request {
-    path: *const c_char,
-    buffer: *mut c_void,
+pub(crate) struct Request<'a> {
+    path: Path<'a>,
+    buffer: FromC<'a, *mut c_void>,
+    /// Room in the buffer, in bytes.
     len: size_t,
+    /// The file's size in bytes, or minus an errno.
     result: i64,
 }
 
@@ -34,11 +39,11 @@ pub(crate) struct SampleView {
 }
 
 fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
-    if flags & !(TELL_MISSING | AS_THEY_COME) != 0 {
+    if flags & !(REPORT_MISSING | AS_AVAILABLE) != 0 {
         return Err(libc::EINVAL);
     }
-    let delivery = if flags & AS_THEY_COME == 0 { Delivery::InOrder } else { Delivery::AsAvailable };
-    Ok((delivery, if flags & TELL_MISSING == 0 { OnMissing::Fail } else { OnMissing::Report }))
+    let delivery = if flags & AS_AVAILABLE == 0 { Delivery::InOrder } else { Delivery::AsAvailable };
+    Ok((delivery, if flags & REPORT_MISSING == 0 { OnMissing::Fail } else { OnMissing::Report }))
 }
 
 fn errno(error: &ClientError) -> Errno {
@@ -48,16 +53,15 @@ fn errno(error: &ClientError) -> Errno {
     }
 }
 
-fn paths<'a>(paths: &[*const c_char]) -> Result<Vec<&'a [u8]>, Errno> {
+fn paths<'a>(paths: &[Path<'a>]) -> Result<Vec<&'a [u8]>, Errno> {
     paths.iter().map(|&path| bytes(path)).collect()
 }
 
-/// Reads whole files into the requests' buffers.
+/// Reads whole files into the requests' buffers. Returns the number of files that failed.
 pub(super) fn read(view: &View, requests: &mut [Request], flags: c_int) -> Result<ssize_t, Fault> {
     let (_, on_missing) = choices(flags)?;
     let paths = requests.iter().map(|request| bytes(request.path)).collect::<Result<Vec<_>, _>>()?;
-    let mut buffers =
-        requests.iter().map(|request| buffer(request.buffer, request.len)).collect::<Result<Vec<&mut [u8]>, _>>()?;
+    let mut buffers = requests.iter().map(|request| request.buffer.buffer(request.len)).collect::<Result<Vec<&mut [u8]>, _>>()?;
     let sizes = view.read_many_into(&paths, &mut buffers, on_missing).map_err(ViewError::Client)?;
     let mut failed = 0;
     for (request, size) in requests.iter_mut().zip(sizes) {
@@ -67,33 +71,37 @@ pub(super) fn read(view: &View, requests: &mut [Request], flags: c_int) -> Resul
     Ok(failed)
 }
 
-pub(super) fn open(view: &'static View, names: &[*const c_char], flags: c_int) -> Result<*mut Batch<'static>, Fault> {
+/// Begins to read files by their paths.
+pub(super) fn open(view: &'static View, names: &[Path], flags: c_int) -> Result<*mut Batch<'static>, Fault> {
     let (delivery, on_missing) = choices(flags)?;
     let batch = view.read_many(&paths(names)?, delivery, on_missing).map_err(ViewError::Client)?;
-    Ok(Box::into_raw(Box::new(batch)))
+    Ok(super::new_handle(batch))
 }
 
+/// Begins to read files by their numbers in the dataset that contains `path`.
 pub(super) fn open_ids(view: &'static View, path: &[u8], ids: &[u32], flags: c_int) -> Result<*mut Batch<'static>, Fault> {
     let (delivery, on_missing) = choices(flags)?;
     let dataset = view.dataset_of(path)?;
     let samples: Vec<SampleId> = ids.iter().copied().map(SampleId).collect();
     let batch = view.session().read_many(&dataset, &samples, delivery, on_missing).map_err(ViewError::Client)?;
-    Ok(Box::into_raw(Box::new(batch)))
+    Ok(super::new_handle(batch))
 }
 
-pub(super) fn next(batch: &mut Batch<'static>, out: *mut SampleView) -> Result<c_int, Fault> {
+/// Stores the next file of a batch. Returns 1, or 0 at the end.
+pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
     match batch.next() {
         None => Ok(0),
         Some(delivered) => {
             let delivered = delivered.map_err(ViewError::Client)?;
-            Ok(put(out, sample_view(delivered.index, delivered.bytes)).map(|()| 1)?)
+            Ok(out.put(sample_view(delivered.index, delivered.bytes)).map(|()| 1)?)
         }
     }
 }
 
-pub(super) fn get(batch: &Batch<'static>, index: size_t, out: *mut SampleView) -> Result<c_int, Fault> {
+/// Stores one file of a batch that has been waited for.
+pub(super) fn get(batch: &Batch<'static>, index: size_t, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
     let bytes = batch.get(index).ok_or(libc::ENOENT)?;
-    Ok(put(out, sample_view(index, Ok(bytes))).map(|()| 0)?)
+    Ok(out.put(sample_view(index, Ok(bytes))).map(|()| 0)?)
 }
 
 fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
@@ -103,8 +111,12 @@ fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
     }
 }
 
-/// Has files read ahead in this order. They are of one dataset.
-pub(super) fn order(view: &'static View, names: &[*const c_char]) -> Result<*mut Order<'static>, Fault> {
+/// Announces that files of one dataset will be read in this order.
+///
+/// # Errors
+///
+/// EINVAL for no files, EXDEV for files of several datasets.
+pub(super) fn order(view: &'static View, names: &[Path]) -> Result<*mut Order<'static>, Fault> {
     let Some(&first) = names.first() else { return Err(Fault::Errno(libc::EINVAL)) };
     let dataset = view.dataset_of(bytes(first)?)?;
     let mut samples = Vec::with_capacity(names.len());
@@ -115,5 +127,5 @@ pub(super) fn order(view: &'static View, names: &[*const c_char]) -> Result<*mut
         }
         samples.push(file.sample());
     }
-    Ok(Box::into_raw(Box::new(view.session().submit(&dataset, samples)?)))
+    Ok(super::new_handle(view.session().submit(&dataset, samples)?))
 }

@@ -1,4 +1,8 @@
-//! Descriptors: duplicating, closing, asking.
+//! Descriptors: duplicating, closing, asking, locking.
+//!
+//! The kernel does the work on the placeholder; these hooks keep the table in step with it. The order matters, because other
+//! threads open and close at the same time: a number is forgotten before the kernel closes it, and named after the kernel has
+//! made it.
 
 use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
@@ -7,18 +11,23 @@ use std::sync::atomic::Ordering;
 use dayfly_client::reserved_fd::is_reserved;
 
 use super::hook;
-use crate::memory::{self, fail, get, put};
-use crate::process::{Fault, answer};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, FromC, fail};
 use crate::table::{self, Reference};
-use crate::{carry, next, vfork};
+use crate::{exec_handoff, next, vfork};
 
 /// Flags that `F_SETFL` can change.
 const CHANGEABLE: c_int = libc::O_APPEND | libc::O_ASYNC | libc::O_DIRECT | libc::O_NOATIME | libc::O_NONBLOCK;
-/// `_IOW(0x94, 9, int)`, `_IOW(0x94, 13, struct file_clone_range)`.
+/// FICLONE, `_IOW(0x94, 9, int)`.
 const CLONE: c_ulong = 0x4004_9409;
+/// FICLONERANGE, `_IOW(0x94, 13, struct file_clone_range)`.
 const CLONE_RANGE: c_ulong = 0x4020_940d;
+/// FIDEDUPERANGE, `_IOWR(0x94, 54, struct file_dedupe_range)`.
 const DEDUPE_RANGE: c_ulong = 0xc018_9436;
+/// FIGETBSZ, `_IO(0x00, 2)`.
 const GET_BLOCK_SIZE: c_ulong = 2;
+/// One more than the highest number at which `close_range` looks for reserved descriptors.
+const RESERVED_MAX: c_uint = 4096;
 
 hook! {
     fn close | __close (descriptor: c_int) -> c_int {
@@ -26,10 +35,10 @@ hook! {
             return fail(libc::EBADF);
         }
         if table::is_ours(descriptor) && vfork::child().is_none() {
-            // First here: once the kernel has closed it, another thread may get the number.
+            // Before the kernel closes it: afterwards another thread may get the number.
             table::forget(descriptor);
         }
-        next::close(descriptor)
+        close::next(descriptor)
     }
 
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
@@ -38,20 +47,20 @@ hook! {
             return close_kernel_range(first, last, flags);
         }
         let clamp = |number: c_uint| number.min(RawFd::MAX as c_uint) as RawFd;
-        // Nothing is there, and so nothing is closed; an old kernel says that it cannot.
+        // There is nothing to close in this range, but a kernel without the system call says so here, before we change anything.
         if close_kernel_range(c_uint::MAX, c_uint::MAX, 0) != 0 {
             return -1;
         }
         if vfork::child().is_none() {
             table::numbers(clamp(first), clamp(last)).for_each(table::forget);
         }
-        // Around those that the library keeps.
+        // Leave out the library's own descriptors.
         let mut start = first;
-        for kept in (first..=last.min(KEPT_MAX)).filter(|&number| is_reserved(clamp(number))) {
-            if start < kept && close_kernel_range(start, kept - 1, flags) != 0 {
+        for reserved in (first..=last.min(RESERVED_MAX)).filter(|&number| is_reserved(clamp(number))) {
+            if start < reserved && close_kernel_range(start, reserved - 1, flags) != 0 {
                 return -1;
             }
-            start = kept + 1;
+            start = reserved + 1;
         }
         if start > last { 0 } else { close_kernel_range(start, last, flags) }
     }
@@ -66,117 +75,116 @@ hook! {
         }
     }
 
-    fn dup(descriptor: c_int) -> c_int {
-        let copy = next::dup(descriptor);
-        noted(descriptor, copy)
+    fn dup(descriptor) {
+        let copy = dup::next(descriptor);
+        record_copy(descriptor, copy)
     }
 
     fn dup2 | __dup2 (from: c_int, to: c_int) -> c_int {
         if from == to {
-            return next::dup2(from, to);
+            return dup2::next(from, to);
         }
         if is_reserved(to) || is_reserved(from) {
             return fail(libc::EBADF);
         }
-        let copy = next::dup2(from, to);
-        noted(from, copy)
+        let copy = dup2::next(from, to);
+        record_copy(from, copy)
     }
 
-    fn dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
+    fn dup3(from, to, flags) {
         if is_reserved(to) || is_reserved(from) {
             return fail(libc::EBADF);
         }
-        let copy = next::dup3(from, to, flags);
-        noted(from, copy)
+        let copy = dup3::next(from, to, flags);
+        record_copy(from, copy)
     }
 
-    fn fcntl | fcntl64 | __fcntl (descriptor: c_int, command: c_int, argument: c_ulong) -> c_int {
+    fn fcntl | fcntl64 | __fcntl (descriptor, command, argument) {
         let Some(open) = table::find(descriptor) else {
-            let result = next::fcntl(descriptor, command, argument);
+            let result = fcntl::next(descriptor, command, argument);
             let is_copy = command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC;
-            return if is_copy { noted(descriptor, result) } else { result };
+            return if is_copy { record_copy(descriptor, result) } else { result };
         };
         match command {
             libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => {
-                let copy = next::fcntl(descriptor, command, argument);
-                noted(descriptor, copy)
+                let copy = fcntl::next(descriptor, command, argument);
+                record_copy(descriptor, copy)
             }
-            libc::F_GETFD | libc::F_SETFD => next::fcntl(descriptor, command, argument),
+            libc::F_GETFD | libc::F_SETFD => fcntl::next(descriptor, command, argument),
             libc::F_GETFL => open.flags.load(Ordering::Acquire),
             libc::F_SETFL => {
-                let kept = open.flags.load(Ordering::Acquire) & !CHANGEABLE;
-                open.flags.store(kept | argument as c_int & CHANGEABLE, Ordering::Release);
+                let fixed = open.flags.load(Ordering::Acquire) & !CHANGEABLE;
+                open.flags.store(fixed | argument.raw() as c_int & CHANGEABLE, Ordering::Release);
                 0
             }
             libc::F_SETLK | libc::F_SETLKW | libc::F_OFD_SETLK | libc::F_OFD_SETLKW => {
-                answer(|| lock(get(argument as *const libc::flock)))
+                // SAFETY: these commands take a pointer to a lock.
+                answer(|| lock(unsafe { argument.pointer() }.get()))
             }
             libc::F_GETLK | libc::F_OFD_GETLK => answer(|| {
-                let pointer = argument as *mut libc::flock;
-                let mut lock = get(pointer.cast_const()).ok_or(libc::EFAULT)?;
+                // SAFETY: these commands take a pointer to a lock.
+                let pointer: FromC<*mut libc::flock> = unsafe { argument.pointer() };
+                let mut lock = pointer.get().ok_or(libc::EFAULT)?;
                 lock.l_type = libc::F_UNLCK as i16;
-                Ok(put(pointer, lock).map(|()| 0)?)
+                Ok(pointer.put(lock).map(|()| 0)?)
             }),
             _ => fail(libc::EINVAL),
         }
     }
 
-    fn ioctl(descriptor: c_int, request: c_ulong, argument: c_ulong) -> c_int {
+    fn ioctl(descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
         match table::find(descriptor) {
-            // Into a file of the kernel's, out of ours: there are no extents to share.
-            None if request == CLONE && table::is_ours(argument as c_int) => fail(libc::EOPNOTSUPP),
+            // From one of our files into a kernel file: there are no extents to share.
+            None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
-            None => next::ioctl(descriptor, request, argument),
+            None => ioctl::next(descriptor, request, argument),
             Some(open) => control(&open, descriptor, request, argument),
         }
     }
 
     fn isatty(descriptor: c_int) -> c_int {
         if !table::is_ours(descriptor) {
-            return next::isatty(descriptor);
+            return isatty::next(descriptor);
         }
         memory::set_errno(libc::ENOTTY);
         0
     }
 
     fn flock(descriptor: c_int, operation: c_int) -> c_int {
-        // Nobody writes: all may have it.
-        if table::is_ours(descriptor) { 0 } else { next::flock(descriptor, operation) }
+        // Nobody writes, so everybody may have every lock.
+        if table::is_ours(descriptor) { 0 } else { flock::next(descriptor, operation) }
     }
 
-    fn lockf | lockf64 (descriptor: c_int, command: c_int, len: i64) -> c_int {
+    fn lockf | lockf64 (descriptor: c_int, command: c_int, len: libc::off_t) -> c_int {
         match command {
-            _ if !table::is_ours(descriptor) => next::lockf(descriptor, command, len),
+            _ if !table::is_ours(descriptor) => lockf::next(descriptor, command, len),
             libc::F_ULOCK | libc::F_TEST => 0,
-            // It would be a lock to write.
+            // A lock for writing, through a descriptor that only reads.
             _ => fail(libc::EBADF),
         }
     }
 
     fn fsync(descriptor: c_int) -> c_int {
-        if table::is_ours(descriptor) { 0 } else { next::fsync(descriptor) }
+        if table::is_ours(descriptor) { 0 } else { fsync::next(descriptor) }
     }
 
     fn fdatasync(descriptor: c_int) -> c_int {
-        if table::is_ours(descriptor) { 0 } else { next::fdatasync(descriptor) }
+        if table::is_ours(descriptor) { 0 } else { fdatasync::next(descriptor) }
     }
 
     fn syncfs(descriptor: c_int) -> c_int {
-        if table::is_ours(descriptor) { 0 } else { next::syncfs(descriptor) }
+        if table::is_ours(descriptor) { 0 } else { syncfs::next(descriptor) }
     }
 }
 
-/// Above this no number is watched over.
-const KEPT_MAX: c_uint = 4096;
-
 fn close_kernel_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-    // Not by the C library, whose older versions do not know it.
-    // SAFETY: what these numbers name is not ours to keep.
+    // Old C libraries do not have the function, so this is the system call.
+    // SAFETY: the range contains no descriptor that this library owns.
     unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int }
 }
 
-/// What `copy` names is now what `from` names, as the kernel has made it.
-fn noted(from: RawFd, copy: RawFd) -> RawFd {
+/// Records that `copy` now names what `from` names, after the kernel has made it so. Returns the result for the program.
+fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     if copy < 0 || !table::is_ours(from) && !table::is_ours(copy) && vfork::child().is_none() {
         return copy;
     }
@@ -188,39 +196,44 @@ fn noted(from: RawFd, copy: RawFd) -> RawFd {
         None => table::forget(copy),
         Some(open) => {
             if !table::name(copy, &open) {
-                next::close(copy);
+                close::next(copy);
                 return fail(libc::EMFILE);
             }
-            carry::serve_standard_input(copy);
+            exec_handoff::serve_standard_input(copy);
         }
     }
     copy
 }
 
-/// Nobody writes, so all may lock to read, and nobody to write by a descriptor that only reads.
-fn lock(wanted: Option<libc::flock>) -> Result<c_int, Fault> {
-    match c_int::from(wanted.ok_or(libc::EFAULT)?.l_type) {
+/// Decides about a lock. Nobody writes, so everybody may lock for reading. Nobody may lock for writing, because the descriptor
+/// only reads.
+fn lock(requested: Option<libc::flock>) -> Result<c_int, Fault> {
+    match c_int::from(requested.ok_or(libc::EFAULT)?.l_type) {
         libc::F_RDLCK | libc::F_UNLCK => Ok(0),
         libc::F_WRLCK => Err(Fault::Errno(libc::EBADF)),
         _ => Err(Fault::Errno(libc::EINVAL)),
     }
 }
 
-/// The descriptor that FICLONERANGE takes from.
-fn clone_source(argument: c_ulong) -> Option<RawFd> {
-    get(argument as *const i64).and_then(|number| RawFd::try_from(number).ok())
+/// Returns the source descriptor of FICLONERANGE, the first field of its argument.
+fn clone_source(argument: FromC<c_ulong>) -> Option<RawFd> {
+    // SAFETY: the request takes a pointer to a structure that begins with this number.
+    let source: FromC<*mut i64> = unsafe { argument.pointer() };
+    RawFd::try_from(source.get()?).ok()
 }
 
-fn control(open: &Reference, descriptor: c_int, request: c_ulong, argument: c_ulong) -> c_int {
+fn control(open: &Reference, descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
+    // SAFETY: the requests below that store a number take a pointer to an `int`.
+    let number: FromC<*mut c_int> = unsafe { argument.pointer() };
     answer(|| match request {
         libc::FIONREAD => {
             let left = open.stat().size.saturating_sub(open.offset.load());
-            Ok(put(argument as *mut c_int, left.min(c_int::MAX as u64) as c_int).map(|()| 0)?)
+            Ok(number.put(left.min(c_int::MAX as u64) as c_int).map(|()| 0)?)
         }
-        GET_BLOCK_SIZE => Ok(put(argument as *mut c_int, 4096).map(|()| 0)?),
+        GET_BLOCK_SIZE => Ok(number.put(4096).map(|()| 0)?),
         libc::FIOCLEX | libc::FIONCLEX => {
-            let flag = if request == libc::FIOCLEX { libc::FD_CLOEXEC as c_ulong } else { 0 };
-            Ok(next::fcntl(descriptor, libc::F_SETFD, flag))
+            let flag = if request == libc::FIOCLEX { libc::FD_CLOEXEC } else { 0 };
+            Ok(next::fcntl_number(descriptor, libc::F_SETFD, flag))
         }
         libc::FIONBIO => Ok(0),
         CLONE | CLONE_RANGE => Err(Fault::Errno(libc::EBADF)),

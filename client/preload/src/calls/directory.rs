@@ -1,22 +1,29 @@
-//! Directory streams. Ours and libc's look alike to a program; a mark at the start of ours tells them apart.
+//! Directory streams.
+//!
+//! A program holds a `DIR *` that is either libc's or points to a [`Stream`] of ours. A mark at the start of ours, which no
+//! stream of libc's can have there, tells them apart.
+//!
+//! The walks of `ftw`, `fts` and `scandir` use a [`Listing`], which owns a stream of either kind.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::os::fd::RawFd;
 
 use dayfly_client::{FileKind, View};
 use libc::{DIR, dirent, off_t, size_t};
 
+use super::descriptor::{close, fcntl};
 use super::hook;
-use super::open::{give_number, open_in};
-use crate::memory::{self, Errno, buffer, put, zeroed};
+use super::open::{give_number, open_in, openat};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Errno, FromC, zeroed};
 use crate::offset::Offset;
-use crate::process::{Fault, answer};
+use crate::path;
 use crate::table::{self, Description, Object, Reference};
-use crate::{next, path};
 
-/// What no stream of libc begins with: there stand a descriptor and a lock, which is never all ones.
+/// The mark at the start of our streams. A stream of libc's begins with a descriptor and a lock, and the lock is never all
+/// ones.
 const MARK: u64 = u64::from_le_bytes(*b"DFLY\xff\xff\xff\xff");
-/// Positions of `.` and `..`; after them come those of the listing, which begin at 0, moved by this many.
+/// The positions of `.` and `..`. Those of the listing, which begin at 0, are moved up by this number.
 const DOTS: u64 = 2;
 
 /// A directory stream of ours.
@@ -24,16 +31,19 @@ const DOTS: u64 = 2;
 struct Stream {
     mark: u64,
     open: Reference,
-    /// The number in the kernel's table, made when it is asked for.
+    /// The descriptor that `dirfd` returns, which is made on the first call.
     number: Option<RawFd>,
     position: u64,
+    /// The entry that `readdir` returned last.
     entry: dirent,
 }
 
-fn stream<'a>(pointer: *mut DIR) -> Option<&'a mut Stream> {
-    let mark = memory::get(pointer.cast_const().cast::<u64>())?;
-    // SAFETY: only our streams begin with the mark; the program passes each to one thread at a time.
-    (mark == MARK).then(|| unsafe { &mut *pointer.cast::<Stream>() })
+/// Returns the stream behind a program's pointer if it is one of ours.
+fn stream(pointer: FromC<'_, *mut DIR>) -> Option<&mut Stream> {
+    // SAFETY: a stream of either kind is longer than the mark.
+    let mark = unsafe { FromC::new(pointer.raw().cast_const().cast::<u64>()) }.get()?;
+    // SAFETY: only our streams begin with the mark, and the program uses a stream in one thread at a time.
+    (mark == MARK).then(|| unsafe { &mut *pointer.raw().cast::<Stream>() })
 }
 
 fn new_stream(open: Reference, number: Option<RawFd>) -> *mut DIR {
@@ -41,29 +51,29 @@ fn new_stream(open: Reference, number: Option<RawFd>) -> *mut DIR {
 }
 
 hook! {
-    fn opendir(path: *const c_char) -> *mut DIR {
+    fn opendir(path: FromC<*const c_char>) -> *mut DIR {
         let ours = |view: &View, path: &[u8]| {
             let object = Object::Directory(view.open_directory(path)?);
             let flags = (libc::O_DIRECTORY | libc::O_CLOEXEC).into();
             Ok(new_stream(table::describe(Description { object, flags, offset: Offset::new() })?, None))
         };
-        path::at(libc::AT_FDCWD, path, ours, |_, path| next::opendir(path))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| opendir::next(path))
     }
 
     fn fdopendir(descriptor: c_int) -> *mut DIR {
         match table::find(descriptor) {
-            None => next::fdopendir(descriptor),
+            None => fdopendir::next(descriptor),
             Some(open) => answer(|| {
                 open.directory()?;
-                next::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC as u64);
+                fcntl::next(descriptor, libc::F_SETFD, FromC::number(libc::FD_CLOEXEC as u64));
                 Ok(new_stream(open, Some(descriptor)))
             }),
         }
     }
 
-    fn readdir | readdir64 (pointer: *mut DIR) -> *mut dirent {
+    fn readdir | readdir64 (pointer: FromC<*mut DIR>) -> *mut dirent {
         match stream(pointer) {
-            None => next::readdir(pointer),
+            None => readdir::next(pointer),
             Some(stream) => match stream.read() {
                 true => &raw mut stream.entry,
                 false => std::ptr::null_mut(),
@@ -71,34 +81,37 @@ hook! {
         }
     }
 
-    fn readdir_r | readdir64_r (pointer: *mut DIR, out: *mut dirent, result: *mut *mut dirent) -> c_int {
-        let Some(stream) = stream(pointer) else { return next::readdir_r(pointer, out, result) };
-        let is_there = stream.read();
-        let given = if is_there { put(out, stream.entry) } else { Ok(()) };
-        let given = given.and_then(|()| put(result, if is_there { out } else { std::ptr::null_mut() }));
-        given.err().unwrap_or(0)
+    fn readdir_r | readdir64_r (pointer: FromC<*mut DIR>, out: FromC<*mut dirent>, result: FromC<*mut *mut dirent>) -> c_int {
+        let Some(stream) = stream(pointer) else { return readdir_r::next(pointer, out, result) };
+        let has_entry = stream.read();
+        let stored = if has_entry { out.put(stream.entry) } else { Ok(()) };
+        let stored = stored.and_then(|()| result.put(if has_entry { out.raw() } else { std::ptr::null_mut() }));
+        stored.err().unwrap_or(0)
     }
 
-    fn telldir(pointer: *mut DIR) -> i64 {
-        stream(pointer).map_or_else(|| next::telldir(pointer), |stream| stream.position as i64)
-    }
-
-    fn seekdir(pointer: *mut DIR, position: i64) -> () {
+    fn telldir(pointer: FromC<*mut DIR>) -> i64 {
         match stream(pointer) {
-            None => next::seekdir(pointer, position),
+            None => telldir::next(pointer),
+            Some(stream) => stream.position as i64,
+        }
+    }
+
+    fn seekdir(pointer: FromC<*mut DIR>, position: i64) -> () {
+        match stream(pointer) {
+            None => seekdir::next(pointer, position),
             Some(stream) => stream.position = position as u64,
         }
     }
 
-    fn rewinddir(pointer: *mut DIR) -> () {
+    fn rewinddir(pointer: FromC<*mut DIR>) -> () {
         match stream(pointer) {
-            None => next::rewinddir(pointer),
+            None => rewinddir::next(pointer),
             Some(stream) => stream.position = 0,
         }
     }
 
-    fn dirfd(pointer: *mut DIR) -> c_int {
-        let Some(stream) = stream(pointer) else { return next::dirfd(pointer) };
+    fn dirfd(pointer: FromC<*mut DIR>) -> c_int {
+        let Some(stream) = stream(pointer) else { return dirfd::next(pointer) };
         match stream.number {
             Some(number) => number,
             None => answer(|| {
@@ -109,28 +122,28 @@ hook! {
         }
     }
 
-    fn closedir(pointer: *mut DIR) -> c_int {
-        let Some(stream) = stream(pointer) else { return next::closedir(pointer) };
-        // A stream that is used after its end is not taken for ours again.
+    fn closedir(pointer: FromC<*mut DIR>) -> c_int {
+        let Some(stream) = stream(pointer) else { return closedir::next(pointer) };
+        // So that a program that uses the stream after this does not have it taken for one of ours.
         stream.mark = 0;
         // SAFETY: made by `Box::into_raw` in `new_stream`; the program gives it up.
-        let stream = unsafe { Box::from_raw(pointer.cast::<Stream>()) };
+        let stream = unsafe { Box::from_raw(pointer.raw().cast::<Stream>()) };
         match stream.number {
-            Some(number) => super::descriptor::close(number),
+            Some(number) => close(number),
             None => 0,
         }
     }
 
-    fn getdents64(descriptor: c_int, out: *mut c_void, len: size_t) -> isize {
+    fn getdents64(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
         match table::find(descriptor) {
-            None => next::getdents64(descriptor, out, len),
-            Some(open) => answer(|| read_records(&open, buffer(out, len)?)),
+            None => getdents64::next(descriptor, out, len),
+            Some(open) => answer(|| read_records(&open, out.buffer(len)?)),
         }
     }
 }
 
 impl Stream {
-    /// Fills in the next entry; `false` at the end.
+    /// Fills in the next entry. Returns `false` at the end.
     fn read(&mut self) -> bool {
         let Some((name, inode, kind, next)) = entry_at(&self.open, self.position) else { return false };
         self.position = next;
@@ -148,12 +161,12 @@ impl Stream {
     }
 }
 
-/// Bytes of a `dirent` with a name of this length: 19 before it, a NUL after it, up to a multiple of 8.
+/// Returns the length of a `dirent` in bytes: 19 before the name, the name, a NUL, rounded up to a multiple of 8.
 fn record_len(name_len: usize) -> usize {
     (19 + name_len + 1).next_multiple_of(8)
 }
 
-/// The entry at a position: name, inode, type, and the position of the next.
+/// Returns the entry at a position: name, inode, type, and the position of the next one.
 fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> {
     let directory = open.directory().ok()?;
     match position {
@@ -171,7 +184,11 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
     }
 }
 
-/// As many records as there is room for, from the description's offset on.
+/// Writes as many records as fit, from the description's offset on.
+///
+/// # Errors
+///
+/// EINVAL if there is no room for a single one.
 fn read_records(open: &Description, out: &mut [u8]) -> Result<isize, Fault> {
     open.directory()?;
     let mut filled = 0;
@@ -195,18 +212,50 @@ fn read_records(open: &Description, out: &mut [u8]) -> Result<isize, Fault> {
     Ok(filled as isize)
 }
 
-/// Opens a directory below another, for walks.
-pub(super) fn open_at(directory: RawFd, path: *const c_char) -> Result<*mut DIR, Errno> {
-    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
-    let number = path::at(
-        directory,
-        path,
-        |view, path| open_in(view, path, flags),
-        |directory, path| next::openat(directory, path, flags, 0),
-    );
-    if number < 0 {
-        return Err(memory::errno());
+/// A directory stream, of ours or of libc's, that this library has opened for a walk.
+pub(super) struct Listing(*mut DIR);
+
+impl Listing {
+    /// Opens a directory by its path.
+    ///
+    /// # Errors
+    ///
+    /// The `errno` of `opendir`.
+    pub(super) fn open(path: &CStr) -> Result<Self, Errno> {
+        Self::own(opendir(path.into()))
     }
-    let stream = fdopendir(number);
-    if stream.is_null() { Err(memory::errno()) } else { Ok(stream) }
+
+    /// Opens a directory by a path relative to another one.
+    ///
+    /// # Errors
+    ///
+    /// The `errno` of `openat`.
+    pub(super) fn open_at(directory: RawFd, path: FromC<*const c_char>) -> Result<Self, Errno> {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
+        let ours = |view: &View, path: &[u8]| open_in(view, path, flags);
+        let number = path::at(directory, path, ours, |directory, path| openat::next(directory, path, flags, 0));
+        if number < 0 { Err(memory::errno()) } else { Self::own(fdopendir(number)) }
+    }
+
+    fn own(stream: *mut DIR) -> Result<Self, Errno> {
+        if stream.is_null() { Err(memory::errno()) } else { Ok(Self(stream)) }
+    }
+
+    /// Returns the next entry, or `None` at the end.
+    pub(super) fn next(&mut self) -> Option<&dirent> {
+        // SAFETY: the stream is open until this is dropped. An entry is valid until the next call.
+        unsafe { readdir(FromC::new(self.0)).as_ref() }
+    }
+}
+
+impl Drop for Listing {
+    fn drop(&mut self) {
+        // SAFETY: the stream is open, and nobody uses it after this.
+        closedir(unsafe { FromC::new(self.0) });
+    }
+}
+
+/// Returns the name in an entry.
+pub(super) fn name_of(entry: &dirent) -> Vec<u8> {
+    entry.d_name.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect()
 }

@@ -1,5 +1,9 @@
-//! Becoming another program. Before that, what the program inherits becomes the kernel's (see `carry`), and the working
-//! directory goes along in the environment.
+//! Running another program in this process: `exec` and its kin.
+//!
+//! Before the kernel is asked, three things happen. The open files that the program inherits become the kernel's (see
+//! `exec_handoff`). The working directory, if it is in the namespace, goes along in a variable of the environment. And a
+//! program that lies in the namespace is copied, because the kernel can run kernel files only; a script's interpreter is
+//! started with the script's own path, as the kernel does it.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs::File;
@@ -11,83 +15,95 @@ use dayfly_client::{OpenFile, View};
 
 use super::hook;
 use super::names::access;
-use crate::memory::{self, fail, string, strings};
-use crate::process::{Fault, answer, setup};
-use crate::{carry, cwd, next, path, table};
+use crate::attach::view;
+use crate::fault::{Fault, answer};
+use crate::memory::{self, FromC, fail};
+use crate::setup::setup;
+use crate::{cwd, exec_handoff, kernel_copy, path, table};
 
-type Strings = *const *const c_char;
+/// An array of strings with a null pointer at its end, such as `argv`.
+pub(super) type Strings<'a> = FromC<'a, *const *const c_char>;
 
 unsafe extern "C" {
-    static environ: Strings;
+    static environ: *const *const c_char;
 }
 
-pub(super) fn current_environment() -> Strings {
-    // SAFETY: libc's variable, read as any C program does.
-    unsafe { environ }
+/// Returns this process's environment.
+pub(super) fn current_environment() -> Strings<'static> {
+    // SAFETY: libc's variable, read as any C program does; its array stays until the program changes the environment, which C
+    // forbids while another function reads it.
+    unsafe { FromC::new(environ) }
 }
 
 hook! {
-    fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+    fn execve(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
         if !is_active() {
-            return next::execve(path, arguments, environment);
+            return execve::next(path, arguments, environment);
         }
         let environment = Environment::new(environment);
-        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+        if !hand_over_files() {
             return -1;
         }
-        let kernel = |_, path| next::execve(path, arguments, environment.strings());
-        let ours = |view: &View, full: &[u8]| run(view, full, string(path), arguments, environment.strings());
+        let kernel = |_, path: FromC<*const c_char>| execve::next(path, arguments, environment.strings());
+        let ours = |view: &View, full: &[u8]| run(view, full, path.string(), arguments, environment.strings());
         path::at(libc::AT_FDCWD, path, ours, kernel)
     }
 
-    fn execv(path: *const c_char, arguments: Strings) -> c_int {
+    fn execv(path: FromC<*const c_char>, arguments: Strings) -> c_int {
         execve(path, arguments, current_environment())
     }
 
-    fn execvp(path: *const c_char, arguments: Strings) -> c_int {
+    fn execvp(path: FromC<*const c_char>, arguments: Strings) -> c_int {
         execvpe(path, arguments, current_environment())
     }
 
-    fn execvpe(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+    fn execvpe(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
         if !is_active() {
-            return next::execvpe(path, arguments, environment);
+            return execvpe::next(path, arguments, environment);
         }
         if let Some(path) = found_in_path(path) {
-            return execve(path.as_ptr(), arguments, environment);
+            return execve(path.as_c_str().into(), arguments, environment);
         }
         let environment = Environment::new(environment);
-        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+        if !hand_over_files() {
             return -1;
         }
-        next::execvpe(path, arguments, environment.strings())
+        execvpe::next(path, arguments, environment.strings())
     }
 
     fn fexecve(descriptor: c_int, arguments: Strings, environment: Strings) -> c_int {
-        execveat(descriptor, c"".as_ptr(), arguments, environment, libc::AT_EMPTY_PATH)
+        execveat(descriptor, c"".into(), arguments, environment, libc::AT_EMPTY_PATH)
     }
 
-    fn execveat(directory: c_int, path: *const c_char, arguments: Strings, environment: Strings, flags: c_int) -> c_int {
-        let call = |directory, path, environment| match flags & libc::AT_EMPTY_PATH != 0 && directory >= 0 {
-            true if string(path).is_some_and(|path| path.is_empty()) => next::fexecve(directory, arguments, environment),
-            _ => next::execveat(directory, path, arguments, environment, flags),
+    fn execveat(directory: c_int, path: FromC<*const c_char>, arguments: Strings, environment: Strings, flags: c_int) -> c_int {
+        let is_empty = path.string().is_some_and(CStr::is_empty);
+        let is_descriptor = is_empty && flags & libc::AT_EMPTY_PATH != 0 && directory >= 0;
+        let kernel = |directory, path: FromC<*const c_char>, environment: Strings| match is_descriptor {
+            true => fexecve::next(directory, arguments, environment),
+            false => execveat::next(directory, path, arguments, environment, flags),
         };
         if !is_active() {
-            return call(directory, path, environment);
+            return kernel(directory, path, environment);
         }
         let environment = Environment::new(environment);
-        if answer(|| carry::carry_over().map(|()| 0)) != 0 {
+        if !hand_over_files() {
             return -1;
         }
-        if let Some(open) = table::find(directory).filter(|_| string(path).is_some_and(|path| path.is_empty())) {
+        if let Some(open) = table::find(directory).filter(|_| is_empty) {
             let Some(path) = path::path_of(&open) else { return fail(libc::ENOENT) };
-            return answer(|| run(&*crate::process::view()?, &path, None, arguments, environment.strings()));
+            return answer(|| run(&*view()?, &path, None, arguments, environment.strings()));
         }
-        let kernel = |directory, path| call(directory, path, environment.strings());
-        path::at(directory, path, |view, path| run(view, path, None, arguments, environment.strings()), kernel)
+        let ours = |view: &View, path: &[u8]| run(view, path, None, arguments, environment.strings());
+        path::at(directory, path, ours, |directory, path| kernel(directory, path, environment.strings()))
     }
 }
 
-/// The variadic ones, whose arguments `variadic.c` has put into an array.
+/// Hands the open files over. Returns `false`, with `errno` set, if that fails.
+fn hand_over_files() -> bool {
+    answer(|| exec_handoff::hand_over_all().map(|()| 0)) == 0
+}
+
+/// Exports the variadic functions. `variadic.c` collects their arguments into an array, and continues below.
 macro_rules! variadic {
     ($($name:ident => $body:ident),*) => {$(
         unsafe extern "C" {
@@ -107,21 +123,22 @@ macro_rules! variadic {
 
 variadic!(execl => dayfly_execl, execlp => dayfly_execlp, execle => dayfly_execle);
 
-/// What `variadic.c` calls.
+/// `execl` and `execle` continue here. No environment means the current one.
 #[unsafe(no_mangle)]
-extern "C" fn dayfly_execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+extern "C" fn dayfly_execve(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
     execve(path, arguments, if environment.is_null() { current_environment() } else { environment })
 }
 
-/// As above, looking for the name in PATH.
+/// `execlp` continues here.
 #[unsafe(no_mangle)]
-extern "C" fn dayfly_execvp(path: *const c_char, arguments: Strings) -> c_int {
+extern "C" fn dayfly_execvp(path: FromC<*const c_char>, arguments: Strings) -> c_int {
     execvpe(path, arguments, current_environment())
 }
 
-/// The path of a program that is named by one, or that a folder of ours in PATH has before all others; else libc finds it.
-pub(super) fn found_in_path(name: *const c_char) -> Option<CString> {
-    let name = string(name)?;
+/// Returns the path of the program that a name means, if the name is a path or if PATH names a directory of the namespace.
+/// Otherwise libc searches PATH as usual.
+pub(super) fn found_in_path(name: FromC<*const c_char>) -> Option<CString> {
+    let name = name.string()?;
     if name.to_bytes().contains(&b'/') || name.is_empty() {
         return Some(name.to_owned());
     }
@@ -131,36 +148,39 @@ pub(super) fn found_in_path(name: *const c_char) -> Option<CString> {
         CString::new([if folder.is_empty() { b"." } else { folder }, b"/", name.to_bytes()].concat()).unwrap_or_default()
     });
     let candidates: Vec<CString> = candidates.collect();
-    // Where none of ours is in it, libc looks as ever.
-    let is_ours = |candidate: &CString| path::is_ours(libc::AT_FDCWD, candidate.as_ptr());
+    let is_ours = |candidate: &CString| path::is_ours(libc::AT_FDCWD, candidate.as_c_str().into());
     if !candidates.iter().any(is_ours) {
         return None;
     }
-    let found = candidates.into_iter().find(|candidate| access(candidate.as_ptr(), libc::X_OK) == 0);
+    let found = candidates.into_iter().find(|candidate| access(candidate.as_c_str().into(), libc::X_OK) == 0);
     memory::set_errno(before);
     found
 }
 
-/// Whether there is anything to be done.
+/// Returns whether this process is part of a session. If not, nothing needs to be handed over.
 pub(super) fn is_active() -> bool {
     setup().is_some()
 }
 
-/// Runs a program that lies in the namespace: from a copy, for the kernel can run nothing else.
-fn run(view: &View, path: &[u8], given: Option<&CStr>, arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
-    if let Some(script) = Script::at(view, path, given)? {
+/// Runs a program that lies in the namespace. Returns only on failure.
+fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+    if let Some(script) = Script::at(view, path, named)? {
         let arguments = script.arguments(arguments);
-        // The interpreter may lie in the namespace, too.
-        let result = execve(script.interpreter.as_ptr(), arguments.as_ptr(), environment);
+        // The interpreter may lie in the namespace as well.
+        let result = execve(script.interpreter.as_c_str().into(), arguments.strings(), environment);
         return if result < 0 { Err(memory::errno().into()) } else { Ok(0) };
     }
     let copy = executable_copy(view, path)?;
-    if next::fexecve(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
+    if fexecve::next(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
 }
 
-/// A copy of a program that may be executed.
+/// Makes a kernel copy of a program.
+///
+/// # Errors
+///
+/// EACCES if the file is not executable.
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
-    carry::copy_of(view, &executable(view, path)?)
+    kernel_copy::copy_of(view, &executable(view, path)?)
 }
 
 fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {
@@ -168,68 +188,90 @@ fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {
     if file.stat().permissions & 0o111 == 0 { Err(Fault::Errno(libc::EACCES)) } else { Ok(file) }
 }
 
-/// A script of the namespace: its interpreter is run, as the kernel would, with the script's own path, by which it finds what
-/// lies beside it.
+/// A script in the namespace. Its interpreter runs with the script's own path, so that it finds the files beside the script.
 pub(super) struct Script {
     pub(super) interpreter: CString,
+    /// The rest of the first line, which the kernel passes as one argument.
     argument: Option<CString>,
     path: CString,
 }
 
-/// The kernel looks at as many bytes of a script's first line.
+/// Bytes of a script's first line that the kernel looks at.
 const FIRST_LINE_MAX: usize = 256;
 
 impl Script {
-    /// `given` is how the program has named it, if that was a path.
-    pub(super) fn at(view: &View, path: &[u8], given: Option<&CStr>) -> Result<Option<Self>, Fault> {
+    /// Reads a program's first line; `None` if it is no script. `named` is the path by which the caller named the program.
+    pub(super) fn at(view: &View, path: &[u8], named: Option<&CStr>) -> Result<Option<Self>, Fault> {
         let mut start = [0; FIRST_LINE_MAX];
         let count = view.read_at(&executable(view, path)?, 0, &mut start)?;
         let Some(line) = start[..count].strip_prefix(b"#!") else { return Ok(None) };
         let line = line.split(|&byte| byte == b'\n').next().unwrap_or_default().trim_ascii();
         let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());
         let text = |bytes: &[u8]| CString::new(bytes).map_err(|_| libc::ENOEXEC);
-        // All that follows is one argument.
         let argument = line[end..].trim_ascii();
         let argument = if argument.is_empty() { None } else { Some(text(argument)?) };
         Ok(Some(Self {
             interpreter: text(&line[..end])?,
             argument,
-            path: given.map_or_else(|| text(path), |given| Ok(given.to_owned()))?,
+            path: named.map_or_else(|| text(path), |named| Ok(named.to_owned()))?,
         }))
     }
 
-    /// What the interpreter is called with; it lives as long as this and the program's own arguments.
-    pub(super) fn arguments(&self, given: Strings) -> Vec<*const c_char> {
+    /// Returns the interpreter's arguments: its name, the argument in the script, the script's path, and the caller's arguments
+    /// after the first.
+    pub(super) fn arguments<'a>(&'a self, given: Strings<'a>) -> StringArray<'a> {
         let own = [Some(&self.interpreter), self.argument.as_ref(), Some(&self.path)].into_iter().flatten();
-        let rest = strings(given).skip(1).map(CStr::as_ptr);
-        own.map(|text| text.as_ptr()).chain(rest).chain([std::ptr::null()]).collect()
+        StringArray::of(own.map(CString::as_c_str).chain(given.strings().skip(1)))
     }
 }
 
-/// An environment with the working directory in it, if that is ours, and without if it is not.
-pub(super) struct Environment {
-    given: Strings,
+/// An array of strings with a null pointer at its end, made by this library.
+pub(super) struct StringArray<'a> {
+    pointers: Vec<*const c_char>,
+    strings: std::marker::PhantomData<&'a CStr>,
+}
+
+impl<'a> StringArray<'a> {
+    fn of(strings: impl Iterator<Item = &'a CStr>) -> Self {
+        let pointers = strings.map(CStr::as_ptr).chain([std::ptr::null()]).collect();
+        Self { pointers, strings: std::marker::PhantomData }
+    }
+
+    pub(super) fn strings(&self) -> Strings<'_> {
+        // SAFETY: the array ends with a null pointer, and its strings outlive it.
+        unsafe { FromC::new(self.pointers.as_ptr()) }
+    }
+}
+
+/// The environment for another program: with the working directory if that is in the namespace, and without an old one.
+pub(super) struct Environment<'a> {
+    given: Strings<'a>,
+    /// The changed array, and the variable that was added to it.
     changed: Option<(Vec<*const c_char>, Option<CString>)>,
 }
 
-impl Environment {
-    fn new(given: Strings) -> Self {
+impl<'a> Environment<'a> {
+    fn new(given: Strings<'a>) -> Self {
         Self::in_directory(given, cwd::current())
     }
 
-    pub(super) fn in_directory(given: Strings, directory: Option<Vec<u8>>) -> Self {
+    pub(super) fn in_directory(given: Strings<'a>, directory: Option<Vec<u8>>) -> Self {
         let name = [CWD_VARIABLE.as_bytes(), b"="].concat();
-        let is_known = strings(given).any(|variable| variable.to_bytes().starts_with(&name));
+        let is_known = given.strings().any(|variable| variable.to_bytes().starts_with(&name));
         if directory.is_none() && !is_known {
             return Self { given, changed: None };
         }
         let variable = directory.and_then(|directory| CString::new([name.clone(), directory].concat()).ok());
-        let others = strings(given).filter(|variable| !variable.to_bytes().starts_with(&name)).map(|variable| variable.as_ptr());
+        let others = given.strings().filter(|variable| !variable.to_bytes().starts_with(&name)).map(CStr::as_ptr);
         let pointers = others.chain(variable.iter().map(|variable| variable.as_ptr())).chain([std::ptr::null()]).collect();
         Self { given, changed: Some((pointers, variable)) }
     }
 
-    pub(super) fn strings(&self) -> Strings {
-        self.changed.as_ref().map_or(self.given, |(pointers, _)| pointers.as_ptr())
+    pub(super) fn strings(&self) -> Strings<'_> {
+        match &self.changed {
+            None => self.given,
+            // SAFETY: the array ends with a null pointer; its strings are the caller's, or live as long as this.
+            Some((pointers, _)) => unsafe { FromC::new(pointers.as_ptr()) },
+        }
     }
 }

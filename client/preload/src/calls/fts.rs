@@ -1,25 +1,32 @@
-//! `fts` below the prefix: a walk over our own directory calls. It never changes the working directory, as programs may ask of
-//! every `fts`.
+//! `fts` below the prefix: a walk over our own directory calls.
+//!
+//! A program reads the structures of a walk directly, so [`Entry`] and [`Public`] have the layout of `FTSENT` and `FTS`. A mark
+//! among the options tells our walks from libc's. Our walks never change the working directory; libc's do so unless the program
+//! passes FTS_NOCHDIR, and programs must not depend on it.
+//!
+//! Ownership: a walk owns its current entry, the directories above it, the entries that still wait, and the children that
+//! `fts_children` has listed. Each entry is freed when the walk moves past it, or with the walk.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ushort, c_void};
-use std::mem::{offset_of, transmute};
+use std::mem::offset_of;
 use std::ptr::{NonNull, null_mut};
 
 use libc::{dev_t, ino_t, nlink_t, stat as KernelStat};
 
-use super::directory::{closedir, opendir, readdir};
+use super::directory::{Listing, name_of};
 use super::{hook, stat};
-use crate::memory::{self, get, set_errno, string, zeroed};
-use crate::next;
+use crate::memory::{self, FromC, set_errno, zeroed};
 use crate::path::is_ours;
 
+// Options: FTS_COMFOLLOW, FTS_LOGICAL, FTS_SEEDOT, FTS_XDEV.
 const FOLLOW_ROOTS: c_int = 0x1;
 const LOGICAL: c_int = 0x2;
 const SEE_DOT: c_int = 0x20;
 const ONE_DEVICE: c_int = 0x40;
-/// Among the options that `fts` keeps for itself: this walk is ours.
+/// The mark of our walks, in the range of options that programs do not set.
 const OURS: c_int = 0x4000_0000;
 
+// What an entry is (`fts_info`).
 const D: c_ushort = 1;
 const DC: c_ushort = 2;
 const DEFAULT: c_ushort = 3;
@@ -31,14 +38,15 @@ const NS: c_ushort = 10;
 const SL: c_ushort = 12;
 const SLNONE: c_ushort = 13;
 
+// Instructions of `fts_set`.
 const AGAIN: c_ushort = 1;
 const FOLLOW: c_ushort = 2;
 const NO_INSTRUCTION: c_ushort = 3;
 const SKIP: c_ushort = 4;
 
-/// `FTSENT`; its name follows it.
+/// `FTSENT`. Its name begins in the last field and continues behind the structure.
 #[repr(C)]
-struct Entry {
+pub(crate) struct Entry {
     cycle: *mut Entry,
     parent: *mut Entry,
     link: *mut Entry,
@@ -63,7 +71,7 @@ struct Entry {
 
 /// `FTS`.
 #[repr(C)]
-struct Public {
+pub(crate) struct Public {
     current: *mut Entry,
     child: *mut Entry,
     array: *mut *mut Entry,
@@ -72,53 +80,55 @@ struct Public {
     root_descriptor: c_int,
     path_len: c_int,
     item_count: c_int,
-    compare: *const c_void,
+    compare: Compare,
     options: c_int,
 }
 
-type Compare = extern "C" fn(*const *const Entry, *const *const Entry) -> c_int;
+/// The program's function that orders entries.
+type Compare = Option<extern "C" fn(*const *const Entry, *const *const Entry) -> c_int>;
 
 /// A walk of ours.
 #[repr(C)]
 struct Walk {
     public: Public,
-    compare: Option<Compare>,
-    /// Above all roots.
+    /// The parent of all roots, which the program does not see.
     top: NonNull<Entry>,
-    /// What comes after the current entry, if that has been listed already.
+    /// The children of the current entry, if they have been listed already. The next one is the last.
     children: Option<Vec<NonNull<Entry>>>,
-    /// What is left of each directory on the way down, the next one last.
+    /// For each directory on the way down, the entries that are left. The next one is the last.
     waiting: Vec<Vec<NonNull<Entry>>>,
 }
 
-fn walk<'a>(pointer: *mut c_void) -> Option<&'a mut Walk> {
-    let options = get(pointer.wrapping_byte_add(offset_of!(Public, options)).cast::<c_int>().cast_const());
-    let is_ours = !pointer.is_null() && options.is_some_and(|options| options & OURS != 0);
-    // SAFETY: only our walks have the mark; the program passes each to one thread at a time.
-    is_ours.then(|| unsafe { &mut *pointer.cast::<Walk>() })
+/// Returns the walk behind a program's pointer if it is one of ours.
+fn walk(pointer: FromC<'_, *mut Public>) -> Option<&mut Walk> {
+    if pointer.is_null() {
+        return None;
+    }
+    // SAFETY: not null, and so a walk of either kind.
+    let options = unsafe { (*pointer.raw()).options };
+    // SAFETY: only our walks have the mark, and the program uses a walk in one thread at a time.
+    (options & OURS != 0).then(|| unsafe { &mut *pointer.raw().cast::<Walk>() })
 }
 
 hook! {
-    fn fts_open | fts64_open (paths: *const *mut c_char, options: c_int, compare: *const c_void) -> *mut c_void {
-        let roots: Vec<&CStr> = memory::strings(paths.cast()).collect();
-        if !roots.iter().any(|root| is_ours(libc::AT_FDCWD, root.as_ptr())) {
-            return next::fts_open(paths, options, compare);
+    fn fts_open | fts64_open (paths: FromC<*const *const c_char>, options: c_int, compare: Compare) -> *mut Public {
+        let roots: Vec<&CStr> = paths.strings().collect();
+        if !roots.iter().any(|&root| is_ours(libc::AT_FDCWD, root.into())) {
+            return fts_open::next(paths, options, compare);
         }
-        // SAFETY: the program gives a function of this kind, or null.
-        let compare = unsafe { transmute::<*const c_void, Option<Compare>>(compare) };
         let top = Entry::new(b"", b"", -1, null_mut());
         let public = Public {
             current: null_mut(), child: null_mut(), array: null_mut(), device: 0, path: null_mut(), root_descriptor: -1,
-            path_len: 0, item_count: roots.len() as c_int, compare: null_mut(), options: options | OURS,
+            path_len: 0, item_count: roots.len() as c_int, compare, options: options | OURS,
         };
-        let mut walk = Box::new(Walk { public, compare, top, children: None, waiting: Vec::new() });
+        let mut walk = Box::new(Walk { public, top, children: None, waiting: Vec::new() });
         let follow = options & (FOLLOW_ROOTS | LOGICAL) != 0;
         let entries = roots.iter().map(|root| {
             let path = root.to_bytes();
             let name = path.rsplit(|&byte| byte == b'/').find(|name| !name.is_empty()).unwrap_or(b"/");
             let mut entry = Entry::new(path, name, 0, top.as_ptr());
             // SAFETY: made just now.
-            unsafe { entry.as_mut() }.look(follow);
+            unsafe { entry.as_mut() }.examine(follow);
             entry
         }).collect();
         let entries = walk.arrange(entries);
@@ -126,13 +136,13 @@ hook! {
         Box::into_raw(walk).cast()
     }
 
-    fn fts_read | fts64_read (pointer: *mut c_void) -> *mut c_void {
-        let Some(walk) = walk(pointer) else { return next::fts_read(pointer) };
-        walk.advance().map_or_else(null_mut, |entry| entry.as_ptr().cast())
+    fn fts_read | fts64_read (pointer: FromC<*mut Public>) -> *mut Entry {
+        let Some(walk) = walk(pointer) else { return fts_read::next(pointer) };
+        walk.advance().map_or_else(null_mut, NonNull::as_ptr)
     }
 
-    fn fts_children | fts64_children (pointer: *mut c_void, options: c_int) -> *mut c_void {
-        let Some(walk) = walk(pointer) else { return next::fts_children(pointer, options) };
+    fn fts_children | fts64_children (pointer: FromC<*mut Public>, options: c_int) -> *mut Entry {
+        let Some(walk) = walk(pointer) else { return fts_children::next(pointer, options) };
         let first = match walk.current() {
             None => walk.waiting.last().and_then(|roots| roots.last().copied()),
             Some(entry) if entry.info == D => {
@@ -145,16 +155,16 @@ hook! {
             Some(_) => None,
         };
         set_errno(0);
-        first.map_or_else(null_mut, |entry| entry.as_ptr().cast())
+        first.map_or_else(null_mut, NonNull::as_ptr)
     }
 
-    fn fts_set | fts64_set (pointer: *mut c_void, entry: *mut c_void, instruction: c_int) -> c_int {
+    fn fts_set | fts64_set (pointer: FromC<*mut Public>, entry: FromC<*mut Entry>, instruction: c_int) -> c_int {
         if walk(pointer).is_none() {
-            return next::fts_set(pointer, entry, instruction);
+            return fts_set::next(pointer, entry, instruction);
         }
-        match (u16::try_from(instruction), NonNull::new(entry.cast::<Entry>())) {
+        match (u16::try_from(instruction), NonNull::new(entry.raw())) {
             (Ok(instruction @ 0..=SKIP), Some(mut entry)) => {
-                // SAFETY: an entry that this walk has given out and not yet ended.
+                // SAFETY: an entry that this walk has returned and not yet freed, by the program's promise.
                 unsafe { entry.as_mut() }.instruction = instruction;
                 0
             }
@@ -165,35 +175,35 @@ hook! {
         }
     }
 
-    fn fts_close | fts64_close (pointer: *mut c_void) -> c_int {
+    fn fts_close | fts64_close (pointer: FromC<*mut Public>) -> c_int {
         if walk(pointer).is_none() {
-            return next::fts_close(pointer);
+            return fts_close::next(pointer);
         }
         // SAFETY: made by `Box::into_raw` in `fts_open`; the program gives it up.
-        let walk = unsafe { Box::from_raw(pointer.cast::<Walk>()) };
+        let walk = unsafe { Box::from_raw(pointer.raw().cast::<Walk>()) };
         let mut above = NonNull::new(walk.public.current);
         let rest = walk.waiting.into_iter().chain(walk.children).flatten();
-        rest.for_each(Entry::end);
-        // From the current entry up; the top is its own end.
+        rest.for_each(Entry::free);
+        // The current entry and the directories above it.
         while let Some(entry) = above.filter(|&entry| entry != walk.top) {
-            // SAFETY: entries on the way up live as long as what is below them.
+            // SAFETY: an entry lives at least as long as the entries below it.
             above = NonNull::new(unsafe { entry.as_ref() }.parent);
-            Entry::end(entry);
+            Entry::free(entry);
         }
-        Entry::end(walk.top);
+        Entry::free(walk.top);
         0
     }
 }
 
 impl Walk {
     fn current(&mut self) -> Option<&mut Entry> {
-        // SAFETY: the current entry lives until the walk goes on.
+        // SAFETY: the current entry lives until the walk moves past it.
         NonNull::new(self.public.current).map(|mut entry| unsafe { entry.as_mut() })
     }
 
-    /// Sorts as the program wishes, links, and turns around: the next entry is the last.
+    /// Sorts entries as the program asks, links them, and reverses the list, so that the next entry is the last.
     fn arrange(&self, mut entries: Vec<NonNull<Entry>>) -> Vec<NonNull<Entry>> {
-        if let Some(compare) = self.compare {
+        if let Some(compare) = self.public.compare {
             entries.sort_by(|left, right| {
                 let (left, right) = (left.as_ptr().cast_const(), right.as_ptr().cast_const());
                 compare(&raw const left, &raw const right).cmp(&0)
@@ -201,56 +211,58 @@ impl Walk {
         }
         let links: Vec<*mut Entry> = entries.iter().skip(1).map(|entry| entry.as_ptr()).chain([null_mut()]).collect();
         for (entry, link) in entries.iter_mut().zip(links) {
-            // SAFETY: made by this walk, and not ended.
+            // SAFETY: made by this walk, and not freed.
             unsafe { entry.as_mut() }.link = link;
         }
         entries.reverse();
         entries
     }
 
-    /// The entries of the current directory; what cannot be read is noted on it.
+    /// Lists the current directory. A directory that cannot be read gets the error, and no entries.
     fn list(&mut self) -> Vec<NonNull<Entry>> {
         let options = self.public.options;
         let Some(directory) = self.current() else { return Vec::new() };
-        let stream = opendir(directory.path);
-        if stream.is_null() {
-            directory.errno = memory::errno();
-            directory.info = DNR;
-            return Vec::new();
-        }
-        let path = string(directory.path).map_or(&b""[..], CStr::to_bytes);
+        let mut listing = match Listing::open(directory.path()) {
+            Ok(listing) => listing,
+            Err(errno) => {
+                directory.errno = errno;
+                directory.info = DNR;
+                return Vec::new();
+            }
+        };
+        let path = directory.path().to_bytes().to_vec();
         let mut entries = Vec::new();
-        while let Some(found) = get(readdir(stream).cast_const()) {
-            let name: Vec<u8> = found.d_name.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
+        while let Some(name) = listing.next().map(name_of) {
             let is_dot = name == b"." || name == b"..";
             if is_dot && options & SEE_DOT == 0 {
                 continue;
             }
-            let child = [path, if path.ends_with(b"/") { b"" } else { b"/" }, &name].concat();
+            let child = [&path[..], if path.ends_with(b"/") { b"" } else { b"/" }, &name].concat();
             let mut entry = Entry::new(&child, &name, directory.level + 1, &raw mut *directory);
             // SAFETY: made just now.
-            let looked = unsafe { entry.as_mut() };
-            looked.look(options & LOGICAL != 0);
+            let child = unsafe { entry.as_mut() };
+            child.examine(options & LOGICAL != 0);
             if is_dot {
-                looked.info = DOT;
+                child.info = DOT;
             }
             entries.push(entry);
         }
-        closedir(stream);
+        drop(listing);
         self.arrange(entries)
     }
 
+    /// Carries out the program's instruction for the current entry, and moves to the next one.
     fn advance(&mut self) -> Option<NonNull<Entry>> {
         let options = self.public.options;
         let root_device = self.public.device;
         if let Some(entry) = self.current() {
             let instruction = std::mem::replace(&mut entry.instruction, NO_INSTRUCTION);
             if instruction == AGAIN {
-                entry.look(options & LOGICAL != 0);
+                entry.examine(options & LOGICAL != 0);
                 return NonNull::new(self.public.current);
             }
             if instruction == FOLLOW && matches!(entry.info, SL | SLNONE) {
-                entry.look(true);
+                entry.examine(true);
                 return NonNull::new(self.public.current);
             }
             if entry.info == D {
@@ -258,7 +270,7 @@ impl Walk {
                 let children = match self.children.take() {
                     Some(known) if !stays => known,
                     known => {
-                        known.into_iter().flatten().for_each(Entry::end);
+                        known.into_iter().flatten().for_each(Entry::free);
                         if stays { Vec::new() } else { self.list() }
                     }
                 };
@@ -277,15 +289,15 @@ impl Walk {
         self.next_sibling(last)
     }
 
-    /// The next entry of the directory, or the directory itself once more.
+    /// Moves to the next entry of the directory, or to the directory itself once more, and frees the finished entry.
     fn next_sibling(&mut self, finished: Option<NonNull<Entry>>) -> Option<NonNull<Entry>> {
         let next = self.waiting.last_mut()?.pop();
         let parent = finished.and_then(|entry| {
-            // SAFETY: the finished entry is ended below, after this.
+            // SAFETY: the finished entry is freed below, after this.
             NonNull::new(unsafe { entry.as_ref() }.parent)
         });
         if let Some(finished) = finished {
-            Entry::end(finished);
+            Entry::free(finished);
         }
         self.public.current = match next {
             Some(next) => next.as_ptr(),
@@ -294,7 +306,7 @@ impl Walk {
                 match parent.filter(|&parent| parent != self.top) {
                     None => null_mut(),
                     Some(mut parent) => {
-                        // SAFETY: a directory lives until the walk has left it.
+                        // SAFETY: a directory lives until the walk moves past it.
                         unsafe { parent.as_mut() }.info = DP;
                         parent.as_ptr()
                     }
@@ -311,10 +323,9 @@ impl Walk {
 }
 
 impl Entry {
-    /// An entry in memory of its own, with its name behind it.
+    /// Makes an entry in memory of its own, with its name behind it.
     fn new(path: &[u8], name: &[u8], level: c_short, parent: *mut Entry) -> NonNull<Self> {
         let (path_len, name_len) = (path.len(), name.len());
-        // From `malloc`, for a program may shorten it.
         let path = memory::allocate_string(path, 0).unwrap_or(null_mut());
         let entry = Self {
             cycle: null_mut(),
@@ -343,11 +354,13 @@ impl Entry {
         let place = NonNull::from(memory).cast::<Self>();
         // SAFETY: the memory is aligned for an entry and has room for it and the name.
         unsafe { place.write(entry) };
-        memory::write_string(place.as_ptr().cast::<c_char>().wrapping_add(offset_of!(Self, name)), name);
+        let name_field = place.as_ptr().cast::<c_char>().wrapping_add(offset_of!(Self, name));
+        // SAFETY: the memory has room for the name and a NUL from here on.
+        unsafe { FromC::new(name_field) }.write_string(name);
         place
     }
 
-    fn end(entry: NonNull<Self>) {
+    fn free(entry: NonNull<Self>) {
         // SAFETY: all three were made in `new`, with these lengths, and nobody uses the entry any more.
         unsafe {
             let this = entry.as_ref();
@@ -358,14 +371,24 @@ impl Entry {
         }
     }
 
-    /// Looks what it is.
-    fn look(&mut self, follow: bool) {
+    /// The entry's path; the empty one if there was no memory for it.
+    fn path(&self) -> &CStr {
+        // SAFETY: null, or a string from `new`. A program may shorten it, but not free it.
+        unsafe { FromC::new(self.path.cast_const()) }.string().unwrap_or(c"")
+    }
+
+    /// Finds out what the entry is, and fills in its attributes.
+    fn examine(&mut self, follow: bool) {
         let mut found: KernelStat = zeroed();
-        let mut result = if follow { stat::stat(self.path, &raw mut found) } else { stat::lstat(self.path, &raw mut found) };
+        let path = self.path().to_owned();
+        let mut result = match follow {
+            true => stat::stat(path.as_c_str().into(), (&mut found).into()),
+            false => stat::lstat(path.as_c_str().into(), (&mut found).into()),
+        };
         let mut is_dangling = false;
         if result != 0 && follow {
             self.errno = memory::errno();
-            result = stat::lstat(self.path, &raw mut found);
+            result = stat::lstat(path.as_c_str().into(), (&mut found).into());
             is_dangling = result == 0;
         }
         (self.inode, self.device, self.links) = (found.st_ino, found.st_dev, found.st_nlink);
@@ -380,11 +403,11 @@ impl Entry {
         if result != 0 {
             self.errno = memory::errno();
         }
-        // Given by `new`.
-        let _ = memory::put(self.stat, found);
+        // SAFETY: made in `new`, and freed with the entry.
+        unsafe { self.stat.write(found) };
         let mut above = NonNull::new(self.parent);
         while let Some(directory) = above.filter(|_| self.info == D) {
-            // SAFETY: directories on the way up live as long as what is below them.
+            // SAFETY: a directory lives at least as long as the entries below it.
             let directory = unsafe { directory.as_ref() };
             if directory.level >= 0 && (directory.inode, directory.device) == (self.inode, self.device) {
                 self.info = DC;

@@ -1,5 +1,10 @@
-//! Mapping files. Blocks of at least 64 KiB that the node holds are mapped where they lie in the segment; all else is copied, up
-//! to 64 MiB into memory and beyond that onto the data dir.
+//! Mapping files.
+//!
+//! A block of at least 64 KiB that this node stores is mapped in place, out of the segment. All other bytes are copied into a
+//! kernel file first, which is then mapped: up to 64 MiB in memory, beyond that on the node's data dir. A mapping may consist of
+//! several of these parts; to the program it is one.
+//!
+//! A part that is mapped in place must not grow, because other blocks follow in the segment: `in_place` remembers these parts.
 
 mod in_place;
 
@@ -12,11 +17,12 @@ use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
 use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_WRITE, off_t, size_t};
 
 use super::hook;
-use crate::memory::{self, Failed};
-use crate::process::{Fault, answer, view};
-use crate::{carry, next, table};
+use crate::attach::view;
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Failed, FromC};
+use crate::{kernel_copy, table};
 
-/// A mapping's address; it fails in a way of its own.
+/// The address of a mapping, which has a failure value of its own.
 struct Mapped(*mut c_void);
 
 impl Failed for Mapped {
@@ -24,53 +30,70 @@ impl Failed for Mapped {
 }
 
 hook! {
-    fn mmap | mmap64 (address: *mut c_void, len: size_t, protection: c_int, flags: c_int, descriptor: c_int, offset: off_t) -> *mut c_void {
+    fn mmap | mmap64 (
+        address: FromC<*mut c_void>,
+        len: size_t,
+        protection: c_int,
+        flags: c_int,
+        descriptor: c_int,
+        offset: off_t,
+    ) -> *mut c_void {
         let open = if flags & MAP_ANONYMOUS != 0 { None } else { table::find(descriptor) };
         match open {
-            None => next::mmap(address, len, protection, flags, descriptor, offset),
+            None => mmap::next(address, len, protection, flags, descriptor, offset),
             Some(open) => answer(|| {
-                let request = Request { address, len, protection, flags, offset: u64::try_from(offset).map_err(|_| libc::EINVAL)? };
+                let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
+                let request = Request { address, len, protection, flags, offset };
                 let file = open.file().map_err(|_| libc::ENODEV)?;
                 map(&*view()?, file, &request).map(Mapped)
             }).0,
         }
     }
 
-    fn mremap(address: *mut c_void, old_len: size_t, new_len: size_t, flags: c_int, target: *mut c_void) -> *mut c_void {
-        if new_len > old_len && in_place::has(address as usize) {
-            // Behind a block in its segment lies another.
+    fn mremap(
+        address: FromC<*mut c_void>,
+        old_len: size_t,
+        new_len: size_t,
+        flags: c_int,
+        target: FromC<*mut c_void>,
+    ) -> *mut c_void {
+        if new_len > old_len && in_place::contains(address.raw() as usize) {
             memory::set_errno(libc::ENOMEM);
             return MAP_FAILED;
         }
-        next::mremap(address, old_len, new_len, flags, target)
+        mremap::next(address, old_len, new_len, flags, target)
     }
 
-    fn munmap(address: *mut c_void, len: size_t) -> c_int {
-        let result = next::munmap(address, len);
+    fn munmap(address: FromC<*mut c_void>, len: size_t) -> c_int {
+        let result = munmap::next(address, len);
         if result == 0 {
-            in_place::forget(address as usize, len);
+            in_place::forget(address.raw() as usize, len);
         }
         result
     }
 }
 
-struct Request {
-    address: *mut c_void,
+/// The arguments of `mmap`.
+struct Request<'a> {
+    address: FromC<'a, *mut c_void>,
     len: usize,
     protection: c_int,
     flags: c_int,
     offset: u64,
 }
 
-/// Bytes of the file that lie in one block, from `start` of the mapping on.
+/// A part of a mapping whose bytes lie in one block.
 struct Part {
+    /// Offset in the mapping, in bytes.
     start: u64,
+    /// Length in bytes.
     len: u64,
     block: BlockId,
+    /// Offset in the block, in bytes.
     within: u64,
 }
 
-fn map(view: &View, file: &OpenFile, request: &Request) -> Result<*mut c_void, Fault> {
+fn map(view: &View, file: &OpenFile, request: &Request<'_>) -> Result<*mut c_void, Fault> {
     let Request { address, len, protection, flags, offset } = *request;
     if len == 0 || !offset.is_multiple_of(PAGE_SIZE) {
         return Err(Fault::Errno(libc::EINVAL));
@@ -79,27 +102,28 @@ fn map(view: &View, file: &OpenFile, request: &Request) -> Result<*mut c_void, F
     if is_shared && protection & PROT_WRITE != 0 {
         return Err(Fault::Errno(libc::EACCES));
     }
-    // Room for all of it first. What lies beyond the end of the file stays out of reach.
+    // First reserve room for the whole mapping. The part beyond the end of the file stays inaccessible.
     let placing = flags & (MAP_FIXED | libc::MAP_FIXED_NOREPLACE | libc::MAP_32BIT | libc::MAP_NORESERVE);
-    let base = next::mmap(address, len, PROT_NONE, placing | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    let base = mmap::next(address, len, PROT_NONE, placing | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if base == MAP_FAILED {
         return Err(Fault::Errno(memory::errno()));
     }
     let filled = fill(view, file, request, base);
     if filled.is_err() {
-        // The program has not seen it.
-        munmap(base, len);
+        // SAFETY: mapped just above, and the program has not seen it.
+        munmap(unsafe { FromC::new(base) }, len);
     }
     filled.map(|()| base)
 }
 
-fn fill(view: &View, file: &OpenFile, request: &Request, base: *mut c_void) -> Result<(), Fault> {
+/// Maps the parts of a file into the room at `base`.
+fn fill(view: &View, file: &OpenFile, request: &Request<'_>, base: *mut c_void) -> Result<(), Fault> {
     let mut copied: Vec<Part> = Vec::new();
     for part in parts(file, request)? {
-        let place = file.dataset().segment_position(part.block).filter(|_| may_lie_in_place(view, file, &part));
-        match place {
-            Some((segment, place)) if in_place::note(base as usize + part.start as usize, part.len as usize) => {
-                put(request, base, part.start, part.len, segment.as_raw_fd(), place + part.within)?;
+        let found = file.dataset().segment_position(part.block).filter(|_| may_map_in_place(view, file, &part));
+        match found {
+            Some((segment, offset)) if in_place::add(base as usize + part.start as usize, part.len as usize) => {
+                put(request, base, part.start, part.len, segment.as_raw_fd(), offset + part.within)?;
             }
             _ => copied.push(part),
         }
@@ -107,21 +131,21 @@ fn fill(view: &View, file: &OpenFile, request: &Request, base: *mut c_void) -> R
     if copied.is_empty() {
         return Ok(());
     }
-    // A file, though nobody else has it: pages that the program gives up (`MADV_DONTNEED`) come back from it.
+    // A file and not anonymous memory, so that pages that the program gives up (MADV_DONTNEED) come back with their bytes.
     let total: u64 = copied.iter().map(|part| part.len.next_multiple_of(PAGE_SIZE)).sum();
-    let copy = carry::empty_of(view, file, total)?;
-    copy.set_len(total).map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?;
+    let copy = kernel_copy::empty_of(view, file, total)?;
+    copy.set_len(total).map_err(|error| kernel_copy::errno_of(&error))?;
     let mut at = 0;
     for part in &copied {
-        carry::copy_range(view, file, request.offset + part.start, part.len, &copy, at)?;
+        kernel_copy::copy_range(view, file, request.offset + part.start, part.len, &copy, at)?;
         put(request, base, part.start, part.len, copy.as_raw_fd(), at)?;
         at += part.len.next_multiple_of(PAGE_SIZE);
     }
     Ok(())
 }
 
-/// The parts of the file that are asked for, block by block.
-fn parts(file: &OpenFile, request: &Request) -> Result<Vec<Part>, Fault> {
+/// Divides the requested range of the file into parts, block by block.
+fn parts(file: &OpenFile, request: &Request<'_>) -> Result<Vec<Part>, Fault> {
     let (size, blocks) = file.dataset().catalog().sample(file.sample()).ok_or(libc::EIO)?;
     let len = (request.len as u64).next_multiple_of(PAGE_SIZE).min(size.saturating_sub(request.offset));
     let mut parts = Vec::new();
@@ -136,18 +160,20 @@ fn parts(file: &OpenFile, request: &Request) -> Result<Vec<Part>, Fault> {
     Ok(parts)
 }
 
-/// Only blocks that own their pages; and where reads are verified, the bytes have to be seen first.
-fn may_lie_in_place(view: &View, file: &OpenFile, part: &Part) -> bool {
+/// Returns whether a part may be mapped in place: if its block shares no page with another, and if the session does not verify
+/// reads, which would have to look at the bytes first.
+fn may_map_in_place(view: &View, file: &OpenFile, part: &Part) -> bool {
     let len = file.dataset().catalog().block(part.block).map_or(0, |(_, len)| len);
     len >= PAGE_BLOCK_SIZE_MIN && !view.session().verifies_reads()
 }
 
-/// Maps a range of a file of the kernel's at its place.
-fn put(request: &Request, base: *mut c_void, start: u64, len: u64, descriptor: RawFd, offset: u64) -> Result<(), Fault> {
+/// Maps a range of a kernel file at an offset of the room.
+fn put(request: &Request<'_>, base: *mut c_void, start: u64, len: u64, descriptor: RawFd, offset: u64) -> Result<(), Fault> {
     let kind = if request.flags & libc::MAP_TYPE == MAP_PRIVATE { MAP_PRIVATE } else { MAP_SHARED };
     let flags = kind | MAP_FIXED | request.flags & (libc::MAP_POPULATE | libc::MAP_LOCKED | libc::MAP_NORESERVE);
-    let target = base.wrapping_byte_add(start as usize);
+    // SAFETY: within the room that `map` has reserved, which nothing uses yet.
+    let target = unsafe { FromC::new(base.wrapping_byte_add(start as usize)) };
     let room = len.next_multiple_of(PAGE_SIZE) as usize;
-    let mapped = next::mmap(target, room, request.protection, flags, descriptor, offset as off_t);
+    let mapped = mmap::next(target, room, request.protection, flags, descriptor, offset as off_t);
     if mapped == MAP_FAILED { Err(Fault::Errno(memory::errno())) } else { Ok(()) }
 }

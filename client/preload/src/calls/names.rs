@@ -1,98 +1,99 @@
-//! Names: where links lead, what may be done, where the process is.
+//! Paths as such: symlinks, access rights, and the working directory.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CString, c_char, c_int};
+use std::sync::atomic::{AtomicU32, Ordering};
 
+use dayfly_client::locate::Location;
 use dayfly_client::{FileKind, Stat, View};
 use libc::size_t;
 
+use super::change::{mkdir, rmdir};
 use super::hook;
-use crate::memory::{self, Errno, buffer, fail};
-use crate::process::{Fault, answer};
-use crate::{cwd, next, path, table};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Errno, FromC, fail};
+use crate::{cwd, path, table};
 
 hook! {
-    fn access(path: *const c_char, mode: c_int) -> c_int {
-        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| next::access(path, mode))
+    fn access(path: FromC<*const c_char>, mode: c_int) -> c_int {
+        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| access::next(path, mode))
     }
 
-    fn euidaccess | eaccess (path: *const c_char, mode: c_int) -> c_int {
-        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| next::euidaccess(path, mode))
+    fn euidaccess | eaccess (path: FromC<*const c_char>, mode: c_int) -> c_int {
+        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| euidaccess::next(path, mode))
     }
 
-    fn faccessat(directory: c_int, path: *const c_char, mode: c_int, flags: c_int) -> c_int {
+    fn faccessat(directory: c_int, path: FromC<*const c_char>, mode: c_int, flags: c_int) -> c_int {
         let ours = |view: &View, path: &[u8]| {
             let stat = if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) };
             may(&stat?, mode)
         };
-        path::at_or_itself(directory, path, flags, ours, |directory, path| next::faccessat(directory, path, mode, flags))
+        path::at_or_itself(directory, path, flags, ours, |directory, path| faccessat::next(directory, path, mode, flags))
     }
 
-    fn readlink(path: *const c_char, out: *mut c_char, len: size_t) -> isize {
+    fn readlink(path, out, len) {
         let ours = |view: &View, path: &[u8]| Ok(copy_cut(&view.read_link(path)?, out, len)?);
-        match of_descriptor(path) {
+        match target_of_descriptor(path) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
-            None => path::at(libc::AT_FDCWD, path, ours, |_, path| next::readlink(path, out, len)),
+            None => path::at(libc::AT_FDCWD, path, ours, |_, path| readlink::next(path, out, len)),
         }
     }
 
-    fn readlinkat(directory: c_int, path: *const c_char, out: *mut c_char, len: size_t) -> isize {
+    fn readlinkat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut c_char>, len: size_t) -> isize {
         let ours = |view: &View, path: &[u8]| Ok(copy_cut(&view.read_link(path)?, out, len)?);
-        match of_descriptor(path) {
+        match target_of_descriptor(path) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
-            None => path::at(directory, path, ours, |directory, path| next::readlinkat(directory, path, out, len)),
+            None => path::at(directory, path, ours, |directory, path| readlinkat::next(directory, path, out, len)),
         }
     }
 
-    fn __readlink_chk(path: *const c_char, out: *mut c_char, len: size_t, room: size_t) -> isize {
+    fn __readlink_chk(path: FromC<*const c_char>, out: FromC<*mut c_char>, len: size_t, room: size_t) -> isize {
         readlink(path, out, len.min(room))
     }
 
-    fn __readlinkat_chk(directory: c_int, path: *const c_char, out: *mut c_char, len: size_t, room: size_t) -> isize {
+    fn __readlinkat_chk(
+        directory: c_int,
+        path: FromC<*const c_char>,
+        out: FromC<*mut c_char>,
+        len: size_t,
+        room: size_t,
+    ) -> isize {
         readlinkat(directory, path, out, len.min(room))
     }
 
-    fn realpath(path: *const c_char, resolved: *mut c_char) -> *mut c_char {
+    fn realpath(path: FromC<*const c_char>, resolved: FromC<*mut c_char>) -> *mut c_char {
         let ours = |view: &View, path: &[u8]| give_path(&view.canonical(path)?, resolved);
-        path::at(libc::AT_FDCWD, path, ours, |_, path| next::realpath(path, resolved))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| realpath::next(path, resolved))
     }
 
-    fn __realpath_chk(path: *const c_char, resolved: *mut c_char, _room: size_t) -> *mut c_char {
+    fn __realpath_chk(path: FromC<*const c_char>, resolved: FromC<*mut c_char>, _room: size_t) -> *mut c_char {
         realpath(path, resolved)
     }
 
-    fn canonicalize_file_name(path: *const c_char) -> *mut c_char {
-        realpath(path, std::ptr::null_mut())
+    fn canonicalize_file_name(path: FromC<*const c_char>) -> *mut c_char {
+        realpath(path, FromC::<*mut c_char>::null())
     }
 
-    fn chdir(path: *const c_char) -> c_int {
-        path::at(libc::AT_FDCWD, path, go, |_, path| {
-            let result = next::chdir(path);
-            if result == 0 {
-                cwd::leave();
-            }
-            result
-        })
+    fn chdir(path: FromC<*const c_char>) -> c_int {
+        let ours = |view: &View, path: &[u8]| {
+            enter(view.open_directory(path)?.path().to_vec());
+            Ok(0)
+        };
+        path::at(libc::AT_FDCWD, path, ours, |_, path| left(chdir::next(path)))
     }
 
     fn fchdir(descriptor: c_int) -> c_int {
         match table::find(descriptor) {
             Some(open) => answer(|| {
-                cwd::enter(open.directory()?.path().to_vec());
+                enter(open.directory()?.path().to_vec());
                 Ok(0)
             }),
-            None => {
-                let result = next::fchdir(descriptor);
-                if result == 0 {
-                    cwd::leave();
-                }
-                result
-            }
+            None => left(fchdir::next(descriptor)),
         }
     }
 
-    fn getcwd(out: *mut c_char, len: size_t) -> *mut c_char {
+    fn getcwd(out, len) {
         match cwd::current() {
-            None => next::getcwd(out, len),
+            None => getcwd::next(out, len),
             Some(_) if len == 0 && !out.is_null() => fail(libc::EINVAL),
             Some(directory) if directory.len() >= len && len != 0 => fail(libc::ERANGE),
             Some(directory) if out.is_null() => answer(|| Ok(memory::allocate_string(&directory, len)?)),
@@ -102,25 +103,25 @@ hook! {
 
     fn get_current_dir_name() -> *mut c_char {
         match cwd::current() {
-            None => next::get_current_dir_name(),
+            None => get_current_dir_name::next(),
             Some(directory) => answer(|| Ok(memory::allocate_string(&directory, 0)?)),
         }
     }
 
-    fn getwd(out: *mut c_char) -> *mut c_char {
+    fn getwd(out: FromC<*mut c_char>) -> *mut c_char {
         getcwd(out, libc::PATH_MAX as size_t)
     }
 
-    fn __getcwd_chk(out: *mut c_char, len: size_t, room: size_t) -> *mut c_char {
+    fn __getcwd_chk(out: FromC<*mut c_char>, len: size_t, room: size_t) -> *mut c_char {
         getcwd(out, len.min(room))
     }
 
-    fn __getwd_chk(out: *mut c_char, room: size_t) -> *mut c_char {
+    fn __getwd_chk(out: FromC<*mut c_char>, room: size_t) -> *mut c_char {
         getcwd(out, room.min(libc::PATH_MAX as size_t))
     }
 }
 
-/// All may be read and nothing written; what has no execute bit is not executed.
+/// Decides about access: everything may be read and nothing written, and a file without an execute bit cannot be executed.
 fn may(stat: &Stat, mode: c_int) -> Result<c_int, Fault> {
     if mode & !(libc::R_OK | libc::W_OK | libc::X_OK) != 0 {
         return Err(Fault::Errno(libc::EINVAL));
@@ -132,36 +133,68 @@ fn may(stat: &Stat, mode: c_int) -> Result<c_int, Fault> {
     if mode & libc::X_OK != 0 && lacks_execute { Err(Fault::Errno(libc::EACCES)) } else { Ok(0) }
 }
 
-fn go(view: &View, path: &[u8]) -> Result<c_int, Fault> {
-    let directory = view.open_directory(path)?;
-    cwd::enter(directory.path().to_vec());
-    Ok(0)
+/// Enters a directory of the namespace.
+fn enter(directory: Vec<u8>) {
+    if cwd::current().is_none() {
+        put_kernel_nowhere();
+    }
+    cwd::enter(directory);
 }
 
-/// The path behind `/proc/self/fd/N`, if N is ours.
-fn of_descriptor(path: *const c_char) -> Option<Vec<u8>> {
-    let number = memory::string(path)?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
+/// Records that the kernel has changed its working directory, if it has.
+fn left(result: c_int) -> c_int {
+    if result == 0 {
+        cwd::leave();
+    }
+    result
+}
+
+/// Puts the kernel into a directory that is removed at once, so that a relative path that bypasses this library finds nothing.
+fn put_kernel_nowhere() {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let before = memory::errno();
+    let session = Location::of_environment().ok().map(|location| location.folder);
+    let folders = session.into_iter().chain([std::env::temp_dir(), "/dev/shm".into(), "/tmp".into()]);
+    for folder in folders {
+        let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let Ok(path) = CString::new(name) else { continue };
+        let path = path.as_c_str();
+        if mkdir::next(path.into(), 0o700) != 0 {
+            continue;
+        }
+        let is_there = chdir::next(path.into()) == 0;
+        rmdir::next(path.into());
+        if is_there {
+            break;
+        }
+    }
+    memory::set_errno(before);
+}
+
+/// Returns the path behind `/proc/self/fd/N`, if N is ours.
+fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
+    let number = path.string()?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
     path::path_of(&*table::find(std::str::from_utf8(number).ok()?.parse().ok()?)?)
 }
 
-/// As `readlink` gives it: no NUL, and cut where there is no room.
-fn copy_cut(bytes: &[u8], out: *mut c_char, len: size_t) -> Result<isize, Errno> {
+/// Stores a symlink's target as `readlink` does: without a NUL, and cut where there is no room.
+fn copy_cut(bytes: &[u8], out: FromC<*mut c_char>, len: size_t) -> Result<isize, Errno> {
     if len == 0 {
         return Err(libc::EINVAL);
     }
     let count = bytes.len().min(len);
-    buffer(out.cast::<c_void>(), count)?.copy_from_slice(&bytes[..count]);
+    out.bytes().buffer(count)?.copy_from_slice(&bytes[..count]);
     Ok(count as isize)
 }
 
-/// A path where the program wants it, or in memory of its own.
-fn give_path(path: &[u8], out: *mut c_char) -> Result<*mut c_char, Fault> {
+/// Stores a path where the program wants it, which has room for PATH_MAX bytes, or in new memory for the null pointer.
+fn give_path(path: &[u8], out: FromC<*mut c_char>) -> Result<*mut c_char, Fault> {
     if path.len() >= libc::PATH_MAX as usize {
         return Err(Fault::Errno(libc::ENAMETOOLONG));
     }
     if out.is_null() {
         return Ok(memory::allocate_string(path, 0)?);
     }
-    memory::write_string(out, path);
-    Ok(out)
+    out.write_string(path);
+    Ok(out.raw())
 }

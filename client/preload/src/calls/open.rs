@@ -1,4 +1,4 @@
-//! Opening.
+//! Opening files and directories.
 
 use std::ffi::{c_char, c_int};
 use std::os::fd::{IntoRawFd, RawFd};
@@ -7,29 +7,30 @@ use std::sync::atomic::AtomicI32;
 use dayfly_client::{FileKind, Opened, View, ViewError};
 use libc::mode_t;
 
+use super::descriptor::close;
 use super::hook;
-use crate::memory::Errno;
+use crate::fault::Fault;
+use crate::memory::{Errno, FromC};
 use crate::offset::Offset;
-use crate::process::{self, Fault};
 use crate::table::{self, Description, Object, Reference};
-use crate::{carry, next, path, vfork};
+use crate::{exec_handoff, kernel_copy, next, path, placeholder, vfork};
 
-/// `O_LARGEFILE` of the kernel, which it shows of every descriptor; C's own is 0 on 64 bits.
+/// The kernel's `O_LARGEFILE`, which `F_GETFL` shows for every descriptor. C's constant of that name is 0 on 64-bit systems.
 const LARGE_FILE: c_int = 0o100_000;
 
 hook! {
-    fn open | open64 | __open | __open64 (path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
+    fn open | open64 | __open | __open64 (path, flags, mode) {
         openat(libc::AT_FDCWD, path, flags, mode)
     }
 
-    fn openat | openat64 (directory: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-        let kernel = |directory, path| {
+    fn openat | openat64 (directory: c_int, path: FromC<*const c_char>, flags: c_int, mode: mode_t) -> c_int {
+        let kernel = |directory, path: FromC<*const c_char>| {
             let number = match directory {
-                libc::AT_FDCWD => next::open(path, flags, mode),
-                _ => next::openat(directory, path, flags, mode),
+                libc::AT_FDCWD => open::next(path, flags, mode),
+                _ => openat::next(directory, path, flags, mode),
             };
             if table::is_ours(number) {
-                // It was closed in a way that we have not seen.
+                // The kernel gave the number to this file, so our old one was closed without a call of our hooks.
                 table::forget(number);
             }
             number
@@ -37,46 +38,47 @@ hook! {
         path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
 
-    fn creat | creat64 (path: *const c_char, mode: mode_t) -> c_int {
+    fn creat | creat64 (path: FromC<*const c_char>, mode: mode_t) -> c_int {
         openat(libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode)
     }
 
-    fn __open_2 | __open64_2 (path: *const c_char, flags: c_int) -> c_int {
+    fn __open_2 | __open64_2 (path: FromC<*const c_char>, flags: c_int) -> c_int {
         openat(libc::AT_FDCWD, path, flags, 0)
     }
 
-    fn __openat_2 | __openat64_2 (directory: c_int, path: *const c_char, flags: c_int) -> c_int {
+    fn __openat_2 | __openat64_2 (directory: c_int, path: FromC<*const c_char>, flags: c_int) -> c_int {
         openat(directory, path, flags, 0)
     }
 }
 
-/// Opens a path of the namespace as these flags say.
+/// Opens a path of the namespace with the flags of `open`.
 pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, Fault> {
     let object = look_up(view, path, flags)?;
     let close_on_exec = flags & libc::O_CLOEXEC != 0;
     if vfork::child().is_some() {
-        // Our records are its parent's: it gets a file of the kernel's.
+        // Our records are the parent's, so the child gets a kernel file.
         let Object::File(file) = &object else { return Err(Fault::Errno(libc::EMFILE)) };
-        let copy = carry::copy_of(view, file)?.into_raw_fd();
-        next::fcntl(copy, libc::F_SETFD, u64::from(close_on_exec));
+        let copy = kernel_copy::copy_of(view, file)?.into_raw_fd();
+        next::fcntl_number(copy, libc::F_SETFD, c_int::from(close_on_exec));
         return Ok(copy);
     }
     if let Object::File(file) = &object {
         file.prefetch();
     }
-    let kept_flags = flags & !(libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC) | LARGE_FILE;
-    let description = table::describe(Description { object, flags: AtomicI32::new(kept_flags), offset: Offset::new() })?;
+    let only_at_open = libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC;
+    let flags = flags & !only_at_open | LARGE_FILE;
+    let description = table::describe(Description { object, flags: AtomicI32::new(flags), offset: Offset::new() })?;
     Ok(give_number(&description, close_on_exec)?)
 }
 
-/// Gives a description a number, the lowest that is free.
+/// Gives a description the lowest free number.
 pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Result<RawFd, Errno> {
-    let number = process::new_number(close_on_exec)?;
+    let number = placeholder::new_number(close_on_exec)?;
     if table::name(number, description) {
-        carry::serve_standard_input(number);
+        exec_handoff::serve_standard_input(number);
         return Ok(number);
     }
-    next::close(number);
+    close::next(number);
     Err(libc::EMFILE)
 }
 
@@ -99,7 +101,7 @@ fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
     }
 }
 
-/// Why a name that is not there cannot be made: the file system is read-only, if its directory is there.
+/// Returns why a name that does not exist cannot be made: EROFS if its directory exists, else what is wrong with that.
 pub(crate) fn cannot_create(view: &View, path: &[u8]) -> Fault {
     let path = path.strip_suffix(b"/").unwrap_or(path);
     let parent = &path[..path.iter().rposition(|&byte| byte == b'/').unwrap_or(0)];

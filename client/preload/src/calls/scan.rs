@@ -1,76 +1,80 @@
-//! `scandir` and `glob`, whose own ways within libc do not come back through its symbols.
+//! `scandir` and `glob`. libc's own call internal functions, which do not come back to our hooks: `scandir` is done here, and
+//! `glob` gets our directory functions.
 
-use std::ffi::{c_char, c_int, c_void};
-use std::mem::transmute;
+use std::ffi::{c_char, c_int};
 
 use libc::{DIR, dirent, size_t, stat as KernelStat};
 
-use super::directory::{closedir, open_at, opendir, readdir};
+use super::directory::{Listing, closedir, opendir, readdir};
 use super::{hook, stat};
-use crate::memory::{self, get, put, set_errno};
+use crate::memory::{self, FromC, set_errno};
 use crate::path::is_ours;
-use crate::{next, process};
+use crate::setup::setup;
 
 type Entry = *mut dirent;
-type Filter = extern "C" fn(*const dirent) -> c_int;
-type Compare = extern "C" fn(*const *const dirent, *const *const dirent) -> c_int;
+/// The program's function that chooses entries.
+type Filter = Option<extern "C" fn(*const dirent) -> c_int>;
+/// The program's function that orders entries.
+type Compare = Option<extern "C" fn(*const *const dirent, *const *const dirent) -> c_int>;
+/// The program's function for errors of `glob`.
+type OnError = Option<extern "C" fn(*const c_char, c_int) -> c_int>;
 
 hook! {
-    fn scandir | scandir64 (path: *const c_char, list: *mut *mut Entry, filter: *const c_void, compare: *const c_void) -> c_int {
+    fn scandir | scandir64 (path: FromC<*const c_char>, list: FromC<*mut *mut Entry>, filter: Filter, compare: Compare) -> c_int {
         match is_ours(libc::AT_FDCWD, path) {
             true => scan(libc::AT_FDCWD, path, list, filter, compare),
-            false => next::scandir(path, list, filter, compare),
+            false => scandir::next(path, list, filter, compare),
         }
     }
 
-    fn scandirat | scandirat64 (directory: c_int, path: *const c_char, list: *mut *mut Entry, filter: *const c_void, compare: *const c_void) -> c_int {
+    fn scandirat | scandirat64 (
+        directory: c_int,
+        path: FromC<*const c_char>,
+        list: FromC<*mut *mut Entry>,
+        filter: Filter,
+        compare: Compare,
+    ) -> c_int {
         match is_ours(directory, path) {
             true => scan(directory, path, list, filter, compare),
-            false => next::scandirat(directory, path, list, filter, compare),
+            false => scandirat::next(directory, path, list, filter, compare),
         }
     }
 
-    fn glob | glob64 (pattern: *const c_char, flags: c_int, on_error: *const c_void, out: *mut c_void) -> c_int {
-        let out = out.cast::<Glob>();
-        let Some(mut found) = get(out.cast_const()).filter(|_| flags & ALT_DIR_FUNC == 0 && process::setup().is_some()) else {
-            return next::glob(pattern, flags, on_error, out.cast());
+    fn glob | glob64 (pattern: FromC<*const c_char>, flags: c_int, on_error: OnError, out: FromC<*mut Glob>) -> c_int {
+        let Some(mut found) = out.get().filter(|_| flags & ALT_DIR_FUNC == 0 && setup().is_some()) else {
+            return glob::next(pattern, flags, on_error, out);
         };
-        // libc's own, with our functions below it: a pattern may lead in anywhere.
+        // In every session, because any pattern may lead into the namespace.
         found.closedir = Some(glob_closedir);
         found.readdir = Some(glob_readdir);
         found.opendir = Some(glob_opendir);
         found.lstat = Some(glob_lstat);
         found.stat = Some(glob_stat);
-        if put(out, found).is_err() {
+        if out.put(found).is_err() {
             return GLOB_ABORTED;
         }
-        let result = next::glob(pattern, flags | ALT_DIR_FUNC, on_error, out.cast());
-        if let Some(mut found) = get(out.cast_const()) {
+        let result = glob::next(pattern, flags | ALT_DIR_FUNC, on_error, out);
+        if let Some(mut found) = out.get() {
             found.flags &= !ALT_DIR_FUNC;
-            // It was written before.
-            let _ = put(out, found);
+            // Cannot fail: the pointer was not null above.
+            let _ = out.put(found);
         }
         result
     }
 }
 
-fn scan(directory: c_int, path: *const c_char, list: *mut *mut Entry, filter: *const c_void, compare: *const c_void) -> c_int {
-    let stream = match open_at(directory, path) {
-        Ok(stream) => stream,
+fn scan(directory: c_int, path: FromC<*const c_char>, list: FromC<*mut *mut Entry>, filter: Filter, compare: Compare) -> c_int {
+    let mut listing = match Listing::open_at(directory, path) {
+        Ok(listing) => listing,
         Err(errno) => return memory::fail(errno),
     };
-    // SAFETY: the program gives functions of these kinds, or null.
-    let (filter, compare) =
-        unsafe { (transmute::<*const c_void, Option<Filter>>(filter), transmute::<*const c_void, Option<Compare>>(compare)) };
     let mut entries: Vec<Entry> = Vec::new();
     let mut failure = 0;
-    loop {
-        let entry = readdir(stream);
-        let Some(value) = get(entry.cast_const()) else { break };
+    while let Some(entry) = listing.next() {
         if filter.is_some_and(|filter| filter(entry) == 0) {
             continue;
         }
-        match allocate(value) {
+        match allocate(&[*entry]) {
             Ok(copy) => entries.push(copy),
             Err(errno) => {
                 failure = errno;
@@ -78,15 +82,15 @@ fn scan(directory: c_int, path: *const c_char, list: *mut *mut Entry, filter: *c
             }
         }
     }
-    closedir(stream);
+    drop(listing);
     if let Some(compare) = compare {
         entries.sort_by(|left, right| {
             let (left, right) = (left.cast_const(), right.cast_const());
             compare(&raw const left, &raw const right).cmp(&0)
         });
     }
-    let given = if failure == 0 { give(&entries).and_then(|array| put(list, array)) } else { Err(failure) };
-    match given {
+    let stored = if failure == 0 { allocate(&entries).and_then(|array| list.put(array)) } else { Err(failure) };
+    match stored {
         Ok(()) => entries.len() as c_int,
         Err(errno) => {
             // SAFETY: made by `malloc` in `allocate`, and not given to the program.
@@ -96,64 +100,59 @@ fn scan(directory: c_int, path: *const c_char, list: *mut *mut Entry, filter: *c
     }
 }
 
-fn allocate(value: dirent) -> Result<Entry, memory::Errno> {
+/// Copies values into new memory from `malloc`, which the program frees.
+fn allocate<T: Copy>(values: &[T]) -> Result<*mut T, memory::Errno> {
     // SAFETY: plain allocation; null is looked for.
-    let copy: Entry = unsafe { libc::malloc(size_of::<dirent>()) }.cast();
+    let copy: *mut T = unsafe { libc::malloc(size_of::<T>() * values.len().max(1)) }.cast();
     if copy.is_null() {
         return Err(libc::ENOMEM);
     }
-    put(copy, value).map(|()| copy)
+    // SAFETY: just allocated, with room for all of them.
+    unsafe { FromC::new(copy) }.slice_mut(values.len()).copy_from_slice(values);
+    Ok(copy)
 }
 
-fn give(entries: &[Entry]) -> Result<*mut Entry, memory::Errno> {
-    // SAFETY: plain allocation; null is looked for.
-    let array: *mut Entry = unsafe { libc::malloc(size_of::<Entry>() * entries.len().max(1)) }.cast();
-    if array.is_null() {
-        return Err(libc::ENOMEM);
-    }
-    memory::array_mut(array, entries.len()).copy_from_slice(entries);
-    Ok(array)
-}
-
+/// `GLOB_ALTDIRFUNC`: the structure contains functions.
 const ALT_DIR_FUNC: c_int = 1 << 9;
 const GLOB_ABORTED: c_int = 2;
 
-/// `glob_t`, with the functions that libc's header shows.
+/// `glob_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Glob {
+pub(crate) struct Glob {
     count: size_t,
     paths: *mut *mut c_char,
     offset: size_t,
     flags: c_int,
-    closedir: Option<extern "C" fn(*mut c_void)>,
-    readdir: Option<extern "C" fn(*mut c_void) -> *mut dirent>,
-    opendir: Option<extern "C" fn(*const c_char) -> *mut c_void>,
-    lstat: Option<extern "C" fn(*const c_char, *mut c_void) -> c_int>,
-    stat: Option<extern "C" fn(*const c_char, *mut c_void) -> c_int>,
+    closedir: Option<extern "C" fn(FromC<*mut DIR>)>,
+    readdir: Option<extern "C" fn(FromC<*mut DIR>) -> *mut dirent>,
+    opendir: Option<extern "C" fn(FromC<*const c_char>) -> *mut DIR>,
+    lstat: Option<extern "C" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
+    stat: Option<extern "C" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
 }
 
-extern "C" fn glob_closedir(stream: *mut c_void) {
-    closedir(stream.cast::<DIR>());
+extern "C" fn glob_closedir(stream: FromC<*mut DIR>) {
+    closedir(stream);
 }
 
-extern "C" fn glob_readdir(stream: *mut c_void) -> *mut dirent {
+/// Reads an entry without a change of `errno`, which `glob` would take for a failure.
+extern "C" fn glob_readdir(stream: FromC<*mut DIR>) -> *mut dirent {
     let before = memory::errno();
-    let entry = readdir(stream.cast::<DIR>());
+    let entry = readdir(stream);
     if !entry.is_null() {
         set_errno(before);
     }
     entry
 }
 
-extern "C" fn glob_opendir(path: *const c_char) -> *mut c_void {
-    opendir(path).cast()
+extern "C" fn glob_opendir(path: FromC<*const c_char>) -> *mut DIR {
+    opendir(path)
 }
 
-extern "C" fn glob_lstat(path: *const c_char, out: *mut c_void) -> c_int {
-    stat::lstat(path, out.cast::<KernelStat>())
+extern "C" fn glob_lstat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+    stat::lstat(path, out)
 }
 
-extern "C" fn glob_stat(path: *const c_char, out: *mut c_void) -> c_int {
-    stat::stat(path, out.cast::<KernelStat>())
+extern "C" fn glob_stat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+    stat::stat(path, out)
 }

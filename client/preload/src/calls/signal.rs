@@ -1,61 +1,62 @@
-//! SIGBUS belongs to this library while segments are mapped: a copy that the drive fails is EIO, not the program's end. What
-//! the program wants done by SIGBUS is kept, told back when it asks, and done for every other fault.
+//! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO and does
+//! not end the program. The program's own wishes for SIGBUS are kept, returned when it asks, and applied to every fault that
+//! is not ours. Calls about other signals are passed on.
 
 use std::ffi::c_int;
 
-use dayfly_client::fault::{self, Disposition};
+use dayfly_client::fault::{self as bus_error, Disposition};
 use libc::{SIGBUS, sigaction as Action, sigset_t};
 
 use super::hook;
-use crate::memory::{get, put, zeroed};
-use crate::next;
+use crate::memory::{FromC, zeroed};
 
 hook! {
-    fn sigaction | __sigaction (number: c_int, new: *const Action, old: *mut Action) -> c_int {
-        if number != SIGBUS || !fault::is_available() {
-            return next::sigaction(number, new, old);
+    fn sigaction | __sigaction (number, new, old) {
+        if number != SIGBUS || !bus_error::is_available() {
+            return sigaction::next(number, new, old);
         }
-        let before = match get(new) {
-            Some(new) => fault::replace_disposition(Disposition { handler: new.sa_sigaction, flags: new.sa_flags }),
-            None => fault::disposition(),
+        let before = match new.get() {
+            Some(new) => bus_error::replace_disposition(Disposition { handler: new.sa_sigaction, flags: new.sa_flags }),
+            None => bus_error::disposition(),
         };
-        let mut told: Action = zeroed();
-        (told.sa_sigaction, told.sa_flags) = (before.handler, before.flags);
-        // Nothing to tell where the program does not ask.
-        let _ = put(old, told);
+        let mut known: Action = zeroed();
+        (known.sa_sigaction, known.sa_flags) = (before.handler, before.flags);
+        // A program that does not ask for the old action passes the null pointer.
+        let _ = old.put(known);
         0
     }
 
     fn signal | bsd_signal (number: c_int, handler: usize) -> isize {
-        if number != SIGBUS || !fault::is_available() {
-            return next::signal(number, handler);
+        if number != SIGBUS || !bus_error::is_available() {
+            return signal::next(number, handler);
         }
         let mut new: Action = zeroed();
         (new.sa_sigaction, new.sa_flags) = (handler, libc::SA_RESTART);
         let mut old: Action = zeroed();
-        match sigaction(number, &raw const new, &raw mut old) {
+        match sigaction(number, (&new).into(), (&mut old).into()) {
             0 => old.sa_sigaction as isize,
             _ => libc::SIG_ERR as isize,
         }
     }
 
-    fn sigprocmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
-        with_bus_errors(how, new, |new| next::sigprocmask(how, new, old))
+    fn sigprocmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
+        without_bus_errors(how, new, |new| sigprocmask::next(how, new, old))
     }
 
-    fn pthread_sigmask(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
-        with_bus_errors(how, new, |new| next::pthread_sigmask(how, new, old))
+    fn pthread_sigmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
+        without_bus_errors(how, new, |new| pthread_sigmask::next(how, new, old))
     }
 }
 
-/// A thread that blocks SIGBUS would be ended by one of its own making, also in a copy of ours: that stays open.
-fn with_bus_errors(how: c_int, new: *const sigset_t, set: impl FnOnce(*const sigset_t) -> c_int) -> c_int {
-    match get(new) {
-        Some(mut changed) if how != libc::SIG_UNBLOCK && fault::is_available() => {
-            // SAFETY: a set of ours.
+/// Changes a thread's signal mask, but never blocks SIGBUS: the kernel ends a process that raises a blocked SIGBUS, also if it
+/// does so in one of our copies.
+fn without_bus_errors(how: c_int, new: FromC<*const sigset_t>, change: impl FnOnce(FromC<*const sigset_t>) -> c_int) -> c_int {
+    match new.get() {
+        Some(mut changed) if how != libc::SIG_UNBLOCK && bus_error::is_available() => {
+            // SAFETY: a live set.
             unsafe { libc::sigdelset(&raw mut changed, SIGBUS) };
-            set(&raw const changed)
+            change((&changed).into())
         }
-        _ => set(new),
+        _ => change(new),
     }
 }

@@ -1,5 +1,8 @@
-//! `FILE` streams over ours: libc's own, with our functions below (`fopencookie`). All that reads from a stream then works as
-//! ever: `fread`, `getline`, `fscanf`, C++'s `ifstream`.
+//! `FILE` streams over our files. They are libc's own streams with our functions below (`fopencookie`), so everything that
+//! reads from a stream works: `fread`, `getline`, `fscanf`, C++'s `ifstream`.
+//!
+//! libc gives such a stream no descriptor. Ours is written where every other stream has it, for `fileno` and for programs that
+//! read that field without a call.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
@@ -7,48 +10,45 @@ use std::os::fd::{AsRawFd, RawFd};
 use dayfly_client::View;
 use libc::{FILE, size_t};
 
+use super::descriptor::{close, dup2};
 use super::hook;
 use super::open::open_in;
-use super::{descriptor, read};
-use crate::memory::{self, fail, get, put, string};
-use crate::process::{Fault, answer};
-use crate::{carry, next, path, table, vfork};
+use super::read::{lseek, read};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, FromC, fail};
+use crate::{kernel_copy, path, table, vfork};
 
-type Read = extern "C" fn(*mut c_void, *mut c_char, size_t) -> isize;
-type Write = extern "C" fn(*mut c_void, *const c_char, size_t) -> isize;
-type Seek = extern "C" fn(*mut c_void, *mut i64, c_int) -> c_int;
-type Close = extern "C" fn(*mut c_void) -> c_int;
+type Cookie = *mut c_void;
 
 /// `cookie_io_functions_t`.
 #[repr(C)]
 struct Functions {
-    read: Option<Read>,
-    write: Option<Write>,
-    seek: Option<Seek>,
-    close: Option<Close>,
+    read: Option<extern "C" fn(Cookie, FromC<*mut c_char>, size_t) -> isize>,
+    write: Option<extern "C" fn(Cookie, FromC<*const c_char>, size_t) -> isize>,
+    seek: Option<extern "C" fn(Cookie, FromC<*mut i64>, c_int) -> c_int>,
+    close: Option<extern "C" fn(Cookie) -> c_int>,
 }
 
 unsafe extern "C" {
-    fn fopencookie(cookie: *mut c_void, mode: *const c_char, functions: Functions) -> *mut FILE;
+    fn fopencookie(cookie: Cookie, mode: *const c_char, functions: Functions) -> *mut FILE;
 }
 
-/// Where glibc's `FILE` has its descriptor; part of its binary interface, for old programs read it without a call.
+/// The offset of the descriptor in glibc's `FILE`. It is part of glibc's binary interface.
 const FILENO_OFFSET: usize = 112;
 
 hook! {
-    fn fopen | fopen64 (path: *const c_char, mode: *const c_char) -> *mut FILE {
+    fn fopen | fopen64 (path: FromC<*const c_char>, mode: FromC<*const c_char>) -> *mut FILE {
         let ours = |view: &View, path: &[u8]| {
             let flags = open_flags(mode)?;
             let number = open_in(view, path, flags)?;
-            // A directory can be opened to be read, and then is not.
-            new_stream(number).inspect_err(|_| { descriptor::close(number); })
+            new_stream(number).inspect_err(|_| { close(number); })
         };
-        path::at(libc::AT_FDCWD, path, ours, |_, path| next::fopen(path, mode))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| fopen::next(path, mode))
     }
 
-    fn fdopen(number: c_int, mode: *const c_char) -> *mut FILE {
+    fn fdopen(number: c_int, mode: FromC<*const c_char>) -> *mut FILE {
         match table::is_ours(number) {
-            false => next::fdopen(number, mode),
+            false => fdopen::next(number, mode),
             true => answer(|| match open_flags(mode)? & libc::O_ACCMODE {
                 libc::O_RDONLY => new_stream(number),
                 _ => Err(Fault::Errno(libc::EINVAL)),
@@ -56,55 +56,57 @@ hook! {
         }
     }
 
-    fn freopen | freopen64 (path: *const c_char, mode: *const c_char, stream: *mut FILE) -> *mut FILE {
+    fn freopen | freopen64 (path: FromC<*const c_char>, mode: FromC<*const c_char>, stream: FromC<*mut FILE>) -> *mut FILE {
         if path.is_null() {
-            // Another mode for the same file: reading again is all that there is.
+            // The same file with another mode. Our files have only the one that they were opened with.
             let is_ours = number_of(stream).is_some_and(table::is_ours);
-            return if is_ours { stream } else { next::freopen(path, mode, stream) };
+            return if is_ours { stream.raw() } else { freopen::next(path, mode, stream) };
         }
-        // The stream stays libc's own, whatever it is; behind it comes a file of the kernel's.
+        // The stream stays libc's own, so it gets a kernel copy.
         let ours = |view: &View, path: &[u8]| {
             if open_flags(mode)? & libc::O_ACCMODE != libc::O_RDONLY {
                 return Err(Fault::Errno(libc::EROFS));
             }
-            let copy = carry::copy_of(view, &view.open(path)?)?;
-            closes(stream);
-            let stream = next::freopen(c"/dev/null".as_ptr(), mode, stream);
-            if stream.is_null() || next::dup2(copy.as_raw_fd(), next::fileno(stream)) < 0 {
+            let copy = kernel_copy::copy_of(view, &view.open(path)?)?;
+            forget_number(stream);
+            let stream = freopen::next(c"/dev/null".into(), mode, stream);
+            // SAFETY: libc returns the program's stream, which stays open.
+            let opened = unsafe { FromC::new(stream) };
+            if stream.is_null() || dup2::next(copy.as_raw_fd(), fileno::next(opened)) < 0 {
                 return Err(Fault::Errno(memory::errno()));
             }
             Ok(stream)
         };
         path::at(libc::AT_FDCWD, path, ours, |_, path| {
-            closes(stream);
-            next::freopen(path, mode, stream)
+            forget_number(stream);
+            freopen::next(path, mode, stream)
         })
     }
 
-    fn fclose(stream: *mut FILE) -> c_int {
-        closes(stream);
-        next::fclose(stream)
+    fn fclose(stream: FromC<*mut FILE>) -> c_int {
+        forget_number(stream);
+        fclose::next(stream)
     }
 
-    fn daemon(stay: c_int, keep_open: c_int) -> c_int {
-        if keep_open == 0 {
+    fn daemon(no_chdir: c_int, no_close: c_int) -> c_int {
+        if no_close == 0 {
             (0..=2).for_each(table::forget);
         }
-        next::daemon(stay, keep_open)
+        daemon::next(no_chdir, no_close)
     }
 
-    fn fileno | fileno_unlocked (stream: *mut FILE) -> c_int {
+    fn fileno | fileno_unlocked (stream: FromC<*mut FILE>) -> c_int {
         match number_of(stream).filter(|&number| table::is_ours(number)) {
             Some(number) => number,
-            None => next::fileno(stream),
+            None => fileno::next(stream),
         }
     }
 }
 
-/// `open`'s flags for a mode of `fopen`'s.
-fn open_flags(mode: *const c_char) -> Result<c_int, Fault> {
-    let mode = string(mode).ok_or(libc::EINVAL)?.to_bytes();
-    // After a comma come names of character sets.
+/// Returns `open`'s flags for a mode of `fopen`'s.
+fn open_flags(mode: FromC<*const c_char>) -> Result<c_int, Fault> {
+    let mode = mode.string().ok_or(libc::EINVAL)?.to_bytes();
+    // A comma begins the name of a character set.
     let letters = mode.split(|&byte| byte == b',').next().unwrap_or_default();
     let has = |letter| letters.contains(&letter);
     let access = if has(b'+') { libc::O_RDWR } else { libc::O_WRONLY };
@@ -118,42 +120,45 @@ fn open_flags(mode: *const c_char) -> Result<c_int, Fault> {
     Ok(flags | if has(b'x') { libc::O_EXCL } else { 0 } | if has(b'e') { libc::O_CLOEXEC } else { 0 })
 }
 
-/// libc closes a stream's number without a call that we see.
-fn closes(stream: *mut FILE) {
+/// Forgets a stream's number before libc closes it, because libc does so without calling our hooks.
+fn forget_number(stream: FromC<*mut FILE>) {
     if let Some(number) = number_of(stream).filter(|_| vfork::child().is_none()) {
         table::forget(number);
     }
 }
 
-/// A stream over a number of ours.
+/// Makes a stream over a number of ours.
 fn new_stream(number: RawFd) -> Result<*mut FILE, Fault> {
     let functions = Functions { read: Some(read_stream), write: None, seek: Some(seek_stream), close: Some(close_stream) };
-    // SAFETY: the mode is a string, and the functions take what `fopencookie` says that it passes.
-    let stream = unsafe { fopencookie(number as usize as *mut c_void, c"r".as_ptr(), functions) };
+    // SAFETY: the mode is a string, and the functions take what `fopencookie` promises to pass.
+    let stream = unsafe { fopencookie(number as usize as Cookie, c"r".as_ptr(), functions) };
     if stream.is_null() {
         return Err(Fault::Errno(memory::errno()));
     }
-    // libc itself looks at a stream like this only by its functions; the number is for ours, and for `fileno`.
-    put(stream.cast::<u8>().wrapping_add(FILENO_OFFSET).cast::<c_int>(), number)?;
+    // SAFETY: libc's new stream.
+    number_field(unsafe { FromC::new(stream) }).put(number)?;
     Ok(stream)
 }
 
-fn number_of(stream: *mut FILE) -> Option<RawFd> {
-    if stream.is_null() {
-        return None;
-    }
-    get(stream.cast::<u8>().wrapping_add(FILENO_OFFSET).cast::<c_int>().cast_const())
+/// Returns a stream's field for its descriptor, which libc does not use in a stream from `fopencookie`.
+fn number_field<'a>(stream: FromC<'a, *mut FILE>) -> FromC<'a, *mut c_int> {
+    // SAFETY: every `FILE` of glibc has a number at this offset.
+    unsafe { FromC::new(stream.raw().cast::<u8>().wrapping_add(FILENO_OFFSET).cast()) }
 }
 
-extern "C" fn read_stream(cookie: *mut c_void, out: *mut c_char, len: size_t) -> isize {
-    read::read(cookie as usize as RawFd, out.cast(), len)
+fn number_of(stream: FromC<*mut FILE>) -> Option<RawFd> {
+    if stream.is_null() { None } else { number_field(stream).get() }
 }
 
-extern "C" fn seek_stream(cookie: *mut c_void, offset: *mut i64, whence: c_int) -> c_int {
-    let target = read::lseek(cookie as usize as RawFd, get(offset.cast_const()).unwrap_or(0), whence);
-    if target < 0 || put(offset, target).is_err() { fail(memory::errno()) } else { 0 }
+extern "C" fn read_stream(cookie: Cookie, out: FromC<*mut c_char>, len: size_t) -> isize {
+    read(cookie as usize as RawFd, out.bytes(), len)
 }
 
-extern "C" fn close_stream(cookie: *mut c_void) -> c_int {
-    descriptor::close(cookie as usize as RawFd)
+extern "C" fn seek_stream(cookie: Cookie, offset: FromC<*mut i64>, whence: c_int) -> c_int {
+    let target = lseek(cookie as usize as RawFd, offset.get().unwrap_or(0), whence);
+    if target < 0 || offset.put(target).is_err() { fail(memory::errno()) } else { 0 }
+}
+
+extern "C" fn close_stream(cookie: Cookie) -> c_int {
+    close(cookie as usize as RawFd)
 }

@@ -1,5 +1,5 @@
-//! Moving bytes from one descriptor to another, which for ours the kernel cannot: they are read and written. And passing
-//! descriptors to other processes.
+//! Moving bytes from one descriptor to another. The kernel cannot read ours, so their bytes are read and written here.
+//! `sendmsg` is also here: a descriptor of ours that goes to another process is replaced by a kernel copy.
 
 use std::ffi::{c_int, c_uint};
 use std::fs::File;
@@ -8,48 +8,66 @@ use std::os::fd::{AsRawFd, RawFd};
 use libc::{cmsghdr, msghdr, off_t, size_t};
 
 use super::hook;
-use crate::memory::{self, fail, get, put};
-use crate::process::{Fault, answer, view};
+use crate::attach::view;
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Errno, FromC, fail};
 use crate::table::{self, Reference};
-use crate::{carry, next};
+use crate::{exec_handoff, next};
 
-/// Moved at a time; as much as a pipe holds, so that one that is empty takes it at once.
+/// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
 hook! {
-    fn sendfile | sendfile64 (to: c_int, from: c_int, offset: *mut off_t, count: size_t) -> isize {
+    fn sendfile | sendfile64 (to: c_int, from: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
         match table::find(from) {
-            None => next::sendfile(to, from, offset, count),
-            Some(open) => answer(|| transfer(&open, offset, to, std::ptr::null_mut(), count, usize::MAX)),
+            None => sendfile::next(to, from, offset, count),
+            Some(open) => answer(|| transfer(&open, offset, to, FromC::<*mut off_t>::null(), count)),
         }
     }
 
-    fn copy_file_range(from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> isize {
+    fn copy_file_range(
+        from: c_int,
+        from_offset: FromC<*mut off_t>,
+        to: c_int,
+        to_offset: FromC<*mut off_t>,
+        len: size_t,
+        flags: c_uint,
+    ) -> isize {
         match table::find(from) {
-            // Not to ours, which are open to be read only.
+            // Our files are open for reading only.
             None if table::is_ours(to) => fail(libc::EBADF),
-            None => next::copy_file_range(from, from_offset, to, to_offset, len, flags),
+            None => copy_file_range::next(from, from_offset, to, to_offset, len, flags),
             Some(_) if flags != 0 => fail(libc::EINVAL),
-            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len, usize::MAX)),
+            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len)),
         }
     }
 
-    fn splice(from: c_int, from_offset: *mut off_t, to: c_int, to_offset: *mut off_t, len: size_t, flags: c_uint) -> isize {
+    fn splice(
+        from: c_int,
+        from_offset: FromC<*mut off_t>,
+        to: c_int,
+        to_offset: FromC<*mut off_t>,
+        len: size_t,
+        flags: c_uint,
+    ) -> isize {
         match table::find(from) {
-            None => next::splice(from, from_offset, to, to_offset, len, flags),
-            // As much as a pipe holds, then back to the program: it may be the one that empties it.
-            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len, CHUNK_LEN)),
+            None => splice::next(from, from_offset, to, to_offset, len, flags),
+            // No more than a pipe holds: the program that calls may be the one that empties it.
+            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN))),
         }
     }
 
-    fn sendmsg(socket: c_int, message: *const msghdr, flags: c_int) -> isize {
-        let Some(header) = get(message).filter(|header| !header.msg_control.is_null() && passes_ours(header)) else {
-            return next::sendmsg(socket, message, flags);
+    fn sendmsg(socket, message, flags) {
+        let Some(header) = message.get().filter(|header| !header.msg_control.is_null()) else {
+            return sendmsg::next(socket, message, flags);
         };
-        let copies = put_copies(&header);
-        match copies {
+        let passed = passed(&header);
+        if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
+            return sendmsg::next(socket, message, flags);
+        }
+        match put_copies(&passed) {
             Ok(copies) => {
-                let sent = next::sendmsg(socket, message, flags);
+                let sent = sendmsg::next(socket, message, flags);
                 restore(&copies);
                 sent
             }
@@ -58,24 +76,24 @@ hook! {
     }
 }
 
-/// Reads from ours and writes to another, at offsets of the program's or those of the descriptors.
+/// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.
+/// Returns the number of bytes written.
 fn transfer(
     open: &Reference,
-    from_offset: *mut off_t,
+    from_offset: FromC<*mut off_t>,
     to: RawFd,
-    to_offset: *mut off_t,
+    to_offset: FromC<*mut off_t>,
     len: usize,
-    at_most: usize,
 ) -> Result<isize, Fault> {
     let file = open.file()?;
     let view = view()?;
-    let given = get(from_offset.cast_const());
+    let given = from_offset.get();
     let start = match given {
         Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
         None => open.offset.load(),
     };
-    let mut at_target = get(to_offset.cast_const());
-    let len = (len as u64).min(at_most as u64).min(file.stat().size.saturating_sub(start)) as usize;
+    let mut at_target = to_offset.get();
+    let len = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
     let mut buffer = vec![0; len.min(CHUNK_LEN)];
     let mut done = 0;
     while done < len {
@@ -86,8 +104,8 @@ fn transfer(
             Err(error) => return Err(error.into()),
         };
         let written = match at_target {
-            Some(offset) => next::pwrite(to, buffer.as_ptr().cast(), count, offset),
-            None => next::write(to, buffer.as_ptr().cast(), count),
+            Some(offset) => next::write_bytes_at(to, &buffer[..count], offset),
+            None => next::write_bytes(to, &buffer[..count]),
         };
         match usize::try_from(written) {
             Ok(written) => {
@@ -97,32 +115,32 @@ fn transfer(
                     break;
                 }
             }
-            // What was written before is not lost.
+            // The program learns how much was written; the next call fails.
             Err(_) if done > 0 => break,
             Err(_) => return Err(Fault::Errno(memory::errno())),
         }
     }
     match given {
-        Some(offset) => put(from_offset, offset + done as off_t)?,
+        Some(offset) => from_offset.put(offset + done as off_t)?,
         None => open.offset.store(start + done as u64),
     }
     if let Some(offset) = at_target {
-        put(to_offset, offset)?;
+        to_offset.put(offset)?;
     }
     Ok(done as isize)
 }
 
-/// The places in a message's control data where descriptors stand.
-fn passed(header: &msghdr) -> Vec<*mut RawFd> {
+/// Returns the places in a message's control data that hold descriptors.
+fn passed<'a>(header: &'a msghdr) -> Vec<FromC<'a, *mut RawFd>> {
     let mut places = Vec::new();
-    // SAFETY: the header is the program's and describes its control data; the macros keep within that.
+    // SAFETY: the header is the program's and describes its control data; the macros stay within that.
     unsafe {
         let mut at: *mut cmsghdr = libc::CMSG_FIRSTHDR(header);
         while !at.is_null() {
             if (*at).cmsg_level == libc::SOL_SOCKET && (*at).cmsg_type == libc::SCM_RIGHTS {
                 let first = libc::CMSG_DATA(at).cast::<RawFd>();
                 let len = (*at).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-                places.extend((0..len / size_of::<RawFd>()).map(|number| first.wrapping_add(number)));
+                places.extend((0..len / size_of::<RawFd>()).map(|number| FromC::new(first.wrapping_add(number))));
             }
             at = libc::CMSG_NXTHDR(header, at);
         }
@@ -130,18 +148,22 @@ fn passed(header: &msghdr) -> Vec<*mut RawFd> {
     places
 }
 
-fn passes_ours(header: &msghdr) -> bool {
-    passed(header).iter().any(|&place| get(place.cast_const()).is_some_and(table::is_ours))
+/// A descriptor of ours in a message, and the copy that stands there while the message is sent.
+struct Replaced<'a> {
+    place: FromC<'a, *mut RawFd>,
+    number: RawFd,
+    /// Closed after the message is sent.
+    _copy: File,
 }
 
-/// Puts copies into the places of ours; returns what stood there.
-fn put_copies(header: &msghdr) -> Result<Vec<(*mut RawFd, RawFd, File)>, memory::Errno> {
+/// Puts copies in place of our descriptors.
+fn put_copies<'a>(passed: &[FromC<'a, *mut RawFd>]) -> Result<Vec<Replaced<'a>>, Errno> {
     let mut copies = Vec::new();
-    let result = passed(header).into_iter().try_for_each(|place| {
-        let number = get(place.cast_const()).unwrap_or(-1);
-        if let Some(copy) = carry::for_another(number)? {
-            put(place, copy.as_raw_fd())?;
-            copies.push((place, number, copy));
+    let result = passed.iter().try_for_each(|&place| {
+        let number = place.get().unwrap_or(-1);
+        if let Some(copy) = exec_handoff::for_another_process(number)? {
+            place.put(copy.as_raw_fd())?;
+            copies.push(Replaced { place, number, _copy: copy });
         }
         Ok(())
     });
@@ -157,9 +179,9 @@ fn put_copies(header: &msghdr) -> Result<Vec<(*mut RawFd, RawFd, File)>, memory:
     }
 }
 
-fn restore(copies: &[(*mut RawFd, RawFd, File)]) {
-    for &(place, number, _) in copies {
-        // It was written before.
-        let _ = put(place, number);
+fn restore(copies: &[Replaced<'_>]) {
+    for replaced in copies {
+        // Cannot fail: the place was written before.
+        let _ = replaced.place.put(replaced.number);
     }
 }

@@ -1,49 +1,51 @@
-//! Where blocks are mapped in place: such a mapping must not grow.
+//! Address ranges in which blocks are mapped in place. Such a mapping must not grow.
+//!
+//! The table is a fixed array of atomics: lookups and changes take no lock, and a fork copies it as it is.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Mappings in place at a time; beyond, blocks are copied.
+/// Ranges that the table holds. Once it is full, blocks are copied instead.
 const RANGES_MAX: usize = 1024;
 
-/// Starts and lengths; a start of 0 is free.
+/// Start and length of each range. A start of 0 means that the entry is free.
 static RANGES: [(AtomicUsize, AtomicUsize); RANGES_MAX] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; RANGES_MAX];
-/// One more than the last that was ever used.
+/// One more than the index of the last entry that was ever used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 fn used() -> &'static [(AtomicUsize, AtomicUsize)] {
     &RANGES[..USED.load(Ordering::Acquire)]
 }
 
-/// Notes a mapping; `false` where there is no room for it.
-pub(super) fn note(start: usize, len: usize) -> bool {
-    let take = |(at, (place, _)): &(usize, &(AtomicUsize, AtomicUsize))| {
-        let taken = place.compare_exchange(0, start, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+/// Adds a range. Returns `false` if the table is full.
+pub(super) fn add(start: usize, len: usize) -> bool {
+    let take = |(at, (free, _)): &(usize, &(AtomicUsize, AtomicUsize))| {
+        let taken = free.compare_exchange(0, start, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         if taken {
             USED.fetch_max(at + 1, Ordering::AcqRel);
         }
         taken
     };
     let taken = RANGES.iter().enumerate().find(take);
-    if let Some((_, (_, place))) = taken {
-        place.store(len, Ordering::Release);
+    if let Some((_, (_, entry_len))) = taken {
+        entry_len.store(len, Ordering::Release);
     }
     taken.is_some()
 }
 
-/// Whether an address lies in one.
-pub(super) fn has(address: usize) -> bool {
+/// Returns whether a range contains an address.
+pub(super) fn contains(address: usize) -> bool {
     used().iter().any(|(start, len)| {
         let start = start.load(Ordering::Acquire);
         start != 0 && (start..start + len.load(Ordering::Acquire)).contains(&address)
     })
 }
 
-/// Forgets those that begin in a range that is unmapped.
+/// Removes the ranges that begin within memory that was unmapped.
 pub(super) fn forget(first: usize, len: usize) {
     for (start, _) in used() {
         let begin = start.load(Ordering::Acquire);
         if begin >= first && begin - first < len {
-            // Unless somebody has mapped there again meanwhile, which the kernel lets happen only now.
+            // Fails if another thread has removed it, or has mapped there again since the kernel unmapped it.
             let _ = start.compare_exchange(begin, 0, Ordering::AcqRel, Ordering::Relaxed);
         }
     }
@@ -55,12 +57,12 @@ mod tests {
 
     #[test]
     fn ranges_are_known_until_they_are_unmapped() {
-        assert!(note(0x10_000, 0x2000) && note(0x50_000, 0x1000));
-        assert!(has(0x11_fff) && !has(0x12_000) && has(0x50_000));
+        assert!(add(0x10_000, 0x2000) && add(0x50_000, 0x1000));
+        assert!(contains(0x11_fff) && !contains(0x12_000) && contains(0x50_000));
         forget(0x50_000, 0x1000);
         forget(0, 0x1000);
-        assert!(has(0x10_000) && !has(0x50_000));
+        assert!(contains(0x10_000) && !contains(0x50_000));
         forget(0, usize::MAX);
-        assert!(!has(0x10_000));
+        assert!(!contains(0x10_000));
     }
 }

@@ -1,5 +1,11 @@
-//! What a `vfork` child has made for the program that it becomes, its parent must have too, for both read on from one offset. The
-//! child has its parent's memory but not its descriptors: it sends them over a socket that both have.
+//! The channel from a `vfork` child to its parent.
+//!
+//! A kernel copy that the child makes for the program that it becomes must be the parent's as well, because both programs
+//! continue from one offset. The child has its parent's memory, but not its descriptor table. So it sends the copy's
+//! descriptor over a pair of datagram sockets that both have, together with the word that names the description.
+//!
+//! The parent opens the pair before its first `vfork` and reads after each. Neither end ever blocks. If a message cannot be
+//! sent, parent and child continue with an offset each.
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
@@ -11,28 +17,33 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use dayfly_client::reserved_fd::ReservedFd;
 use libc::{c_int, cmsghdr, msghdr};
 
+use crate::memory::FromC;
 use crate::next;
 use crate::table::{self, Reference};
 
-/// Both ends, once there are any.
-static ENDS: AtomicPtr<(ReservedFd, ReservedFd)> = AtomicPtr::new(null_mut());
+struct Channel {
+    receiver: ReservedFd,
+    sender: ReservedFd,
+}
 
-/// Room for one descriptor, aligned as control data must be.
+static CHANNEL: AtomicPtr<Channel> = AtomicPtr::new(null_mut());
+
+/// Control data with room for one descriptor, aligned as the kernel expects.
 #[repr(C)]
 union Control {
     _align: cmsghdr,
     bytes: [u8; 64],
 }
 
-fn ends() -> Option<&'static (ReservedFd, ReservedFd)> {
-    let ends = ENDS.load(Ordering::Acquire);
-    // SAFETY: published once by `open`, from a box that is never ended.
-    (!ends.is_null()).then(|| unsafe { &*ends })
+fn channel() -> Option<&'static Channel> {
+    let channel = CHANNEL.load(Ordering::Acquire);
+    // SAFETY: published once by `open`, from a box that only `close` frees, in a new process with one thread.
+    (!channel.is_null()).then(|| unsafe { &*channel })
 }
 
-/// Makes the socket, in the parent, before there is a child.
+/// Opens the channel in the parent, before there is a child. Does nothing if it is open.
 pub(crate) fn open() {
-    if ends().is_some() {
+    if channel().is_some() {
         return;
     }
     let mut pair: [RawFd; 2] = [-1; 2];
@@ -43,25 +54,25 @@ pub(crate) fn open() {
     }
     // SAFETY: the kernel has just made both for us.
     let [receiver, sender] = pair.map(|end| ReservedFd::new(File::from(unsafe { OwnedFd::from_raw_fd(end) })));
-    let made = Box::into_raw(Box::new((receiver, sender)));
-    if ENDS.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
+    let made = Box::into_raw(Box::new(Channel { receiver, sender }));
+    if CHANNEL.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
         // SAFETY: made just above, and not published.
         drop(unsafe { Box::from_raw(made) });
     }
 }
 
-/// In a forked child: its mail is its own.
-pub(crate) fn end() {
-    let ends = ENDS.swap(null_mut(), Ordering::AcqRel);
-    if !ends.is_null() {
-        // SAFETY: made by `open`; of this memory's threads only this one is left.
-        drop(unsafe { Box::from_raw(ends) });
+/// Closes the channel in a forked child, which must not read its parent's messages.
+pub(crate) fn close() {
+    let channel = CHANNEL.swap(null_mut(), Ordering::AcqRel);
+    if !channel.is_null() {
+        // SAFETY: made by `open`; this is the only thread in a new process, so nobody uses it.
+        drop(unsafe { Box::from_raw(channel) });
     }
 }
 
-/// Sends what stands for a description now. Should that fail, each side goes on from an offset of its own.
+/// Sends the kernel copy of a description to the parent.
 pub(super) fn send(description: &Reference, file: RawFd) {
-    let Some((_, sender)) = ends() else { return };
+    let Some(channel) = channel() else { return };
     let word = description.word().to_ne_bytes();
     let mut part = [IoSlice::new(&word)];
     let mut control = Control { bytes: [0; 64] };
@@ -75,20 +86,21 @@ pub(super) fn send(description: &Reference, file: RawFd) {
         (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
         libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(file);
     }
-    next::sendmsg(sender.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL);
+    // SAFETY: the message describes a live buffer and live control data.
+    next::sendmsg(channel.sender.as_raw_fd(), unsafe { FromC::new(&raw const message) }, libc::MSG_NOSIGNAL);
 }
 
-/// Takes what children have sent, in the parent.
-pub(crate) fn take() {
-    while let Some((word, file)) = receive() {
+/// Receives all that children have sent, in the parent.
+pub(crate) fn receive_all() {
+    while let Some((word, copy)) = receive() {
         if let Some(description) = table::find_word(word) {
-            description.offset.adopt(file);
+            description.offset.adopt(copy);
         }
     }
 }
 
 fn receive() -> Option<(u64, ReservedFd)> {
-    let (receiver, _) = ends()?;
+    let receiver = &channel()?.receiver;
     let mut word = [0; 8];
     let mut part = [IoSliceMut::new(&mut word)];
     let mut control = Control { bytes: [0; 64] };

@@ -1,0 +1,103 @@
+//! This process's attachment to the session's server on its node.
+//!
+//! A process attaches on its first call into the namespace, so a program that never uses the namespace costs the server
+//! nothing. The view is published once and lives as long as the process; [`view`] is one atomic load from then on.
+//!
+//! A `vfork` child that calls into the namespace before its parent has attached gets a view for that one call only: the view's
+//! descriptors are in the child's table, and the parent, whose memory the child runs in, does not have them.
+
+use std::ops::Deref;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use dayfly_client::locate::Location;
+use dayfly_client::{Session, View, fault as bus_error};
+use dayfly_meta::id::NodeId;
+
+use crate::fault::{Fault, complain, log};
+use crate::memory::FromC;
+use crate::{next, placeholder, vfork};
+
+static VIEW: AtomicPtr<View> = AtomicPtr::new(null_mut());
+
+/// The view, for the duration of a call.
+pub(crate) enum Attached {
+    /// The process's own view.
+    Own(&'static View),
+    /// A view for a single call of a `vfork` child.
+    Temporary(Box<View>),
+}
+
+impl Deref for Attached {
+    type Target = View;
+
+    fn deref(&self) -> &View {
+        match self {
+            Self::Own(view) => view,
+            Self::Temporary(view) => view,
+        }
+    }
+}
+
+/// Returns the view. Attaches on the first call.
+#[inline]
+pub(crate) fn view() -> Result<Attached, Fault> {
+    match known_view() {
+        Some(view) => Ok(Attached::Own(view)),
+        None => attach(),
+    }
+}
+
+/// Returns the view, if this process has attached.
+pub(crate) fn known_view() -> Option<&'static View> {
+    let view = VIEW.load(Ordering::Acquire);
+    // SAFETY: published once by `attach`, from a box that is never freed.
+    (!view.is_null()).then(|| unsafe { &*view })
+}
+
+#[cold]
+fn attach() -> Result<Attached, Fault> {
+    let location = Location::of_environment()?;
+    let node = location.node_of_environment()?;
+    let socket = location.socket(node);
+    if !socket.exists() {
+        return Err(no_server(&location, node));
+    }
+    if vfork::child().is_some() {
+        return Ok(Attached::Temporary(Box::new(View::new(Session::attach_to(&location, node)?))));
+    }
+    if let Err(error) = bus_error::install(next_sigaction) {
+        log(&format!("cannot handle SIGBUS ({error}), so this process does not map segments"));
+    }
+    let session = Session::attach_to(&location, node)?;
+    match placeholder::open(&socket) {
+        Ok(()) => {}
+        // The server has ended since we attached. ENOENT would say that the program's file does not exist.
+        Err(libc::ENOENT) => return Err(no_server(&location, node)),
+        Err(errno) => return Err(errno.into()),
+    }
+    log(&format!("process {} attached to node {node} of session {}", std::process::id(), location.session));
+    let view = Box::into_raw(Box::new(View::new(session)));
+    if VIEW.compare_exchange(null_mut(), view, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        // Another thread attached first.
+        // SAFETY: made just above, and not published.
+        drop(unsafe { Box::from_raw(view) });
+    }
+    known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))
+}
+
+fn no_server(location: &Location, node: NodeId) -> Fault {
+    let (session, socket) = (location.session, location.socket(node));
+    complain(&format!(
+        "the server of node {node} of session {session} no longer runs on this machine (no socket at '{}'); start a new session",
+        socket.display()
+    ));
+    Fault::Errno(libc::EIO)
+}
+
+/// The `sigaction` behind our hook, which keeps the program's own handler for SIGBUS.
+unsafe extern "C" fn next_sigaction(number: i32, new: *const libc::sigaction, old: *mut libc::sigaction) -> i32 {
+    // SAFETY: the client library passes its own live structures.
+    let (new, old) = unsafe { (FromC::new(new), FromC::new(old)) };
+    next::sigaction(number, new, old)
+}

@@ -1,0 +1,185 @@
+//! Handing open files over to programs that do not have our records: across `exec` and `spawn`, and over a socket.
+//!
+//! Such a program inherits descriptors, but not the records of this library; it may even run without it. So before it starts,
+//! each number of ours that it inherits gets a *kernel copy* in place of the placeholder: a kernel file with the same bytes and
+//! the same offset (see `kernel_copy`). From then on the kernel keeps the description's offset, for this process too, so that
+//! both programs continue where the other stopped.
+//!
+//! - A forked child may `exec` later. [`prepare_fork`] therefore makes empty kernel copies before the fork, so that parent and
+//!   child use the same ones. Whichever needs a copy first fills it.
+//! - A `vfork` child must not touch the parent's records. It makes its own copy and sends it to the parent (see
+//!   `vfork_channel`), which adopts it.
+//! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from.
+//!
+//! The working directory goes along in the environment; `calls/exec.rs` does that.
+
+mod vfork_channel;
+
+pub(crate) use vfork_channel::{
+    close as close_vfork_channel, open as open_vfork_channel, receive_all as receive_from_vfork_child,
+};
+
+use std::fs::File;
+use std::io::{Seek, SeekFrom};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use dayfly_client::View;
+use dayfly_client::reserved_fd::ReservedFd;
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::MEMORY_COPY_LEN_MAX;
+
+use crate::attach::{known_view, view};
+use crate::fault::Fault;
+use crate::kernel_copy::{copy_of, empty, errno_of, fill};
+use crate::offset::{EMPTY, FILLED};
+use crate::table::{self, Reference};
+use crate::{memory, next, placeholder, vfork};
+
+/// Kernel copies that one fork prepares at most, and only of files that fit memory: more would slow down programs that fork
+/// and never call `exec`.
+const PREPARED_MAX: usize = 64;
+
+/// Returns the description's kernel copy, filled. It stands for the description from now on, in this process and in those that
+/// share the description with it.
+fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a ReservedFd, Fault> {
+    let file = description.file()?;
+    if description.offset.kernel_copy().is_none() {
+        description.offset.set_kernel_copy(ReservedFd::new(empty(view, file)?));
+    }
+    let copy = description.offset.kernel_copy().ok_or(libc::EIO)?;
+    let filled = description.offset.filled();
+    let me = std::process::id().max(FILLED + 1);
+    let deadline = Instant::now() + Deadlines::DEFAULT.server;
+    loop {
+        match filled.compare_exchange(EMPTY, me, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => break,
+            Err(FILLED) => return Ok(copy),
+            // Another process of the family is filling it. If that process has died, this one does the work again.
+            Err(other) => {
+                // SAFETY: signal 0 is never delivered; the call only asks whether the process lives.
+                let is_dead = unsafe { libc::kill(other as i32, 0) } != 0 && memory::errno() == libc::ESRCH;
+                if is_dead && filled.compare_exchange(other, me, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+                    break;
+                }
+                if Instant::now() > deadline {
+                    return Err(Fault::Errno(libc::EIO));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    let result = fill(view, file, copy);
+    match result {
+        Ok(()) => description.offset.hand_over(copy.as_raw_fd()),
+        // Not `filled`: a fork may have moved the state to shared memory in the meantime.
+        Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
+    }
+    result.map(|()| copy)
+}
+
+/// Makes an empty kernel copy for each description that a forked child may hand over to another program, so that parent and
+/// child then have the same copy and the same offset.
+pub(crate) fn prepare_fork() {
+    let Some(view) = known_view() else { return };
+    for number in table::numbers(0, RawFd::MAX).take(PREPARED_MAX) {
+        let is_inherited = next::fcntl_number(number, libc::F_GETFD, 0) == 0;
+        let Some(description) = table::find(number).filter(|_| is_inherited) else { continue };
+        if let Ok(file) = description.file()
+            && description.offset.kernel_copy().is_none()
+            && file.stat().size <= MEMORY_COPY_LEN_MAX
+            && let Ok(empty) = empty(view, file)
+        {
+            description.offset.set_kernel_copy(ReservedFd::new(empty));
+        }
+    }
+}
+
+/// Returns whether the kernel has at a number what our record says: the placeholder, or the kernel copy in its place.
+pub(crate) fn is_in_kernel(number: RawFd) -> bool {
+    if placeholder::is_at(number) {
+        return true;
+    }
+    let identity = |number| placeholder::kernel_stat(number).map(|stat| (stat.st_dev, stat.st_ino));
+    let Some(description) = table::find_at_home(number) else { return false };
+    let copy = description.offset.kernel_copy().and_then(|copy| identity(copy.as_raw_fd()));
+    copy.is_some() && identity(number) == copy
+}
+
+/// Puts kernel copies in place of all numbers of ours that another program would inherit.
+pub(crate) fn hand_over_all() -> Result<(), Fault> {
+    let Some(view) = known_view() else { return Ok(()) };
+    let child = vfork::child();
+    for number in candidates(child) {
+        if next::fcntl_number(number, libc::F_GETFD, 0) == 0 && placeholder::is_at(number) {
+            hand_over(view, child, number, 0)?;
+        }
+    }
+    if child.is_some() {
+        vfork::forget_copies();
+    }
+    Ok(())
+}
+
+/// Returns every number that may be ours in this process.
+fn candidates(child: Option<i32>) -> Vec<RawFd> {
+    let mut numbers: Vec<RawFd> = table::numbers(0, RawFd::MAX).collect();
+    if let Some(child) = child {
+        numbers.extend(vfork::copies_of(child));
+        numbers.sort_unstable();
+        numbers.dedup();
+    }
+    numbers
+}
+
+/// Puts a kernel copy in place of standard input, if a number that has just become ours is that one: libc's own stream reads it
+/// without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
+pub(crate) fn serve_standard_input(number: RawFd) {
+    let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
+    let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
+    if is_small() {
+        let before = memory::errno();
+        let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
+        // A file that cannot be copied now gives its error to the program when it reads.
+        let _ = hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 });
+        memory::set_errno(before);
+    }
+}
+
+/// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
+/// child.
+pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
+    let description = match child {
+        Some(child) => table::find_at_home(vfork::source_of(child, number)),
+        None => table::find(number),
+    };
+    let Some(description) = description else { return Ok(()) };
+    let Ok(file) = description.file() else { return Ok(()) };
+    if child.is_none() {
+        return put(filled_copy(view, &description)?.as_raw_fd(), number, flags);
+    }
+    if let Some(copy) = description.offset.kernel() {
+        return put(copy, number, flags);
+    }
+    let copy = copy_with_offset(view, &description, file)?;
+    vfork_channel::send(&description, copy.as_raw_fd());
+    put(copy.as_raw_fd(), number, flags)
+}
+
+fn put(file: RawFd, number: RawFd, flags: i32) -> Result<(), Fault> {
+    if next::dup3(file, number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
+}
+
+fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::OpenFile) -> Result<File, Fault> {
+    let mut copy = copy_of(view, file)?;
+    copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
+    Ok(copy)
+}
+
+/// Makes a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
+/// not ours.
+pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
+    let Some(description) = table::find(number) else { return Ok(None) };
+    Ok(Some(copy_with_offset(&*view()?, &description, description.file()?)?))
+}

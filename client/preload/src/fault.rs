@@ -1,0 +1,96 @@
+//! Failures: how a call on the namespace ends without a result, how C learns of it, and what the user reads about it.
+//!
+//! [`answer`] is the border of every hook: inside it the code uses `Result`; outside it there is a return value and `errno`.
+//! A failure of the server or the session also prints one line to standard error, once per process, because EIO alone does
+//! not tell a user that the session has ended. `DAYFLY_LOG` makes every such line, and others, appear.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dayfly_client::{ClientError, ViewError};
+
+use crate::memory::{self, Errno, Failed};
+use crate::next;
+
+/// Why a call on the namespace has no result.
+pub(crate) enum Fault {
+    /// The call fails with this error number.
+    Errno(Errno),
+    /// A symlink leads out of the namespace: the call continues at this path, which is the kernel's.
+    Leaves(Vec<u8>),
+}
+
+impl Fault {
+    /// The error number for callers that cannot continue outside the namespace.
+    pub(crate) fn errno(&self) -> Errno {
+        match self {
+            Self::Errno(errno) => *errno,
+            Self::Leaves(_) => libc::ENOENT,
+        }
+    }
+}
+
+impl From<Errno> for Fault {
+    fn from(errno: Errno) -> Self {
+        Self::Errno(errno)
+    }
+}
+
+impl From<ViewError> for Fault {
+    fn from(error: ViewError) -> Self {
+        if let ViewError::Outside(path) = error {
+            return Self::Leaves(path);
+        }
+        if let ViewError::Client(error) = &error {
+            complain(&error.to_string());
+        }
+        Self::Errno(error.errno())
+    }
+}
+
+impl From<ClientError> for Fault {
+    fn from(error: ClientError) -> Self {
+        ViewError::from(error).into()
+    }
+}
+
+/// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic
+/// becomes EIO instead of unwinding into C.
+pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
+    let before = memory::errno();
+    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    match result {
+        Ok(Ok(value)) => {
+            memory::set_errno(before);
+            value
+        }
+        Ok(Err(fault)) => memory::fail(fault.errno()),
+        Err(_) => memory::fail(libc::EIO),
+    }
+}
+
+/// Prints a line about a server that does not answer, or a session that has ended. A process prints the first such line
+/// only, unless `DAYFLY_LOG` is set.
+pub(crate) fn complain(message: &str) {
+    static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
+    let is_first = !HAS_COMPLAINED.swap(true, Ordering::Relaxed);
+    if is_first || is_logging() {
+        write_line(message);
+    }
+}
+
+/// Prints a line if `DAYFLY_LOG` is set.
+pub(crate) fn log(message: &str) {
+    if is_logging() {
+        write_line(message);
+    }
+}
+
+fn is_logging() -> bool {
+    std::env::var_os("DAYFLY_LOG").is_some_and(|value| !value.is_empty())
+}
+
+fn write_line(message: &str) {
+    let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
+    // Nothing can be done where the process has no standard error.
+    let _ = next::write_bytes(libc::STDERR_FILENO, line.as_bytes());
+}

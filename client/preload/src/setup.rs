@@ -1,0 +1,51 @@
+//! The session that the environment names. Read once, before the program's `main`; it does not attach to the session.
+//!
+//! Without a session in the environment nothing is set up, and every hook passes every call on.
+
+use std::env;
+use std::ffi::{CString, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::sync::OnceLock;
+
+use dayfly_client::locate::{PREFIX_VARIABLE, SESSION_VARIABLE};
+
+/// What the environment said when the process began.
+pub(crate) struct Setup {
+    /// The namespace's prefix, without a slash at its end.
+    pub(crate) prefix: CString,
+    /// The prefix's last name, which every path into the namespace contains.
+    pub(crate) last: CString,
+    /// `st_dev` of every file in the namespace.
+    pub(crate) device: u64,
+}
+
+static SETUP: OnceLock<Setup> = OnceLock::new();
+
+/// Reads the environment. Returns whether this process is part of a session.
+pub(crate) fn read_environment() -> bool {
+    read().is_some_and(|setup| SETUP.set(setup).is_ok())
+}
+
+fn read() -> Option<Setup> {
+    let (session, prefix) = (variable(SESSION_VARIABLE)?, variable(PREFIX_VARIABLE)?.into_vec());
+    let prefix = prefix.strip_suffix(b"/").unwrap_or(&prefix);
+    let slash = prefix.iter().rposition(|&byte| byte == b'/').filter(|_| prefix.starts_with(b"/"))?;
+    // Major number 0, as the kernel gives to file systems without a block device.
+    let device = session.as_bytes().iter().fold(0_u64, |hash, &byte| hash.wrapping_mul(31) + u64::from(byte));
+    Some(Setup {
+        prefix: CString::new(prefix).ok()?,
+        last: CString::new(&prefix[slash + 1..]).ok()?,
+        device: libc::makedev(0, 0x8_0000 | (device as u32 & 0x7_ffff)),
+    })
+}
+
+/// Returns a variable of the environment, unless it is empty.
+pub(crate) fn variable(name: &str) -> Option<OsString> {
+    env::var_os(name).filter(|value| !value.is_empty())
+}
+
+/// Returns what the environment said; `None` where this process is part of no session.
+#[inline]
+pub(crate) fn setup() -> Option<&'static Setup> {
+    SETUP.get()
+}

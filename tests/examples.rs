@@ -1,0 +1,75 @@
+//! The programs in `docs/examples`, built as its README says and run over a real session.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use harness::samples::{content, session};
+use harness::{Cluster, output_of, text};
+
+/// Lengths of the samples: empty, small, and one of several chunks.
+const LENS: [usize; 5] = [100, 0, 70_000, 5 << 20, 1];
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The folder with the programs of this build.
+fn built() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_dayfly")).parent().unwrap()
+}
+
+fn ok(command: &mut Command) -> String {
+    let output = output_of(command);
+    assert!(output.status.success(), "{command:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn build_rust() -> PathBuf {
+    let profile: &[&str] = if built().ends_with("release") { &["--release"] } else { &[] };
+    ok(Command::new(env!("CARGO")).args(["build", "--offline", "--example", "read_samples"]).args(profile).current_dir(root()));
+    built().join("examples/read_samples")
+}
+
+fn build_c(cluster: &Cluster) -> PathBuf {
+    let (program, library) = (cluster.at("read_samples"), built().join("deps"));
+    ok(Command::new("cc")
+        .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-I"])
+        .arg(root().join("client/preload/include"))
+        .arg(root().join("docs/examples/read_samples.c"))
+        .arg("-o")
+        .arg(&program)
+        .arg("-L")
+        .arg(&library)
+        .arg("-ldayfly_preload")
+        .arg(format!("-Wl,-rpath,{}", library.display())));
+    program
+}
+
+#[test]
+fn both_examples_read_every_sample_in_the_same_order() {
+    let cluster = session(2, &[], &LENS);
+    let run = |program: &Path, node: &str, epoch: &str| {
+        ok(cluster.dayfly().args(["exec", "--node", node, "--"]).arg(program).args(["/dayfly/d", "7", epoch]))
+    };
+    let (rust, c) = (build_rust(), build_c(&cluster));
+    let printed = run(&rust, "0", "0");
+    assert_eq!(run(&c, "1", "0"), printed, "the order is the same on every node and in every language");
+    assert_ne!(run(&rust, "0", "1"), printed, "another epoch has another order");
+
+    let lines = |kind: &str| {
+        let mut lines: Vec<&str> = printed.lines().filter(|line| line.starts_with(kind)).collect();
+        lines.sort_unstable();
+        lines
+    };
+    let expect = |(number, &len): (usize, &usize)| {
+        let sum: u64 = content(number, len).into_iter().map(u64::from).sum();
+        format!("sample /dayfly/d/{number} {len} {sum}")
+    };
+    assert_eq!(lines("file"), ["file 0", "file 1", "file 2", "file 3", "file 4"]);
+    assert_eq!(lines("sample"), LENS.iter().enumerate().map(expect).collect::<Vec<_>>());
+    cluster.down();
+}
