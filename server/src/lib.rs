@@ -65,7 +65,7 @@
 //!     verify_reads: false,
 //!     workers: 1,
 //!     decoders: 1,
-//!     stage_memory: 256 << 20,
+//!     stage_in_memory: 256 << 20,
 //!     deadlines: Deadlines::DEFAULT,
 //! };
 //! let node = Node::start(config).await?;
@@ -142,7 +142,7 @@ pub struct Config {
     /// Threads that decode one compressed source.
     pub decoders: usize,
     /// Bytes of memory for all stage-ins of this node.
-    pub stage_memory: u64,
+    pub stage_in_memory: u64,
     /// The deadlines and intervals of the session.
     pub deadlines: Deadlines,
 }

@@ -67,8 +67,8 @@ impl SuspectPaths {
 }
 
 /// What an owner compares of a sample. It is empty for a source without rivals.
-pub(crate) fn rival(path: &[u8], Rivalry { pattern, given }: Rivalry) -> Rival {
-    if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, given } }
+pub(crate) fn rival(path: &[u8], Rivalry { pattern, source_match }: Rivalry) -> Rival {
+    if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, source_match } }
 }
 
 /// Hashes a path. Seeding by the pattern keeps samples that different patterns name apart: only

@@ -77,7 +77,7 @@ impl Inside {
                 verify_reads,
                 workers: 2,
                 decoders: 1,
-                stage_memory: 256 << 20,
+                stage_in_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };
             let known = inject.clone();

@@ -310,7 +310,7 @@ async fn start(
         verify_reads: settings.verify_reads,
         workers: environment.workers,
         decoders: environment.decoders,
-        stage_memory: environment.stage_in_memory,
+        stage_in_memory: environment.stage_in_memory,
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);

@@ -38,7 +38,7 @@ impl Rivals {
     fn are_rivals(&self, left: u32, right: u32) -> bool {
         let rivalry = |source: u32| self.rivalries.get(source as usize).copied().unwrap_or_default();
         let (left, right) = (rivalry(left), rivalry(right));
-        left.pattern > 0 && left.pattern == right.pattern && left.given != right.given
+        left.pattern > 0 && left.pattern == right.pattern && left.source_match != right.source_match
     }
 
     fn name(&self, source: u32) -> String {
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn only_paths_of_rivals_that_count_and_differ_are_a_conflict() {
-        let rivalry = |pattern, given| Rivalry { pattern, given };
+        let rivalry = |pattern, source_match| Rivalry { pattern, source_match };
         let rivalries = vec![rivalry(1, 1), rivalry(1, 2), rivalry(2, 3), rivalry(1, 1)];
         let rivals = Rivals { rivalries, paths: ["a", "b", "c", "d"].map(|name| name.as_bytes().to_vec()).to_vec() };
         let check = |left: Sighting, right: Sighting, expect: bool| {

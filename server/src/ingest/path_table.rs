@@ -31,7 +31,7 @@ struct Table {
 struct Entry {
     hash: u64,
     /// The number of the source file that the sample came from; 0 in a free entry.
-    given: u32,
+    source_match: u32,
     pattern: u32,
     content: Content,
 }
@@ -52,7 +52,7 @@ impl PathTable {
 
     /// Records the path of a sample whose first block has arrived.
     pub(super) fn record(&self, rival: Rival, content: Content) {
-        let Rival { hash, pattern, given } = rival;
+        let Rival { hash, pattern, source_match } = rival;
         if pattern == 0 {
             return;
         }
@@ -63,17 +63,17 @@ impl PathTable {
         let sets = table.entries.len() / WAYS;
         let set = (hash % sets as u64) as usize * WAYS;
         let ways = &mut table.entries[set..set + WAYS];
-        let known = ways.iter().find(|entry| entry.given > 0 && entry.hash == hash && entry.pattern == pattern).copied();
+        let known = ways.iter().find(|entry| entry.source_match > 0 && entry.hash == hash && entry.pattern == pattern).copied();
         match known {
             None => {
                 // If no entry is free, the hash picks the one that is forgotten.
-                let free = ways.iter().position(|entry| entry.given == 0).unwrap_or((hash >> 60) as usize % WAYS);
-                ways[free] = Entry { hash, given, pattern, content };
+                let free = ways.iter().position(|entry| entry.source_match == 0).unwrap_or((hash >> 60) as usize % WAYS);
+                ways[free] = Entry { hash, source_match, pattern, content };
             }
             Some(known) => {
                 let is_equal = known.content == content && content != Content::default();
                 let question = Question { hash, pattern };
-                if known.given != given
+                if known.source_match != source_match
                     && !is_equal
                     && table.suspects.len() < SUSPECTS_REPORTED_MAX
                     && !table.suspects.contains(&question)
@@ -94,8 +94,8 @@ impl PathTable {
 mod tests {
     use super::*;
 
-    fn rival(hash: u64, given: u32) -> Rival {
-        Rival { hash, pattern: 1, given }
+    fn rival(hash: u64, source_match: u32) -> Rival {
+        Rival { hash, pattern: 1, source_match }
     }
 
     #[test]
@@ -108,7 +108,7 @@ mod tests {
         (0..1000).for_each(|hash| paths.record(rival(hash, 2), content(7)));
         assert!(paths.take_suspects().is_empty(), "equal content is no conflict");
         paths.record(Rival::default(), content(9));
-        paths.record(Rival { hash: 5, pattern: 2, given: 3 }, content(9));
+        paths.record(Rival { hash: 5, pattern: 2, source_match: 3 }, content(9));
         assert!(paths.take_suspects().is_empty(), "sources of two patterns are not rivals");
         paths.record(rival(999, 2), content(9));
         assert_eq!(paths.take_suspects(), [Question { hash: 999, pattern: 1 }]);

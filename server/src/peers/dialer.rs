@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    /// Promise of `docs/SEMANTICS.md`: dialling counts towards a request's deadline, and goes on for the next request.
+    /// Dialing counts toward the deadline of the request that needs it, and continues for later requests.
     #[tokio::test]
     async fn askers_share_a_dial_that_goes_on_past_their_deadlines() {
         let (open, opened) = watch::channel(false);

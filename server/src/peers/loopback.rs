@@ -31,11 +31,8 @@ impl Loopback {
     }
 
     fn service(&self) -> Result<Arc<dyn Service>, TransportError> {
-        self.service.upgrade().ok_or_else(|| TransportError::Lost {
-            peer: self.node,
-            address: self.address,
-            cause: LossCause::Closed,
-        })
+        let closed = TransportError::Lost { peer: self.node, address: self.address, cause: LossCause::Closed };
+        self.service.upgrade().ok_or(closed)
     }
 
     fn refused(&self, refusal: Refusal) -> TransportError {

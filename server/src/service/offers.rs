@@ -26,7 +26,7 @@ impl Offers {
             }
         };
         if let OfferReply::Damaged(Damaged { at, expected, found }) = reply {
-            self.damage.record(Hop::Shipped, from, &format!("block {at} of a batch"), Mismatch { expected, found });
+            self.damage.record(Hop::Shipped, from, format!("block {at} of a batch"), Mismatch { expected, found });
         }
         Ok(reply)
     }

@@ -12,7 +12,7 @@ pub struct Rivalry {
     /// Number of the pattern or list, from 1; 0 for a source that has no rivals.
     pub pattern: u32,
     /// Number of the file or directory that matched the pattern.
-    pub given: u32,
+    pub source_match: u32,
 }
 
 /// What an owner compares of a sample's path.
@@ -22,8 +22,8 @@ pub struct Rival {
     pub hash: u64,
     /// See [`Rivalry::pattern`].
     pub pattern: u32,
-    /// See [`Rivalry::given`].
-    pub given: u32,
+    /// See [`Rivalry::source_match`].
+    pub source_match: u32,
 }
 
 /// Asks workers which samples have a path with this hash.
