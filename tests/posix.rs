@@ -357,7 +357,7 @@ fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
         (output.status.code(), text(&output.stderr))
     };
     let (status, message) = run();
-    assert!(status == Some(125) && message.contains("libdayfly_preload.so is not there"), "{status:?} {message}");
+    assert!(status == Some(125) && message.contains("cannot find libdayfly_preload.so"), "{status:?} {message}");
     fs::write(alone.join("libdayfly_preload.so"), "not a library").unwrap();
     let (status, message) = run();
     assert!(status == Some(125) && message.contains("cannot load"), "{status:?} {message}");
