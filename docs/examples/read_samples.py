@@ -1,0 +1,28 @@
+import ctypes, sys
+
+# dayfly.h describes these functions; `dayfly exec` and `dayfly run` load the library.
+dayfly = ctypes.CDLL(None)
+dayfly.dayfly_attach.restype = dayfly.dayfly_order_epoch.restype = ctypes.c_void_p
+see_sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p)
+
+
+def samples(session, dataset, seed, epoch, rank, ranks):
+    """Yields (path, bytes) of this rank's share of a dataset, shuffled anew in each epoch."""
+    paths = []
+    collect = see_sample(lambda path, size, context: paths.append(path) or 0)
+    number = [ctypes.c_uint64(seed), ctypes.c_uint64(epoch)]
+    if dayfly.dayfly_epoch(session, dataset, *number, collect, None) != 0:
+        raise OSError(f"no dataset at {dataset.decode()}")
+    # The server now fetches ahead of this loop.
+    order = ctypes.c_void_p(dayfly.dayfly_order_epoch(session, dataset, *number, rank, ranks))
+    try:
+        for path in paths[rank::ranks]:
+            with open(path, "rb") as file:
+                yield path.decode(), file.read()
+    finally:
+        dayfly.dayfly_order_end(order)
+
+
+session = ctypes.c_void_p(dayfly.dayfly_attach())
+for path, data in samples(session, sys.argv[1].encode(), seed=1, epoch=0, rank=0, ranks=1):
+    print(path, len(data))
