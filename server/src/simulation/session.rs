@@ -155,7 +155,8 @@ impl Session<'_> {
         self.net.heal();
         self.net.note("all heals");
         sleep(QUIET).await;
-        let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !killed.contains(&server.parts.node)).cloned().collect();
+        let alive: Vec<Arc<Node>> =
+            servers.iter().filter(|server| !killed.contains(&server.parts.config.node)).cloned().collect();
         self.look(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files, &killed).await;
         // Without its coordinator a session is over; what is half shown then, nobody can take back.
@@ -279,7 +280,7 @@ impl Session<'_> {
     /// Whether all of these nodes show the dataset, and what its catalog says.
     async fn look(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         for server in servers {
-            let node = server.parts.node;
+            let node = server.parts.config.node;
             let Some(dataset) = dataset(server, target) else {
                 self.broken(format!("node {node} does not show {}", String::from_utf8_lossy(target)));
                 continue;
@@ -314,7 +315,7 @@ impl Session<'_> {
         // What came last is kept on drives a little later, once it is synced.
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
-            let node = server.parts.node;
+            let node = server.parts.config.node;
             if server.parts.stage_ins.is_any() {
                 self.broken(format!("node {node} still has a stage-in"));
             }
@@ -325,12 +326,12 @@ impl Session<'_> {
             if leases != 0 {
                 self.broken(format!("node {node} has {leases} leases that nobody holds"));
             }
-            server.give_up();
+            server.free_all();
             if server.parts.store.used() != 0 {
                 self.broken(format!("node {node} has {} bytes of room that nobody uses", server.parts.store.used()));
             }
         }
-        let weak: Vec<_> = servers.iter().map(|server| (server.parts.node, Arc::downgrade(&server.parts.peers))).collect();
+        let weak: Vec<_> = servers.iter().map(|server| (server.parts.config.node, Arc::downgrade(&server.parts.peers))).collect();
         servers.iter().for_each(|server| server.close());
         drop(servers);
         sleep(QUIET).await;
@@ -389,7 +390,7 @@ impl Reader {
 
     /// Reads files at once and compares them; returns why some could not be read.
     async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
-        let (start, node) = (Instant::now(), self.server.parts.node);
+        let (start, node) = (Instant::now(), self.server.parts.config.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
         // What takes longer is a hang, and told below.
         let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;
