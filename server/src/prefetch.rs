@@ -15,7 +15,7 @@
 //!
 //! - All orders together lease at most three quarters of the arena. The rest is for requests of processes.
 //! - An order allocates no room while a request of a process waits for some, and then shrinks its window.
-//! - An order of which nothing is read for `Deadlines::order_idle` releases its whole window, until something is read again.
+//! - If nothing of an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
 //! - A chunk that a process asked for itself does not enter the window.
 //!
 //! Prefetch never reports errors: a chunk that cannot be fetched fails again for its reader, who gets the error then. It does

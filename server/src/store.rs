@@ -14,8 +14,8 @@
 //!
 //! # Invariants
 //!
-//! - A block's location is published only after a sync has covered its bytes, and is withdrawn before its room is reused or
-//!   freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
+//! - A block's location on a drive is published only after a sync has covered its bytes, and is withdrawn before its room is
+//!   reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
 //! - Room is reserved before it is written, so a stage-in learns that a drive is full before it takes a batch.
 //! - Cached blocks lie behind all blocks that the node owns. An offset at which a cached block lay is never used again.
 //! - After one failed write-back call, a drive's file is never trusted again: a later sync that succeeds proves nothing.
@@ -43,7 +43,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
-pub(crate) use dataset::{ChunkInfo, Dataset, PrepareError};
+pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
 pub(crate) use segment::{Segments, room_for};
 
@@ -126,8 +126,8 @@ impl Store {
         by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// Bytes that the fullest drive lacks of the headroom that a stage-in needs for its catalog and runs: `bytes`, and at least
-    /// the usual headroom.
+    /// The most that any drive lacks of the headroom that a stage-in needs for its catalog and runs. That is `bytes`, or the
+    /// usual headroom if that is more.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }

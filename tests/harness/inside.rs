@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{Session, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
@@ -32,7 +32,7 @@ pub(crate) type Injector = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + S
 pub(crate) struct Inside {
     runtime: Runtime,
     servers: Vec<Arc<Node>>,
-    location: Location,
+    location: SessionFolder,
     data: Vec<TempDir>,
     pub(crate) work: TempDir,
     _folder: TempDir,
@@ -57,7 +57,7 @@ impl Inside {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
         let (work, session_folder) = (folder(), folder());
         let data: Vec<TempDir> = (0..nodes).map(|_| folder()).collect();
-        let location = Location { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
+        let location = SessionFolder { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
         let runtime = Runtime::new().unwrap();
         let memory = 2 * ARENA_LEN_MIN + SESSIONS.fetch_add(1, Ordering::Relaxed) * PAGE_SIZE;
         let inject: Arc<Mutex<Option<Injector>>> = Arc::default();

@@ -32,7 +32,7 @@ pub(super) enum Fault {
     /// The stage-in is cancelled.
     Cancel,
     /// A source of the stage-in is truncated.
-    Shrink,
+    Truncate,
 }
 
 /// Draws the faults of a session, with the time at which each begins, in order of time.
@@ -61,7 +61,7 @@ pub(super) fn draw(random: &mut Random, nodes: u16) -> Vec<(Duration, Fault)> {
                 if random.is_one_in(2) {
                     Fault::Cancel
                 } else {
-                    Fault::Shrink
+                    Fault::Truncate
                 }
             }
             _ => continue,
@@ -95,6 +95,6 @@ pub(super) async fn apply(net: &Arc<Net>, fault: Fault) {
         }
         Fault::Unreadable(node, count) => net.change_node(node, |health| health.unreadable += count),
         Fault::Kill(node) => net.change_node(node, |health| health.is_killed = true),
-        Fault::Cancel | Fault::Shrink => {}
+        Fault::Cancel | Fault::Truncate => {}
     }
 }

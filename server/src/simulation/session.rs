@@ -1,5 +1,5 @@
-//! One seed's session: a stage-in on a healthy network, then another beside readers while faults come, then all heals, and what was
-//! promised is looked at.
+//! The session of one seed: a stage-in on a healthy network; then a second one, beside readers, while faults happen; then all
+//! faults end, and the promises are checked.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -29,14 +29,14 @@ use crate::fetch::Fetched;
 use crate::store::Dataset;
 use crate::{Config, Node};
 
-/// Longer than any session takes: what is not over by then hangs.
+/// Longer than any session takes. A session that is not over by then hangs.
 const HANG: Duration = Duration::from_secs(1800);
-/// A stage-in ends within this, whatever happens; it waits for no more than one deadline after the other.
+/// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
 const STAGE_IN_MAX: Duration = Duration::from_secs(150);
-/// By then all that was under way has ended.
+/// After this time without faults, everything that was in flight has ended.
 const QUIET: Duration = Duration::from_secs(120);
 
-/// What came of a seed.
+/// The outcome of a seed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
     pub(super) seed: u64,
@@ -46,34 +46,34 @@ pub(super) struct Outcome {
     pub(super) stage_ins: u64,
     pub(super) failed_stage_ins: u64,
     pub(super) messages: u64,
-    /// Of the simulated clock.
+    /// How long the session took by the simulated clock.
     pub(super) took: Duration,
-    /// All that happened, in one number.
+    /// A hash of everything that happened.
     pub(super) trace: u64,
-    /// Promises that were not kept.
+    /// Descriptions of the promises that were broken.
     pub(super) broken: Vec<String>,
 }
 
 impl Outcome {
-    /// The promises that were broken, in words.
+    /// The message about broken promises, if there are any.
     pub(super) fn failure(&self) -> Option<String> {
         (!self.broken.is_empty()).then(|| format!("seed {}: {}", self.seed, self.broken.join("; ")))
     }
 }
 
-/// Runs a seed.
-pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted>, is_told: bool) -> Outcome {
+/// Runs the session of one seed. With `is_verbose`, prints each message and each fault.
+pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted>, is_verbose: bool) -> Outcome {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let folder = scratch();
     let mut outcome = runtime.block_on(async {
         let mut random = Random::new(seed);
         let folders = [folder.path(), sources.folder()].map(|path| path.display().to_string()).to_vec();
-        let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, is_told);
+        let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, is_verbose);
         let jobs = Jobs::new(Random::new(random.next()), pool.clone());
         let start = Instant::now();
         let session = Session { net: net.clone(), seed, folder: folder.path(), report: Arc::default(), bug };
-        if timeout(HANG, session.whole(random, sources, jobs.clone())).await.is_err() {
-            session.broken(format!("it hangs: not over after {} s", HANG.as_secs()));
+        if timeout(HANG, session.run(random, sources, jobs.clone())).await.is_err() {
+            session.broken(format!("the session hangs: it is not over after {} s", HANG.as_secs()));
         }
         let mut outcome = session.report.lock().unwrap().clone();
         outcome.broken.extend(jobs.panics().into_iter().map(|panic| format!("a job panicked: {panic}")));
@@ -94,12 +94,13 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
+    /// Records a broken promise.
     fn broken(&self, what: String) {
         self.net.note(&what);
         self.report.lock().unwrap().broken.push(what);
     }
 
-    async fn whole(&self, mut random: Random, sources: &Sources, jobs: Arc<Jobs>) {
+    async fn run(&self, mut random: Random, sources: &Sources, jobs: Arc<Jobs>) {
         let nodes = 3 + random.below(2) as u16;
         let servers = self.start(nodes, &mut random, jobs).await;
         let all: Vec<SocketAddr> = servers.iter().map(|server| server.address()).collect();
@@ -111,17 +112,17 @@ impl Session<'_> {
         if let Err(reason) = staged {
             return self.broken(format!("a stage-in without faults failed: {reason}"));
         }
-        self.look(&servers, b"first", &sources.first.files).await;
+        self.check_visible(&servers, b"first", &sources.first.files).await;
 
-        // From here on things go wrong.
+        // From here on, faults happen.
         let faults = draw(&mut random, nodes);
-        let is_shrinking = faults.iter().any(|(_, fault)| matches!(fault, Fault::Shrink));
-        // The last source is the largest, and all of its way costs time.
+        let is_truncated = faults.iter().any(|(_, fault)| matches!(fault, Fault::Truncate));
+        // Three of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
         let (changed, left_out) = (random.below(3) as usize, if random.is_one_in(4) { random.below(3) as usize } else { 3 });
-        let shrinking = is_shrinking.then(|| Sources::copy(&sources.second[changed], self.folder));
-        let as_they_are = sources.second.iter().enumerate().filter(|(number, _)| *number != left_out || *number == changed);
-        let as_they_are = as_they_are.filter(|(number, _)| !is_shrinking || *number != changed).map(|(_, source)| source);
-        let second: Vec<&Source> = as_they_are.chain(&shrinking).collect();
+        let truncated = is_truncated.then(|| Sources::copy(&sources.second[changed], self.folder));
+        let unchanged = sources.second.iter().enumerate().filter(|(number, _)| *number != left_out || *number == changed);
+        let unchanged = unchanged.filter(|(number, _)| !is_truncated || *number != changed).map(|(_, source)| source);
+        let second: Vec<&Source> = unchanged.chain(&truncated).collect();
         let files: Files = second.iter().flat_map(|source| source.files.clone()).collect();
         let asked = &servers[random.below(nodes.into()) as usize];
         let cancel = faults.iter().find(|(_, fault)| matches!(fault, Fault::Cancel)).map(|(at, _)| *at);
@@ -138,39 +139,39 @@ impl Session<'_> {
             let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
             readers.spawn(reader.read_some(Random::new(random.next()), sources.first.files.clone()));
         }
-        let failing = self.fail(faults, shrinking.as_ref());
+        let failing = self.apply_faults(faults, truncated.as_ref());
         let stage_in = self.stage_in(asked, &second, b"second", cancelled);
         let (staged, ()) = tokio::join!(stage_in, failing);
         if let Err(reason) = &staged {
             let names = |path: &Path| reason.contains(&path.display().to_string());
-            let is_named =
+            let has_cause =
                 reason.contains("node ") || reason.contains("cancelled") || second.iter().any(|source| names(&source.path));
-            if !is_named {
-                self.broken(format!("a stage-in that failed does not say why: {reason}"));
+            if !has_cause {
+                self.broken(format!("the error of a stage-in names no cause: {reason}"));
             }
         }
         while readers.join_next().await.is_some() {}
 
-        // All heals, and what is left has time to end.
+        // All faults end, and what is still in flight gets time to end.
         self.net.heal();
-        self.net.note("all heals");
+        self.net.note("all faults end");
         sleep(QUIET).await;
         let alive: Vec<Arc<Node>> =
             servers.iter().filter(|server| !killed.contains(&server.parts.config.node)).cloned().collect();
-        self.look(&alive, b"first", &sources.first.files).await;
+        self.check_visible(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files, &killed).await;
-        // Without its coordinator a session is over; what is half shown then, nobody can take back.
+        // A session without its coordinator is over: if only some nodes show the dataset then, nobody can undo that.
         if !killed.contains(&NodeId(0)) {
-            let shown = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
-            if shown != 0 && shown != alive.len() {
-                self.broken(format!("{shown} of {} nodes show a dataset", alive.len()));
+            let visible = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
+            if visible != 0 && visible != alive.len() {
+                self.broken(format!("{visible} of {} nodes show the dataset", alive.len()));
             }
-            if staged.is_ok() && shown == 0 {
-                self.broken("a stage-in came about, and nobody shows its dataset".to_owned());
+            if staged.is_ok() && visible == 0 {
+                self.broken("a stage-in succeeded, and no node shows its dataset".to_owned());
             }
-            // A source that lost its end after it was read, or while it was planned, is as good as another.
-            if shown == alive.len() && !is_shrinking {
-                self.look(&alive, b"second", &files).await;
+            // A source that was truncated while it was planned, or after it was read, leads to other files.
+            if visible == alive.len() && !is_truncated {
+                self.check_visible(&alive, b"second", &files).await;
                 let one = random.below(alive.len() as u64) as usize;
                 self.read_all(&alive[one..=one], b"second", &files, &killed).await;
             }
@@ -237,7 +238,7 @@ impl Session<'_> {
                     Some(Event::StagedIn(_)) => return Ok(()),
                     Some(Event::Failed { reason }) => return Err(reason),
                     Some(_) => {}
-                    None => return Err("it ended without a word".to_owned()),
+                    None => return Err("the stage-in ended without a result".to_owned()),
                 }
             }
         };
@@ -247,8 +248,8 @@ impl Session<'_> {
             () = cancelled => Err("cancelled".to_owned()),
         };
         drop(events);
-        // It must end by itself, whoever listens.
-        let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("it goes on for ever".to_owned()) } else { ended };
+        // The stage-in must end by itself, even if nobody receives its events.
+        let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
         self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
         if took > STAGE_IN_MAX {
@@ -260,25 +261,26 @@ impl Session<'_> {
         ended
     }
 
-    async fn fail(&self, faults: Vec<(Duration, Fault)>, shrinking: Option<&Source>) {
+    /// Applies each fault when its time comes, and waits until all have ended.
+    async fn apply_faults(&self, faults: Vec<(Duration, Fault)>, truncated: Option<&Source>) {
         let start = Instant::now();
-        let mut under_way = JoinSet::new();
+        let mut applied = JoinSet::new();
         for (at, fault) in faults {
             sleep(at.saturating_sub(start.elapsed())).await;
             self.net.note(&format!("{fault:?}"));
             self.report.lock().unwrap().faults += 1;
-            if let (Fault::Shrink, Some(shrinking)) = (&fault, shrinking) {
-                let file = std::fs::OpenOptions::new().write(true).open(&shrinking.path).unwrap();
+            if let (Fault::Truncate, Some(truncated)) = (&fault, truncated) {
+                let file = std::fs::OpenOptions::new().write(true).open(&truncated.path).unwrap();
                 file.set_len(file.metadata().unwrap().len() / 3).unwrap();
             }
             let net = self.net.clone();
-            under_way.spawn(async move { apply(&net, fault).await });
+            applied.spawn(async move { apply(&net, fault).await });
         }
-        while under_way.join_next().await.is_some() {}
+        while applied.join_next().await.is_some() {}
     }
 
-    /// Whether all of these nodes show the dataset, and what its catalog says.
-    async fn look(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
+    /// Checks that the nodes show the dataset with all of its files.
+    async fn check_visible(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         for server in servers {
             let node = server.parts.config.node;
             let Some(dataset) = dataset(server, target) else {
@@ -286,12 +288,12 @@ impl Session<'_> {
                 continue;
             };
             if dataset.catalog().header().samples as usize != files.len() {
-                self.broken(format!("node {node} shows {} samples of {}", dataset.catalog().header().samples, files.len()));
+                self.broken(format!("node {node} shows {} of {} samples", dataset.catalog().header().samples, files.len()));
             }
         }
     }
 
-    /// Reads all files on all nodes, which nothing keeps from it but that an owner was killed.
+    /// Reads all files on all nodes. Only reads from owners that were killed may fail.
     async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files, killed: &[NodeId]) {
         let mut reading = JoinSet::new();
         for server in servers {
@@ -300,8 +302,8 @@ impl Session<'_> {
             reading.spawn(async move {
                 let files: Vec<_> = files.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
                 for batch in files.chunks(8) {
-                    let is_by_loss = |reason: &String| killed.iter().any(|node| reason.contains(&format!("node {node} ")));
-                    for reason in reader.read(&target, batch).await.iter().filter(|reason| !is_by_loss(reason)) {
+                    let is_explained = |reason: &String| killed.iter().any(|node| reason.contains(&format!("node {node} ")));
+                    for reason in reader.read(&target, batch).await.iter().filter(|reason| !is_explained(reason)) {
                         reader.broken(format!("a read on a healthy network failed: {reason}"));
                     }
                 }
@@ -310,9 +312,9 @@ impl Session<'_> {
         while reading.join_next().await.is_some() {}
     }
 
-    /// Ends the session; nothing is left of it.
+    /// Ends the session, and checks that nothing is left of it.
     async fn end(&self, servers: Vec<Arc<Node>>) {
-        // What came last is kept on drives a little later, once it is synced.
+        // Blocks that were read last are cached on the drives a little later, once they are synced.
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
             let node = server.parts.config.node;
@@ -320,15 +322,15 @@ impl Session<'_> {
                 self.broken(format!("node {node} still has a stage-in"));
             }
             if (1..4).any(|number| server.parts.coordinator.is_running(number)) {
-                self.broken(format!("node {node} still leads a stage-in"));
+                self.broken(format!("node {node} still coordinates a stage-in"));
             }
             let (_, leases) = server.parts.arena.usage();
             if leases != 0 {
-                self.broken(format!("node {node} has {leases} leases that nobody holds"));
+                self.broken(format!("node {node} has {leases} leases without a holder"));
             }
             server.free_all();
             if server.parts.store.used() != 0 {
-                self.broken(format!("node {node} has {} bytes of room that nobody uses", server.parts.store.used()));
+                self.broken(format!("node {node} has not freed {} bytes of room", server.parts.store.used()));
             }
         }
         let weak: Vec<_> = servers.iter().map(|server| (server.parts.config.node, Arc::downgrade(&server.parts.peers))).collect();
@@ -337,20 +339,20 @@ impl Session<'_> {
         sleep(QUIET).await;
         for (node, peers) in weak {
             if peers.strong_count() > 0 {
-                self.broken(format!("a task of node {node} goes on after its end"));
+                self.broken(format!("a task of node {node} still runs after its end"));
             }
         }
         let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
         if tasks > 0 {
-            self.broken(format!("{tasks} tasks go on after the end"));
+            self.broken(format!("{tasks} tasks still run after the end"));
         }
         for node in self.net.leaks() {
-            self.broken(format!("node {node} has a slot that was never given back"));
+            self.broken(format!("node {node} has a slot that was never freed"));
         }
         for node in std::fs::read_dir(self.folder).unwrap().map(|entry| entry.unwrap().path()) {
             let is_empty = node.is_file() || std::fs::read_dir(&node).unwrap().next().is_none();
             if node.extension().is_some_and(|extension| extension == "sock") || !is_empty {
-                self.broken(format!("'{}' is left", node.display()));
+                self.broken(format!("'{}' was left behind", node.display()));
             }
         }
     }
@@ -360,7 +362,7 @@ fn dataset(server: &Node, target: &[u8]) -> Option<Arc<Dataset>> {
     server.parts.store.datasets().into_iter().find(|dataset| dataset.target() == target)
 }
 
-/// A process of a node, as far as the server sees it.
+/// Reads files as a process of a node would.
 struct Reader {
     net: Arc<Net>,
     server: Arc<Node>,
@@ -373,7 +375,7 @@ impl Reader {
         self.report.lock().unwrap().broken.push(what);
     }
 
-    /// Reads now and then while things go wrong.
+    /// Reads from time to time while faults happen.
     async fn read_some(self, mut random: Random, files: Files) {
         let files: Vec<_> = files.into_iter().collect();
         for _ in 0..12 {
@@ -382,17 +384,17 @@ impl Reader {
             let wanted: Vec<_> = wanted.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
             for reason in self.read(b"first", &wanted).await {
                 if !reason.contains("node ") {
-                    self.broken(format!("a read that failed does not say why: {reason}"));
+                    self.broken(format!("the error of a read names no cause: {reason}"));
                 }
             }
         }
     }
 
-    /// Reads files at once and compares them; returns why some could not be read.
+    /// Reads files in one request and compares their contents. Returns the errors of those that could not be read.
     async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
         let (start, node) = (Instant::now(), self.server.parts.config.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
-        // What takes longer is a hang, and told below.
+        // A read that takes longer than the deadline is reported below.
         let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;
         let took = start.elapsed();
         if took > self.net.deadlines.server {
@@ -420,13 +422,13 @@ impl Reader {
         reasons
     }
 
-    /// The bytes of each file, or why they cannot be had.
+    /// The contents of each file, or the error of its read.
     async fn bytes(&self, target: &[u8], paths: &[&[u8]]) -> Result<Vec<Result<Vec<u8>, String>>, String> {
         let dataset = dataset(&self.server, target).ok_or("there is no such dataset")?;
         let mut chunks: Vec<(usize, Chunk)> = Vec::new();
         for (file, path) in paths.iter().enumerate() {
             let entry = dataset.catalog().find(path).ok_or("there is no such file")?;
-            let (size, blocks) = entry.sample().and_then(|sample| dataset.catalog().sample(sample)).ok_or("it is no file")?;
+            let (size, blocks) = entry.sample().and_then(|sample| dataset.catalog().sample(sample)).ok_or("it is not a file")?;
             let blocks = (0..).zip(blocks).flat_map(|(part, block)| Chunk::all(BlockId(block), block_len(size, part)));
             chunks.extend(blocks.map(|chunk| (file, chunk)));
         }
@@ -443,7 +445,7 @@ impl Reader {
                     let at = wanted[at as usize];
                     parts[at] = Some(match fetched {
                         Fetched::Leased(lease) => Ok(lease.bytes().to_vec()),
-                        Fetched::Local => stored(&dataset, chunks[at].1).ok_or("node-local bytes cannot be read".to_owned()),
+                        Fetched::Local => stored(&dataset, chunks[at].1).ok_or("cannot read a local block".to_owned()),
                         Fetched::Failed(error) => Err(error.to_string()),
                     });
                 }
@@ -461,11 +463,11 @@ impl Reader {
     }
 }
 
-/// A chunk as it lies on this node's drive.
+/// Reads a chunk from this node's drive.
 fn stored(dataset: &Dataset, chunk: Chunk) -> Option<Vec<u8>> {
     use std::os::unix::fs::FileExt;
-    let place = dataset.locations().find(chunk.block)?.position()?;
+    let position = dataset.locations().find(chunk.block)?.position()?;
     let mut bytes = vec![0; dataset.chunk(chunk)?.len as usize];
-    dataset.segments().file(place.drive)?.read_exact_at(&mut bytes, place.offset + chunk.start()).ok()?;
+    dataset.segments().file(position.drive)?.read_exact_at(&mut bytes, position.offset + chunk.start()).ok()?;
     Some(bytes)
 }

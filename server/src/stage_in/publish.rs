@@ -9,7 +9,7 @@ use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::ReadRequest;
 
 use super::{NodeStageIn, NodeStageInError};
-use crate::store::{Dataset, Drive, Reservation, unnamed_file};
+use crate::store::{Drive, NewDataset, Reservation, unnamed_file};
 
 /// Bytes that a file takes in a catalog and in the table of locations, if its name has the usual length.
 const CATALOG_FILE_LEN: u64 = 128;
@@ -70,12 +70,12 @@ impl NodeStageIn {
             }
         };
         let stage_in = self.clone();
-        let nodes = (self.context.node, self.context.peers.count());
+        let (me, nodes) = (self.context.node, self.context.peers.count());
         let preparing = self.context.blocking.run(move || {
             let (ingest, segments) = (&stage_in.ingest, stage_in.ingest.segments().clone());
-            let find = |arrival| ingest.find(arrival);
-            let stored = ingest.stored_bytes();
-            let dataset = Dataset::prepare(id, target, &catalog, checksum, room, nodes, &drive, segments, stored, &find)?;
+            let stored_bytes = ingest.stored_bytes();
+            let new = NewDataset { id, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
+            let dataset = new.prepare(me, nodes, &|arrival| ingest.find(arrival))?;
             stage_in.publication().prepared = Some(Arc::new(dataset));
             Ok(())
         });

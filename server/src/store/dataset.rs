@@ -68,23 +68,34 @@ pub(crate) struct Dataset {
     _room: Reservation,
 }
 
-impl Dataset {
-    /// Syncs the catalog to its drive, checks it whole, and fills in the locations of the blocks that this node owns. `find`
-    /// returns where a block lies by its arrival number. `stored_bytes` is the length of all blocks that were shipped to this
-    /// node, including those that the catalog does not contain in the end.
-    #[expect(clippy::too_many_arguments, reason = "this is the only place that puts a dataset together")]
+/// The parts of a dataset that is about to be prepared.
+pub(crate) struct NewDataset<'a> {
+    pub(crate) id: DatasetId,
+    /// The path of the dataset's root below the namespace's prefix.
+    pub(crate) target: Vec<u8>,
+    /// The file of the catalog, and the drive that it is on.
+    pub(crate) catalog: &'a File,
+    pub(crate) drive: &'a Drive,
+    /// The CRC32C of the catalog, as the coordinator wrote it.
+    pub(crate) checksum: u32,
+    /// The room of the catalog.
+    pub(crate) room: Reservation,
+    /// The blocks that were shipped to this node.
+    pub(crate) segments: Arc<Segments>,
+    /// The length of all these blocks, including those that the catalog does not contain in the end.
+    pub(crate) stored_bytes: u64,
+}
+
+impl NewDataset<'_> {
+    /// Syncs the catalog to its drive, checks it whole, and fills in the locations of the blocks that this node, `me`, owns.
+    /// `find` returns where a block lies by its arrival number.
     pub(crate) fn prepare(
-        id: DatasetId,
-        target: Vec<u8>,
-        file: &File,
-        checksum: u32,
-        room: Reservation,
-        (me, nodes): (NodeId, usize),
-        drive: &Drive,
-        segments: Arc<Segments>,
-        stored_bytes: u64,
+        self,
+        me: NodeId,
+        nodes: usize,
         find: &dyn Fn(u32) -> Option<DrivePosition>,
-    ) -> Result<Self, PrepareError> {
+    ) -> Result<Dataset, PrepareError> {
+        let Self { id, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
         let catalog_file = Arc::new(read_only(file)?);
         // Synced before it is checked: a page that the drive lost is then read again from the drive, and fails the check.
         drive.sync(file)?;
@@ -104,7 +115,7 @@ impl Dataset {
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
         let (locations, cached_blocks) = (Arc::new(locations), CachedBlocks::default());
-        Ok(Self {
+        Ok(Dataset {
             id,
             target,
             catalog,
@@ -118,7 +129,9 @@ impl Dataset {
             _room: room,
         })
     }
+}
 
+impl Dataset {
     pub(crate) fn id(&self) -> DatasetId {
         self.id
     }

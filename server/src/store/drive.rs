@@ -99,8 +99,9 @@ impl Drive {
         io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), source: error })
     }
 
-    /// Adds the data dir's name to the error of a sync: the kernel accepted the bytes, but the drive did not.
+    /// Logs the error of a sync and adds the data dir's name to it: the kernel accepted the bytes, but the drive did not.
     pub(super) fn loss_error(&self, error: io::Error) -> io::Error {
+        tracing::warn!(data_dir = %self.path.display(), %error, "a drive has lost what was written to it");
         io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), source: error })
     }
 
@@ -126,8 +127,8 @@ impl Drive {
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 
-    /// Bytes that the file system lacks of the headroom for a stage-in's catalog and runs: of `bytes`, and of the usual headroom
-    /// at least.
+    /// Bytes that the file system lacks of the headroom for a stage-in's catalog and runs. That is `bytes`, or the usual headroom
+    /// if that is more.
     pub(super) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
     }

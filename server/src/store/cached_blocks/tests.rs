@@ -13,7 +13,7 @@ use dayfly_meta::id::{DatasetId, NodeId};
 use super::*;
 use crate::store::write_back::WriteBack;
 use crate::store::write_back::failing::Failing;
-use crate::store::{Drive, Segments};
+use crate::store::{Drive, NewDataset, Segments};
 
 const FILES: u32 = 64;
 
@@ -53,10 +53,17 @@ impl Fixture {
         let built = builder.finish(&|| {}).unwrap();
         let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
         let room = drives[0].reserve(built.len).unwrap();
-        let (target, roster) = (b"d".to_vec(), (NodeId(0), 2));
-        let dataset =
-            Dataset::prepare(DatasetId(1), target, &built.file, built.checksum, room, roster, &drives[0], segments, 0, &|_| None);
-        let dataset = dataset.unwrap();
+        let new = NewDataset {
+            id: DatasetId(1),
+            target: b"d".to_vec(),
+            catalog: &built.file,
+            drive: &drives[0],
+            checksum: built.checksum,
+            room,
+            segments,
+            stored_bytes: 0,
+        };
+        let dataset = new.prepare(NodeId(0), 2, &|_| None).unwrap();
         dataset.raise_cache_threshold(ALL).unwrap();
         Self { dataset, drives, failing, len, _folder: folder }
     }
