@@ -358,7 +358,7 @@ impl Serving {
             let _ = timeout(patience, send(&mut sender, &failed)).await;
         }
         // Frees the space first, because a manager may kill this process soon.
-        server.give_up();
+        server.free_all();
         if loss.is_some() {
             // The supervisor may be gone, and then nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
