@@ -1,5 +1,6 @@
-//! How sessions start, live and end: servers start along a tree, the session starts without missing nodes, supervisors hold leases,
-//! and jobs find their own sessions. What needs a cluster is in `tests/slurm/jobs`.
+//! How sessions start, live and end: servers start along a tree, the session starts without missing
+//! nodes, supervisors hold leases, and jobs find their own sessions. What needs a cluster is in
+//! `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,8 +17,8 @@ use dayfly_meta::limits::TREE_WIDTH;
 use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
-/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and the calling process.
-/// The host `silent` never answers, and the host `broken` cannot be reached.
+/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and
+/// the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
 struct Hosts(Ground);
 
 impl Hosts {
@@ -168,8 +169,8 @@ fn up_in_the_foreground_lives_as_long_as_its_session() {
         ground.assert_clean();
     }
     let mut child = ground.dayfly().args(["up", "--foreground"]).stdout(Stdio::piped()).spawn().unwrap();
-    // Servers answer a moment before their supervisor knows that they are ready, and a session that ends then has failed to start.
-    // So wait for the id.
+    // Servers answer a moment before their supervisor knows that they are ready, and a session that
+    // ends then has failed to start. So wait for the id.
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut id).unwrap();
     ground.ok(&["down"]);
@@ -250,7 +251,8 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     assert!(text(&message.stderr).contains("end with the job"), "{}", text(&message.stderr));
 }
 
-/// Uses stand-ins for launchers that are not available here. They start programs as the real ones do; `pbsdsh` once for each slot.
+/// Uses stand-ins for launchers that are not available here. They start programs as the real ones
+/// do; `pbsdsh` once for each slot.
 #[test]
 fn each_manager_is_used_through_its_own_commands_and_variables() {
     let name = nix::unistd::gethostname().unwrap().into_string().unwrap();
@@ -389,8 +391,8 @@ fn runs(pid: i32) -> bool {
     stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
 }
 
-/// The processes of a session. Dropping it kills them, because without the session's folder nothing else would find them after a
-/// failed test.
+/// The processes of a session. Dropping it kills them, because without the session's folder nothing
+/// else would find them after a failed test.
 struct Pids(Vec<i32>);
 
 impl Pids {
@@ -512,7 +514,8 @@ fn up_in_the_foreground_prints_why_it_ends() {
     ground.assert_clean();
 }
 
-/// Each server lives in a mount namespace of its own, with another file system at the runtime folder, as on separate machines.
+/// Each server lives in a mount namespace of its own, with another file system at the runtime
+/// folder, as on separate machines.
 ///
 /// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
 /// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, also if another is
@@ -568,7 +571,8 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in advance.
+/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in
+/// advance.
 ///
 /// SEMANTICS: "Node 0 reads the sources. `run` checks them beforehand if node 0 is this machine, which
 /// it is if this machine is one of the nodes; otherwise the stage-in reports those that are missing."

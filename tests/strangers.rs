@@ -1,5 +1,5 @@
-//! Another local user tries to see or reach what belongs to a session, and another process of the owner tries to read the key.
-//! These tests need root, to act as several users.
+//! Another local user tries to see or reach what belongs to a session, and another process of the
+//! owner tries to read the key. These tests need root, to act as several users.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,8 @@ use tempfile::TempDir;
 const OWNER: u32 = 65_532;
 const STRANGER: u32 = 65_531;
 
-/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that everyone may run.
+/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that
+/// everyone may run.
 struct Commons {
     folder: TempDir,
 }
@@ -57,7 +58,8 @@ impl Commons {
         self.run(user, &self.at("dayfly"), arguments)
     }
 
-    /// Runs a line of Python as a user. Returns `done`, or `refused` if the kernel denies permission.
+    /// Runs a line of Python as a user. Returns `done`, or `refused` if the kernel denies
+    /// permission.
     fn python(&self, user: u32, script: &str, path: &Path) -> String {
         let script = format!(
             "import os, socket, sys\npath = sys.argv[1]\ntry:\n    {script}\n    print('done')\nexcept PermissionError:\n    print('refused')"
@@ -119,7 +121,8 @@ fn another_user_sees_and_reaches_nothing() {
             check("os.open(path, os.O_RDONLY)", &descriptor.unwrap().path());
         }
         check("os.kill(int(path.split('/')[2]), 0)", &process);
-        // Processes that have the key are protected even from other processes of the owner, and write no core file.
+        // Processes that have the key are protected even from other processes of the owner, and
+        // write no core file.
         assert_eq!(fs::metadata(process.join("environ")).unwrap().uid(), 0, "the process can be dumped");
         for file in ["environ", "mem", "maps"] {
             assert_eq!(commons.python(OWNER, "open(path, 'rb').read(1)", &process.join(file)), "refused", "{file}");
@@ -184,7 +187,8 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         );
         fs::remove_dir(&trap).unwrap();
     }
-    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were opened.
+    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were
+    // opened.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
     commons.python(
         STRANGER,

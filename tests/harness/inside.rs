@@ -237,7 +237,7 @@ impl Drop for Inside {
         let _within = self.runtime.enter();
         self.leave_alone();
         for server in &self.servers {
-            server.give_up();
+            server.free_all();
             server.close();
         }
     }

@@ -378,7 +378,8 @@ fn version_mismatch(launcher: &str) -> String {
     format!("{difference}; use the same dayfly binary on all nodes")
 }
 
-/// Names the user who can remove a folder that stands where ours should be, as a clause in parentheses; empty if unknown.
+/// Names the user who can remove a folder that stands where ours should be, as a clause in
+/// parentheses; empty if unknown.
 pub fn owner_hint(exposed: &NotPrivate) -> String {
     let Some(owner) = exposed.owner() else { return String::new() };
     let name = User::from_uid(owner.into()).ok().flatten().map_or_else(String::new, |user| format!(" ('{}')", user.name));

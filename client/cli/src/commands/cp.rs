@@ -56,7 +56,8 @@ pub(super) fn run(arguments: CpArguments) -> Result<ExitCode, Failure> {
 /// Copies trees, and continues after errors.
 struct Copier<'a> {
     view: &'a View,
-    /// The first copy of each file that has several names, by inode. The other names become hard links to it.
+    /// The first copy of each file that has several names, by inode. The other names become hard
+    /// links to it.
     names: HashMap<u64, PathBuf>,
     failed: bool,
 }

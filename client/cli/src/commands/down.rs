@@ -48,9 +48,11 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all servers have ended.
+/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all
+/// servers have ended.
 ///
-/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of `run` then ends its command too.
+/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of
+/// `run` then ends its command too.
 fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
@@ -74,7 +76,8 @@ pub(super) struct EndedServers {
     pub(super) is_partial: bool,
 }
 
-/// Ends a session's servers on all nodes. A server of this machine that does not end in time is killed.
+/// Ends a session's servers on all nodes. A server of this machine that does not end in time is
+/// killed.
 pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
@@ -128,8 +131,8 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes ended, the bytes that they freed, and a
-/// message for each node that could not be reached.
+/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes
+/// ended, the bytes that they freed, and a message for each node that could not be reached.
 fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());

@@ -29,7 +29,8 @@ use crate::size;
 
 /// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// How long after a failed stage-in to wait for the reason that the session was lost, which says more.
+/// How long after a failed stage-in to wait for the reason that the session was lost, which says
+/// more.
 const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
@@ -119,7 +120,8 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, O
     Ok(())
 }
 
-/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the stage-in.
+/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the
+/// stage-in.
 fn check_command(command: &[OsString], prefix: &[u8]) -> Result<(), Failure> {
     let program = command.first().ok_or_else(|| Failure::usage("no command was given"))?;
     if exec::is_in_namespace(program, Path::new(OsStr::from_bytes(prefix))) {

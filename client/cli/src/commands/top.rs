@@ -85,7 +85,8 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
     for client in &now.busiest {
         let old = match before.busiest.iter().find(|old| old.pid == client.pid) {
             Some(old) => *old,
-            // A client may have existed before without being among the busiest, and then its earlier counts are unknown.
+            // A client may have existed before without being among the busiest, and then its
+            // earlier counts are unknown.
             None if before.busiest.len() == CLIENTS_SHOWN_MAX => continue,
             None => ClientStatus::default(),
         };

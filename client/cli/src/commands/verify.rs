@@ -1,5 +1,5 @@
-//! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A bad cached block is replaced on
-//! the way.
+//! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A
+//! bad cached block is replaced on the way.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
@@ -111,7 +111,8 @@ impl Checker<'_> {
         let view = View::new(Session::attach_to(self.location, node)?);
         let below = match self.path {
             None => Vec::new(),
-            // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty success.
+            // The path is resolved as the user wrote it, so that a wrong path is an error and not
+            // an empty success.
             Some(path) => {
                 let canonical =
                     view.canonical(path).map_err(|error| ClientError::Refused(format!("'{}': {error}", display(path))))?;
@@ -151,7 +152,8 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the only node.
+    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the
+    /// only node.
     fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
         let owner = dataset.catalog().owner(block)?;
         let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();
@@ -159,7 +161,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is none.
+/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is
+/// none.
 fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     let (mut target, mut wanted) = (components(dataset.target()), components(below));
     loop {

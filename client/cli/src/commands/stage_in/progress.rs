@@ -34,7 +34,8 @@ pub(super) struct Reporter {
     last_line: Instant,
     start: Instant,
     phase: Phase,
-    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`, and so needs no hint about them.
+    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`,
+    /// and so needs no hint about them.
     has_decided_on_archives: bool,
 }
 
@@ -60,7 +61,8 @@ impl Bars {
             return;
         }
         while self.nodes.len() < progress.nodes.len() {
-            // The bar shows the node's part of the total, because its own total is not known in advance.
+            // The bar shows the node's part of the total, because its own total is not known in
+            // advance.
             let bar = self.all.add(ProgressBar::new(self.total.length().unwrap_or(0)));
             bar.set_style(style("{bar:30} {prefix}: {binary_bytes} read, {binary_bytes_per_sec}, {msg}"));
             bar.set_prefix(format!("node {}", self.nodes.len()));
