@@ -23,7 +23,7 @@ pub(crate) struct PathConflict {
 /// Which sources must not contain the same path.
 #[derive(Default)]
 pub(super) struct Rivals {
-    /// By source.
+    /// The rivalry of each source.
     rivalries: Vec<Rivalry>,
     /// Paths of the sources.
     paths: Vec<Vec<u8>>,
