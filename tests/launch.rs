@@ -1,5 +1,6 @@
-//! How sessions start, live and end: servers start along a tree, the session starts without missing nodes, supervisors hold leases,
-//! and jobs find their own sessions. What needs a cluster is in `tests/slurm/jobs`.
+//! How sessions start, live and end: servers start along a tree, the session starts without missing
+//! nodes, supervisors hold leases, and jobs find their own sessions. What needs a cluster is in
+//! `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,8 +17,8 @@ use dayfly_meta::limits::TREE_WIDTH;
 use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
-/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and the calling process.
-/// The host `silent` never answers, and the host `broken` cannot be reached.
+/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and
+/// the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
 struct Hosts(Ground);
 
 impl Hosts {
@@ -103,30 +104,30 @@ fn a_node_that_does_not_join_is_named_in_time() {
     ]));
     assert!(text(&output.stderr).contains("1 joined, and --min-nodes asks for 2"), "{}", text(&output.stderr));
     for (list, without) in [("h1,broken,h2", "broken"), ("h1,silent,h2", "silent")] {
-        let (cluster, said) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
-        assert!(said.contains(&format!("continuing without {without}")), "{said}");
+        let (cluster, message) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
+        assert!(message.contains(&format!("continuing without {without}")), "{message}");
         assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
         cluster.down();
     }
     // If a host that was to start others cannot be reached, the others join anyway.
     let list: Vec<String> = (0..34).map(|host| if host == 3 { "broken".to_owned() } else { format!("h{host}") }).collect();
-    let (cluster, said) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
-    assert!(said.contains("continuing without broken"), "{said}");
+    let (cluster, message) = Hosts::new().up(&["--hosts", &list.join(","), "--min-nodes", "33"]);
+    assert!(message.contains("continuing without broken"), "{message}");
     assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 33);
     cluster.down();
-    let said = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
-    assert!(said.contains("--min-nodes asks for 2"), "{said}");
+    let message = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
+    assert!(message.contains("--min-nodes asks for 2"), "{message}");
 }
 
 #[test]
 fn a_server_that_fails_to_start_reports_why() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--hosts", "h1,h2", "--data-dir", "/no/such/dir"]));
-    let said = text(&output.stderr);
-    assert!(said.contains("no session: h") && said.contains("cannot use the data dir '/no/such/dir'"), "{said}");
+    let message = text(&output.stderr);
+    assert!(message.contains("no session: h") && message.contains("cannot use the data dir '/no/such/dir'"), "{message}");
     hosts.0.assert_clean();
-    let said = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
-    assert!(said.contains("'no-such' does not exist"), "{said}");
+    let message = hosts.0.fails(1, &["up", "--local", "2", "--interface", "no-such"]);
+    assert!(message.contains("'no-such' does not exist"), "{message}");
     hosts.0.assert_clean();
 }
 
@@ -162,8 +163,8 @@ fn up_in_the_foreground_lives_as_long_as_its_session() {
         ground.assert_clean();
     }
     let mut child = ground.dayfly().args(["up", "--foreground"]).stdout(Stdio::piped()).spawn().unwrap();
-    // Servers answer a moment before their supervisor knows that they are ready, and a session that ends then has failed to start.
-    // So wait for the id.
+    // Servers answer a moment before their supervisor knows that they are ready, and a session that
+    // ends then has failed to start. So wait for the id.
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(child.stdout.take().unwrap()), &mut id).unwrap();
     ground.ok(&["down"]);
@@ -205,8 +206,8 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     };
     assert_eq!(session("7").unwrap(), seven);
     assert_eq!(session("8").unwrap(), eight);
-    let (_, said, is_done) = of_job("9", &["status"]);
-    assert!(!is_done && said.contains("no session of yours"), "a session of another job is not used: {said}");
+    let (_, message, is_done) = of_job("9", &["status"]);
+    assert!(!is_done && message.contains("no session of yours"), "a session of another job is not used: {message}");
     assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
     assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
     ground.assert_clean();
@@ -232,17 +233,18 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
         }
         ground.assert_clean();
     }
-    let said = harness::output_of(
+    let message = harness::output_of(
         ground
             .dayfly()
             .args(["up", "--launcher", "slurm", "--keep", "1h"])
             .env("SLURM_JOB_ID", "7")
             .env("SLURM_JOB_NODELIST", "n1"),
     );
-    assert!(text(&said.stderr).contains("end with the job"), "{}", text(&said.stderr));
+    assert!(text(&message.stderr).contains("end with the job"), "{}", text(&message.stderr));
 }
 
-/// Uses stand-ins for launchers that are not available here. They start programs as the real ones do; `pbsdsh` once for each slot.
+/// Uses stand-ins for launchers that are not available here. They start programs as the real ones
+/// do; `pbsdsh` once for each slot.
 #[test]
 fn each_manager_is_used_through_its_own_commands_and_variables() {
     let name = nix::unistd::gethostname().unwrap().into_string().unwrap();
@@ -381,8 +383,8 @@ fn runs(pid: i32) -> bool {
     stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
 }
 
-/// The processes of a session. Dropping it kills them, because without the session's folder nothing else would find them after a
-/// failed test.
+/// The processes of a session. Dropping it kills them, because without the session's folder nothing
+/// else would find them after a failed test.
 struct Pids(Vec<i32>);
 
 impl Pids {
@@ -498,7 +500,8 @@ fn up_in_the_foreground_prints_why_it_ends() {
     ground.assert_clean();
 }
 
-/// Each server lives in a mount namespace of its own, with another file system at the runtime folder, as on separate machines.
+/// Each server lives in a mount namespace of its own, with another file system at the runtime
+/// folder, as on separate machines.
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     if !nix::unistd::geteuid().is_root() {
@@ -550,12 +553,13 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in advance.
+/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in
+/// advance.
 #[test]
 fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();
     let hosts = Hosts::new();
-    let said = |list: &str, runtime: &std::path::Path| {
+    let message = |list: &str, runtime: &std::path::Path| {
         let arguments = ["run", "--hosts", list, "--stage-in", "not-there:/dayfly/a"];
         let output = harness::output_of(hosts.command(&arguments).args(["--", "true"]).env("DAYFLY_RUNTIME_DIR", runtime));
         assert_eq!(output.status.code(), Some(125));
@@ -563,11 +567,11 @@ fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     };
     let nowhere = hosts.0.at("no-such-folder");
     assert!(
-        said(&own, &nowhere).contains("no file or directory matches"),
+        message(&own, &nowhere).contains("no file or directory matches"),
         "the missing source is reported before the session starts"
     );
-    assert!(said("elsewhere", &nowhere).contains("no-such-folder"), "the source is not checked before the session starts");
-    let late = said("elsewhere", hosts.0.runtime.path());
+    assert!(message("elsewhere", &nowhere).contains("no-such-folder"), "the source is not checked before the session starts");
+    let late = message("elsewhere", hosts.0.runtime.path());
     assert!(late.contains("no file or directory matches"), "{late}");
     hosts.0.assert_clean();
 }

@@ -1,5 +1,5 @@
-//! Another local user tries to see or reach what belongs to a session, and another process of the owner tries to read the key.
-//! These tests need root, to act as several users.
+//! Another local user tries to see or reach what belongs to a session, and another process of the
+//! owner tries to read the key. These tests need root, to act as several users.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,8 @@ use tempfile::TempDir;
 const OWNER: u32 = 65_532;
 const STRANGER: u32 = 65_531;
 
-/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that everyone may run.
+/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that
+/// everyone may run.
 struct Commons {
     folder: TempDir,
 }
@@ -57,7 +58,8 @@ impl Commons {
         self.run(user, &self.at("dayfly"), arguments)
     }
 
-    /// Runs a line of Python as a user. Returns `done`, or `refused` if the kernel denies permission.
+    /// Runs a line of Python as a user. Returns `done`, or `refused` if the kernel denies
+    /// permission.
     fn python(&self, user: u32, script: &str, path: &Path) -> String {
         let script = format!(
             "import os, socket, sys\npath = sys.argv[1]\ntry:\n    {script}\n    print('done')\nexcept PermissionError:\n    print('refused')"
@@ -119,7 +121,8 @@ fn another_user_sees_and_reaches_nothing() {
             check("os.open(path, os.O_RDONLY)", &descriptor.unwrap().path());
         }
         check("os.kill(int(path.split('/')[2]), 0)", &process);
-        // Processes that have the key are protected even from other processes of the owner, and write no core file.
+        // Processes that have the key are protected even from other processes of the owner, and
+        // write no core file.
         assert_eq!(fs::metadata(process.join("environ")).unwrap().uid(), 0, "the process can be dumped");
         for file in ["environ", "mem", "maps"] {
             assert_eq!(commons.python(OWNER, "open(path, 'rb').read(1)", &process.join(file)), "refused", "{file}");
@@ -157,15 +160,15 @@ fn a_folder_that_another_user_made_first_is_not_used() {
             assert_eq!(commons.python(STRANGER, script, &trap), "done");
             for command in ["up", "clean"] {
                 let output = commons.dayfly(OWNER, &[command]);
-                let said = text(&output.stderr);
+                let message = text(&output.stderr);
                 if command == "clean" && place == "drive" {
-                    assert!(output.status.success(), "nothing in it belongs to the owner: {said}");
+                    assert!(output.status.success(), "nothing in it belongs to the owner: {message}");
                     continue;
                 }
-                assert!(!output.status.success(), "{script}: {said}");
+                assert!(!output.status.success(), "{script}: {message}");
                 for word in [trap.to_str().unwrap(), "is not a private folder of yours", what, way_out, "only user 65531 or root"]
                 {
-                    assert!(said.contains(word), "{script}: no '{word}' in: {said}");
+                    assert!(message.contains(word), "{script}: no '{word}' in: {message}");
                 }
             }
             if trap.is_dir() {
@@ -177,11 +180,15 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         }
         // The owner's own folder, which others may enter.
         assert_eq!(commons.python(OWNER, "os.mkdir(path); os.chmod(path, 0o755)", &trap), "done");
-        let said = text(&commons.dayfly(OWNER, &["up"]).stderr);
-        assert!(said.contains("its mode is 0755") && said.contains("'chmod 700'") && !said.contains("only user"), "{said}");
+        let message = text(&commons.dayfly(OWNER, &["up"]).stderr);
+        assert!(
+            message.contains("its mode is 0755") && message.contains("'chmod 700'") && !message.contains("only user"),
+            "{message}"
+        );
         fs::remove_dir(&trap).unwrap();
     }
-    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were opened.
+    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were
+    // opened.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
     commons.python(
         STRANGER,
@@ -198,18 +205,18 @@ fn a_folder_that_others_could_move_away_is_refused() {
     for (place, way_out) in [("run", "set DAYFLY_RUNTIME_DIR"), ("drive", "with --data-dir")] {
         mode(place, 0o777);
         let up = commons.dayfly(OWNER, &["up"]);
-        let said = text(&up.stderr);
-        assert!(!up.status.success(), "{said}");
+        let message = text(&up.stderr);
+        assert!(!up.status.success(), "{message}");
         for word in [commons.at(place).to_str().unwrap(), "no sticky bit (mode 0777)", "'chmod +t'", way_out] {
-            assert!(said.contains(word), "no '{word}' in: {said}");
+            assert!(message.contains(word), "no '{word}' in: {message}");
         }
         mode(place, 0o1777);
         // A folder that the owner may not write to.
         mode(place, 0o755);
         let up = commons.dayfly(OWNER, &["up"]);
-        let said = text(&up.stderr);
-        assert!(!up.status.success() && said.contains(commons.at(place).to_str().unwrap()), "{said}");
-        assert!(said.contains("Permission denied") && said.contains(way_out), "{said}");
+        let message = text(&up.stderr);
+        assert!(!up.status.success() && message.contains(commons.at(place).to_str().unwrap()), "{message}");
+        assert!(message.contains("Permission denied") && message.contains(way_out), "{message}");
         mode(place, 0o1777);
     }
     // The owner's own folder inside an open one works, with a warning.

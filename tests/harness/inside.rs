@@ -214,12 +214,22 @@ impl Inside {
     }
 }
 
-/// Returns all offsets in a file at which `needle` begins.
+/// Returns all offsets in a file at which `needle` begins. Most pages of an arena are zero, and are skipped.
 fn find(file: &fs::File, needle: &[u8]) -> Vec<u64> {
+    const PAGE_LEN: usize = PAGE_SIZE as usize;
+    let zeros = vec![0; PAGE_LEN + needle.len()];
     let mut all = vec![0; file.metadata().unwrap().len() as usize];
     file.read_exact_at(&mut all, 0).unwrap();
-    let candidates = (0..all.len().saturating_sub(needle.len())).filter(|&at| all[at] == needle[0]);
-    candidates.filter(|&at| all[at..at + needle.len()] == *needle).map(|at| at as u64).collect()
+    let last = all.len().saturating_sub(needle.len());
+    let mut found = Vec::new();
+    for page in (0..last).step_by(PAGE_LEN) {
+        let window = &all[page..all.len().min(page + PAGE_LEN + needle.len())];
+        if *window != zeros[..window.len()] {
+            let offsets = page..last.min(page + PAGE_LEN);
+            found.extend(offsets.filter(|&at| all[at] == needle[0] && all[at..].starts_with(needle)).map(|at| at as u64));
+        }
+    }
+    found
 }
 
 impl Drop for Inside {

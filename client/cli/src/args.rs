@@ -26,17 +26,17 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
-/// CMD and all its children see the namespace below /dayfly (or --prefix), read-only and without any
-/// change to them: a library that is loaded before the C library shows it. The library does not reach
-/// static programs, programs for musl, set-user-ID programs and raw system calls.
+/// CMD and all its children see the namespace below /dayfly (or --prefix), read-only and without
+/// any change to them: a library that is loaded before the C library shows it. The library does not
+/// reach static programs, programs for musl, set-user-ID programs and raw system calls.
 ///
-/// Write a path of the namespace as programs see it, including the prefix (/dayfly/train). Every other
-/// path is a local file. Commands use the session that DAYFLY_SESSION names, otherwise that of your job,
-/// otherwise the only one that you run on this machine.
+/// Write a path of the namespace as programs see it, including the prefix (/dayfly/train). Every
+/// other path is a local file. Commands use the session that DAYFLY_SESSION names, otherwise that
+/// of your job, otherwise the only one that you run on this machine.
 ///
-/// Exit status: 0 success; 1 failure; 2 wrong usage; 3 staged in, except for what --keep-going left out.
-/// `run` and `exec` exit with the status of CMD, or with 125 if they fail themselves, 126 if CMD cannot
-/// be executed, and 127 if it does not exist.
+/// Exit status: 0 success; 1 failure; 2 wrong usage; 3 staged in, except for what --keep-going left
+/// out. `run` and `exec` exit with the status of CMD, or with 125 if they fail themselves, 126 if
+/// CMD cannot be executed, and 127 if it does not exist.
 #[derive(Parser)]
 #[command(name = "dayfly", version, max_term_width = 110)]
 pub(crate) struct Arguments {

@@ -1,7 +1,8 @@
 //! Messages and failures: lines on standard error, output on standard output, and exit statuses.
 //!
-//! Commands never use `eprintln!` and `println!`, which panic if they cannot write. [`mention`] and [`complain`] write messages,
-//! [`output`] and `say!` write output. Text that others chose (paths, names of hosts) is escaped for a terminal.
+//! Commands never use `eprintln!` and `println!`, which panic if they cannot write. [`mention`] and
+//! [`complain`] write messages, [`output`] and `print_line!` write output. Text that others chose
+//! (paths, names of hosts) is escaped for a terminal.
 
 use std::fmt::Display;
 use std::io::{self, Stderr, StdoutLock, Write};
@@ -109,16 +110,19 @@ pub(crate) fn notices() -> Notices {
     Notices::new(|notice| complain(notice))
 }
 
-/// Prints a line on standard error, beginning with `dayfly:`. The message is escaped, so it stays one line whatever names it contains.
+/// Prints a line on standard error, beginning with `dayfly:`. The message is escaped, so it stays
+/// one line whatever names it contains.
 pub(crate) fn complain(message: impl Display) {
     mention(format_args!("dayfly: {}", display(message.to_string().as_bytes())));
 }
 
-/// Prints a line on standard error as it is. A message that cannot be written is dropped, and the command continues.
+/// Prints a line on standard error as it is. A message that cannot be written is dropped, and the
+/// command continues.
 pub(crate) fn mention(message: impl Display) {
     let line = format!("{message}\n");
     let mut rest = line.as_bytes();
-    // Without the lock of standard error, because another thread may hold it while it waits for a terminal that was stopped (Ctrl-S).
+    // Without the lock of standard error, because another thread may hold it while it waits for a
+    // terminal that was stopped (Ctrl-S).
     let stderr = io::stderr();
     while !rest.is_empty() {
         if IS_ENDING.load(Ordering::Relaxed) && !is_writable(&stderr) {
@@ -135,7 +139,8 @@ pub(crate) fn mention(message: impl Display) {
 /// How long a message waits for its reader after a signal.
 const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 
-/// Whether a signal has asked this process to end. From then on, the end of a session waits for no reader.
+/// Whether a signal has asked this process to end. From then on, the end of a session waits for no
+/// reader.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
 /// From now on, messages that nobody reads are dropped.
@@ -149,15 +154,18 @@ fn is_writable(stderr: &Stderr) -> bool {
     poll(&mut wanted, LAST_MESSAGE_TIMEOUT_MS) != Ok(0)
 }
 
-/// Reports what the argument parser returned: help on standard output, and errors on standard error.
+/// Reports what the argument parser returned: help on standard output, and errors on standard
+/// error.
 ///
-/// Errors repeat arguments as they were given. The arguments are escaped first, and then each line, but not the line ends.
+/// Errors repeat arguments as they were given. The arguments are escaped first, and then each line,
+/// but not the line ends.
 pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
     if !error.use_stderr() {
         error.print().map_err(name_stdout)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // clap renders without colors by removing escape sequences, also those in arguments, so the arguments are escaped before.
+    // clap renders without colors by removing escape sequences, also those in arguments, so the
+    // arguments are escaped before.
     let given: Vec<_> = error.context().map(|(kind, value)| (kind, value.clone())).collect();
     for (kind, value) in given {
         let escaped = |text: String| display(text.as_bytes());
@@ -198,24 +206,25 @@ fn name_stdout(error: io::Error) -> io::Error {
     }
 }
 
-/// The error of the first `say!` that failed.
+/// The error of the first `print_line!` that failed.
 static OUTPUT_ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
-/// Records that a `say!` failed, for the end of the command. A reader that has seen enough and closed the output is no failure.
+/// Records that a `print_line!` failed, for the end of the command. A reader that has seen enough
+/// and closed the output is no failure.
 pub(crate) fn record_output_error(error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
         OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
     }
 }
 
-/// Fails if a `say!` failed, because a command that succeeds must have printed its output.
+/// Fails if a `print_line!` failed, because a command that succeeds must have printed its output.
 pub(crate) fn check_output() -> Result<(), Failure> {
     let error = OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).take();
     error.map_or(Ok(()), |error| Err(error.into()))
 }
 
 /// Prints a line on standard output. A failed write is reported at the end of the command.
-macro_rules! say {
+macro_rules! print_line {
     ($($argument:tt)*) => {{
         use std::io::Write;
         if let Err(error) = writeln!(crate::failure::output(), $($argument)*) {
@@ -223,4 +232,4 @@ macro_rules! say {
         }
     }};
 }
-pub(crate) use say;
+pub(crate) use print_line;

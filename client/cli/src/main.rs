@@ -1,7 +1,7 @@
 //! `dayfly`: the one program, both command line and daemon.
 //!
-//! It parses arguments, runs a command, and turns its result into messages and an exit status. As the composition root, it alone may
-//! depend on every crate.
+//! It parses arguments, runs a command, and turns its result into messages and an exit status. As
+//! the composition root, it alone may depend on every crate.
 
 mod args;
 mod commands;

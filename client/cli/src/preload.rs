@@ -1,7 +1,8 @@
-//! The preload library, which shows the namespace to unchanged programs: where it is, and whether it can be loaded.
+//! The preload library, which shows the namespace to unchanged programs: where it is, and whether
+//! it can be loaded.
 //!
-//! The loader skips a library that is missing or broken with at most a warning, and the program would then see no namespace. So this
-//! program tries to load it first.
+//! The loader skips a library that is missing or broken with at most a warning, and the program
+//! would then see no namespace. So this program tries to load it first.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -66,7 +67,8 @@ pub(crate) fn is_loaded() -> bool {
     maps.windows(NAME.len()).any(|window| window == NAME.as_bytes())
 }
 
-/// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked for.
+/// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked
+/// for.
 pub(crate) fn value(library: &Path) -> OsString {
     let mut value = library.as_os_str().to_owned();
     let before = env::var_os(VARIABLE).unwrap_or_default();
@@ -78,7 +80,8 @@ pub(crate) fn value(library: &Path) -> OsString {
     value
 }
 
-/// Whether a program is a static ELF file, into which no library can be preloaded. `false` if that is unknown.
+/// Whether a program is a static ELF file, into which no library can be preloaded. `false` if that
+/// is unknown.
 pub(crate) fn is_static(program: &OsStr) -> bool {
     let path = Path::new(program);
     let in_path =
@@ -88,8 +91,8 @@ pub(crate) fn is_static(program: &OsStr) -> bool {
     found.and_then(|path| has_no_interpreter(&path)).unwrap_or(false)
 }
 
-/// Searches the program headers of a 64-bit ELF file, which are in its first 8 KiB, for an interpreter. `None` if the file is not
-/// such a file.
+/// Searches the program headers of a 64-bit ELF file, which are in its first 8 KiB, for an
+/// interpreter. `None` if the file is not such a file.
 fn has_no_interpreter(path: &Path) -> Option<bool> {
     const INTERPRETER: u32 = 3;
     let mut start = Vec::new();

@@ -30,7 +30,8 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a size per second, with or without a trailing `/s`. A rate of 0 is refused, because a stage-in would never finish.
+/// Parses a size per second, with or without a trailing `/s`. A rate of 0 is refused, because a
+/// stage-in would never finish.
 pub(crate) fn parse_rate(text: &str) -> Result<u64, String> {
     let text = text.trim();
     match parse(text.strip_suffix("/s").unwrap_or(text))? {

@@ -1,4 +1,5 @@
-//! Decides where a session's servers run: with which launcher, on which hosts, and as part of which job.
+//! Decides where a session's servers run: with which launcher, on which hosts, and as part of which
+//! job.
 
 use std::env;
 use std::fs;
@@ -22,7 +23,8 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) launcher: &'static Launcher,
-    /// In the order of the list. With a manual launcher all names are empty, because only their number is known.
+    /// In the order of the list. With a manual launcher all names are empty, because only their
+    /// number is known.
     pub(crate) hosts: Vec<String>,
     /// The manager's name of the job that the session is part of.
     pub(crate) job: Option<String>,
@@ -159,7 +161,8 @@ fn output_of(command: &[&str]) -> Result<String, LaunchError> {
 /// Finds out which MPI the `mpiexec` in the PATH belongs to.
 fn installed_mpi() -> Result<&'static Launcher, LaunchError> {
     let version = output_of(&["mpiexec", "--version"])?;
-    // MPICH and its descendants, among them Intel MPI, start processes with Hydra and take its options.
+    // MPICH and its descendants, among them Intel MPI, start processes with Hydra and take its
+    // options.
     let is_openmpi = version.contains("Open MPI") || version.contains("OpenRTE") || version.contains("PRRTE");
     launchers::find(if is_openmpi { "openmpi" } else { "mpich" })
 }

@@ -1,7 +1,7 @@
 //! Removes the folders of sessions: at a session's end, and of sessions whose servers were killed.
 //!
-//! Several processes may clean up at once. Locks decide which sessions are dead, so a running session is never touched, and a folder
-//! that another process removed first counts as removed.
+//! Several processes may clean up at once. Locks decide which sessions are dead, so a running
+//! session is never touched, and a folder that another process removed first counts as removed.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -54,7 +54,8 @@ pub fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usiz
     Ok(removed)
 }
 
-/// Removes an ended session's folders. Waits a moment for servers that are about to exit; they may also remove the folders.
+/// Removes an ended session's folders. Waits a moment for servers that are about to exit; they may
+/// also remove the folders.
 ///
 /// # Errors
 /// Fails if a folder cannot be removed.
@@ -62,7 +63,8 @@ pub fn remove_soon(location: &SessionFolder) -> Result<(), LaunchError> {
     remove_until(location, Instant::now() + EXIT_TIMEOUT).map(drop)
 }
 
-/// Removes a session's folders unless it still has servers or a supervisor. Returns whether they were removed.
+/// Removes a session's folders unless it still has servers or a supervisor. Returns whether they
+/// were removed.
 pub(crate) fn remove_if_dead(location: &SessionFolder) -> Result<bool, LaunchError> {
     location.remove_if_dead(|| remove_all(location)).map_err(cannot_remove(location))
 }
@@ -76,8 +78,8 @@ fn cannot_remove(location: &SessionFolder) -> impl FnOnce(io::Error) -> LaunchEr
     LaunchError::io(format!("cannot remove '{}'", location.folder.display()))
 }
 
-/// Removes a session's folders in its data dirs, except those of live servers. Works even if the session's own folder, with the list
-/// of them, is gone.
+/// Removes a session's folders in its data dirs, except those of live servers. Works even if the
+/// session's own folder, with the list of them, is gone.
 pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
     data_dir::remove(folders);
 }

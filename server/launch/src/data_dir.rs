@@ -1,7 +1,9 @@
-//! Data dirs: which directories hold blocks, whether they are usable, and each node's folder in them.
+//! Data dirs: which directories hold blocks, whether they are usable, and each node's folder in
+//! them.
 //!
-//! Below a data dir lie `dayfly-<uid>/<session>/node-<n>`. These folders stay empty, because blocks are in files without names; a
-//! server holds a lock on its folder, so that a cleanup can tell a live node from a leftover.
+//! Below a data dir lie `dayfly-<uid>/<session>/node-<n>`. These folders stay empty, because blocks
+//! are in files without names; a server holds a lock on its folder, so that a cleanup can tell a
+//! live node from a leftover.
 
 use std::collections::HashSet;
 use std::env;
@@ -42,7 +44,8 @@ const NETWORK: [(u32, &str); 9] = [
 ];
 const TMPFS: u32 = 0x0102_1994;
 
-/// Returns the given data dirs, or else the one that the environment names: `$SLURM_TMPDIR`, `$TMPDIR`, or `/tmp`.
+/// Returns the given data dirs, or else the one that the environment names: `$SLURM_TMPDIR`,
+/// `$TMPDIR`, or `/tmp`.
 pub fn chosen_data_dirs(given: &[PathBuf]) -> Vec<PathBuf> {
     if !given.is_empty() {
         return given.to_vec();
@@ -123,14 +126,15 @@ fn exposed(source: NotPrivate) -> LaunchError {
 
 /// Returns a warning if others could replace a data dir.
 ///
-/// That alone does not make it unusable. Users who may write only to a directory that is open to all, and create a folder of their
-/// own in it, have no better place.
+/// That alone does not make it unusable. Users who may write only to a directory that is open to
+/// all, and create a folder of their own in it, have no better place.
 fn movable(data_dir: &Path) -> Option<String> {
     let exposed = data_dir.ancestors().find_map(|folder| check_stays(folder).err());
     exposed.map(|error| format!("the data dir '{}' may be moved by others: {error}", data_dir.display()))
 }
 
-/// Returns how many bytes each of this machine's `servers` may take, with a warning if the user wanted more than there is.
+/// Returns how many bytes each of this machine's `servers` may take, with a warning if the user
+/// wanted more than there is.
 pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16) -> Result<(u64, Option<String>), LaunchError> {
     let free = free_bytes(data_dirs)? / 100;
     let share = |percent: u64| free * percent / u64::from(servers);
@@ -178,11 +182,13 @@ pub(crate) fn node_folders(data_dirs: &[PathBuf], session: SessionId, node: u16)
     session_folders(data_dirs, session).iter().map(|folder| folder.join(format!("node-{node}"))).collect()
 }
 
-/// Creates a node's folders and locks them. The locks show that the folders, which look empty, are not leftovers.
+/// Creates a node's folders and locks them. The locks show that the folders, which look empty, are
+/// not leftovers.
 pub(crate) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, LaunchError> {
     let create = |folder: &PathBuf| {
         let unusable = |source: io::Error| LaunchError::NodeFolder { path: folder.clone(), source };
-        // The user's folder comes first. It is two levels above a node's, and in a shared data dir anyone may have created it before.
+        // The user's folder comes first. It is two levels above a node's, and in a shared data dir
+        // anyone may have created it before.
         let user = folder.ancestors().nth(2).unwrap_or(folder);
         let attempt = || {
             DirBuilder::new().mode(0o700).recursive(true).create(user).map_err(unusable)?;
@@ -196,7 +202,8 @@ pub(crate) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, L
             };
             locked().map_err(unusable)
         };
-        // The end of another session may remove the user's folder between two of these calls, so one failure is retried.
+        // The end of another session may remove the user's folder between two of these calls, so
+        // one failure is retried.
         attempt().or_else(|_| attempt())
     };
     folders.iter().map(create).collect()
@@ -214,19 +221,22 @@ pub(crate) fn decode_list(bytes: &[u8]) -> Vec<PathBuf> {
     paths.map(|path| PathBuf::from(std::ffi::OsStr::from_bytes(path))).collect()
 }
 
-/// Opens a folder and nothing else. Another user may have put a FIFO in its place, which would never open.
+/// Opens a folder and nothing else. Another user may have put a FIFO in its place, which would
+/// never open.
 fn open_folder(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     File::options().read(true).custom_flags(flags.bits()).open(path)
 }
 
-/// Removes a session's folders in its data dirs, except those of live servers. They hold no files with names.
+/// Removes a session's folders in its data dirs, except those of live servers. They hold no files
+/// with names.
 pub(crate) fn remove(folders: &[PathBuf]) {
     // If the parent is not private, another user's folder may stand where the session's was.
     let is_ours = |folder: &&PathBuf| folder.parent().is_some_and(|user| check_private(user).is_ok());
     for folder in folders.iter().filter(is_ours) {
         for node in fs::read_dir(folder).into_iter().flatten().flatten() {
-            // A live server holds a lock on its folder. The server may belong to a session whose runtime folder is not visible here.
+            // A live server holds a lock on its folder. The server may belong to a session whose
+            // runtime folder is not visible here.
             let lock = open_folder(&node.path()).map(|folder| Flock::lock(folder, FlockArg::LockExclusiveNonblock));
             if matches!(lock, Ok(Ok(_))) {
                 let _ = fs::remove_dir(node.path());
@@ -240,7 +250,8 @@ pub(crate) fn remove(folders: &[PathBuf]) {
     }
 }
 
-/// Removes the folders of sessions that are not running, even if their runtime folders are gone. Returns how many were removed.
+/// Removes the folders of sessions that are not running, even if their runtime folders are gone.
+/// Returns how many were removed.
 pub(crate) fn remove_leftovers(data_dirs: &[PathBuf], running: &[SessionId]) -> usize {
     let mut removed = 0;
     for data_dir in data_dirs.iter().filter(|data_dir| check_private(&user_folder(data_dir)).is_ok()) {

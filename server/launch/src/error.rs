@@ -8,6 +8,7 @@ use dayfly_client::locate::NotPrivate;
 use dayfly_meta::deadlines::DeadlineError;
 use dayfly_meta::limits::NODES_MAX;
 use dayfly_meta::path::display;
+use dayfly_server::{Obstacle, StartError};
 use nix::unistd::User;
 
 use crate::hosts::HostListError;
@@ -267,7 +268,7 @@ pub enum LaunchError {
     CannotConnect(String),
     /// RDMA was demanded and some node lacks it.
     #[error("no session over RDMA, as --transport rdma demands: {0}")]
-    NoRdma(#[source] dayfly_server::Obstacle),
+    NoRdma(#[source] Obstacle),
     /// Not all servers reached each other in time.
     #[error(
         "not all nodes reach each other within {seconds} s (--start-timeout); 'dayfly doctor --hosts ...' shows which do not"
@@ -316,7 +317,7 @@ pub enum LaunchError {
     Terminated,
     /// The server's parts failed to start.
     #[error("{0}")]
-    Server(String),
+    Server(#[source] StartError),
     /// A check before the session starts failed.
     #[error("{0}")]
     Preflight(#[from] crate::preflight::PreflightError),
@@ -377,7 +378,8 @@ fn version_mismatch(launcher: &str) -> String {
     format!("{difference}; use the same dayfly binary on all nodes")
 }
 
-/// Names the user who can remove a folder that stands where ours should be, as a clause in parentheses; empty if unknown.
+/// Names the user who can remove a folder that stands where ours should be, as a clause in
+/// parentheses; empty if unknown.
 pub fn owner_hint(exposed: &NotPrivate) -> String {
     let Some(owner) = exposed.owner() else { return String::new() };
     let name = User::from_uid(owner.into()).ok().flatten().map_or_else(String::new, |user| format!(" ('{}')", user.name));

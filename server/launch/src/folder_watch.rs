@@ -1,7 +1,8 @@
 //! Watches the folder of a running session, and ends the session when it disappears.
 //!
-//! Without its folder no process finds the session any more, and its servers would hold their space forever. While the folder is
-//! there, the watch also renews its times, so that cleaners that go by age leave it alone.
+//! Without its folder no process finds the session any more, and its servers would hold their space
+//! forever. While the folder is there, the watch also renews its times, so that cleaners that go by
+//! age leave it alone.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use dayfly_client::locate::Watch;
 use dayfly_meta::limits::{FOLDER_CHECK_INTERVAL, FOLDER_TOUCH_INTERVAL};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// Waits until a watched file or folder is gone, and returns its path. Meanwhile renews the times of everything watched.
+/// Waits until a watched file or folder is gone, and returns its path. Meanwhile renews the times
+/// of everything watched.
 pub(crate) async fn until_gone(watch: Watch) -> PathBuf {
     let watch = Arc::new(watch);
     let mut ticks = interval(FOLDER_CHECK_INTERVAL);

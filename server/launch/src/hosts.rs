@@ -35,7 +35,8 @@ pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
     Ok(hosts)
 }
 
-/// Reads a machine file: the first word of each line, each host once, without `:slots`. A `#` begins a comment.
+/// Reads a machine file: the first word of each line, each host once, without `:slots`. A `#`
+/// begins a comment.
 ///
 /// # Errors
 /// As [`expand_host_list`].

@@ -1,7 +1,8 @@
 //! The invitation: what a server gets from its launcher before it connects to the supervisor.
 //!
-//! It is one line of JSON on standard input, or in the key file, and the only message that carries the session's key in the clear.
-//! Everything else goes over the control channel, which the key seals (see [`crate::control`]).
+//! It is one line of JSON on standard input, or in the key file, and the only message that carries
+//! the session's key in the clear. Everything else goes over the control channel, which the key
+//! seals (see [`crate::control`]).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,7 +17,8 @@ use crate::error::LaunchError;
 /// Room for everything in an invitation except the names of hosts.
 const BASE_LEN: usize = 64 << 10;
 
-/// What a server needs to find its supervisor and to start. All servers of a session get the same, except for `host` and `below`.
+/// What a server needs to find its supervisor and to start. All servers of a session get the same,
+/// except for `host` and `below`.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Invitation {
     /// The launcher's version, so that a server of another version can name both.
@@ -53,8 +55,8 @@ pub(crate) struct Invitation {
 }
 
 impl Invitation {
-    /// Encodes the invitation as one line. The buffer is allocated once, because a buffer that is outgrown is not overwritten and
-    /// would leave the key in memory.
+    /// Encodes the invitation as one line. The buffer is allocated once, because a buffer that is
+    /// outgrown is not overwritten and would leave the key in memory.
     pub(crate) fn to_line(&self) -> Result<Zeroizing<Vec<u8>>, LaunchError> {
         let names: usize = self.below.iter().map(|name| name.len() + 3).sum();
         let mut line = Zeroizing::new(Vec::with_capacity(BASE_LEN + names));

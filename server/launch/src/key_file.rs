@@ -1,4 +1,5 @@
-//! The key file: the invitation in a file, for launchers that do not pass standard input to every server.
+//! The key file: the invitation in a file, for launchers that do not pass standard input to every
+//! server.
 
 use std::fs;
 use std::io::Write;
@@ -9,7 +10,8 @@ use crate::error::LaunchError;
 use crate::invitation::Invitation;
 use crate::notices::Notices;
 
-/// A key file that only the user can read. Dropping it removes the file, which happens once all servers have joined.
+/// A key file that only the user can read. Dropping it removes the file, which happens once all
+/// servers have joined.
 pub(crate) struct KeyFile {
     path: PathBuf,
     notices: Notices,

@@ -1,6 +1,8 @@
-//! The launchers: how each is detected, how it lists its nodes, and which command starts a server on each of them.
+//! The launchers: how each is detected, how it lists its nodes, and which command starts a server
+//! on each of them.
 //!
-//! A launcher is data, one row of [`table`]. A new manager is a new row, and a row in the table of `docs/OPERATIONS.md`.
+//! A launcher is data, one row of [`table`]. A new manager is a new row, and a row in the table of
+//! `docs/OPERATIONS.md`.
 
 mod table;
 
@@ -19,14 +21,17 @@ pub(crate) struct Launcher {
     pub(crate) name: &'static str,
     /// A variable that is set within the manager's jobs. `None`: used only if the user names it.
     detected_by: Option<&'static str>,
-    /// The variables that identify the job: its number, and its index in an array if array elements share a number.
+    /// The variables that identify the job: its number, and its index in an array if array elements
+    /// share a number.
     job_variables: &'static [&'static str],
     pub(crate) node_list: NodeList,
     pub(crate) start: Start,
     pub(crate) input: Input,
-    /// Variables that are removed from the launcher's environment because they would narrow what the servers get.
+    /// Variables that are removed from the launcher's environment because they would narrow what
+    /// the servers get.
     pub(crate) removed_variables: &'static [&'static str],
-    /// Whether the servers run as a job step. Slurm signals job steps at the end of the job, and on request some time before.
+    /// Whether the servers run as a job step. Slurm signals job steps at the end of the job, and on
+    /// request some time before.
     pub(crate) is_job_step: bool,
     /// The variable that holds a server's node name as the manager lists it.
     pub(crate) node_name_variable: Option<&'static str>,
@@ -45,13 +50,15 @@ pub(crate) enum NodeList {
     Given,
 }
 
-/// How servers are started. In a command's words, `{count}` and `{hosts}` stand for all nodes, `{host}` for one, and a lone `{args}`
-/// for the words of `--launcher-args`. The command line of the server follows.
+/// How servers are started. In a command's words, `{count}` and `{hosts}` stand for all nodes,
+/// `{host}` for one, and a lone `{args}` for the words of `--launcher-args`. The command line of
+/// the server follows.
 #[derive(Debug)]
 pub(crate) enum Start {
     /// One command starts all servers.
     Once(&'static [&'static str]),
-    /// One command per node, whose last words a shell on the node parses. With many nodes the first servers start others.
+    /// One command per node, whose last words a shell on the node parses. With many nodes the first
+    /// servers start others.
     EachByShell(&'static [&'static str]),
     /// One process per server on this machine.
     Local,
@@ -72,7 +79,8 @@ pub(crate) enum Input {
 pub(crate) type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Launcher {
-    /// Whether all servers run on this machine. Everything that differs for local sessions asks here.
+    /// Whether all servers run on this machine. Everything that differs for local sessions asks
+    /// here.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.start, Start::Local)
     }

@@ -2,17 +2,20 @@
 //!
 //! A session begins in three steps, each of which can fail without leaving anything behind:
 //!
-//! 1. [`SessionPlan`] checks the options, and chooses the launcher and the hosts (`allocation`, `launchers`, `hosts`).
-//! 2. [`RunningSession::start`] creates the session's folder and runs the supervisor (`supervisor`). The supervisor has the servers
-//!    started (`processes`), and each of them gets an `invitation` with the session's key.
-//! 3. Each server (`serve`) connects to the supervisor over a sealed control channel (`control`), gets its node number, and connects to
-//!    its peers. The session is up once all have done so.
+//! 1. [`SessionPlan`] checks the options, and chooses the launcher and the hosts (`allocation`,
+//!    `launchers`, `hosts`).
+//! 2. [`RunningSession::start`] creates the session's folder and runs the supervisor
+//!    (`supervisor`). The supervisor has the servers started (`processes`), and each of them gets
+//!    an `invitation` with the session's key.
+//! 3. Each server (`serve`) connects to the supervisor over a sealed control channel (`control`),
+//!    gets its node number, and connects to its peers. The session is up once all have done so.
 //!
-//! From then on the supervisor holds a lease over the servers. When it ends, they end. [`cleanup`] removes what a session leaves
-//! behind; [`preflight`] finds mistakes in a command line before any of this starts.
+//! From then on the supervisor holds a lease over the servers. When it ends, they end. [`cleanup`]
+//! removes what a session leaves behind; [`preflight`] finds mistakes in a command line before any
+//! of this starts.
 //!
-//! The crate knows nothing of command lines, and prints nothing: messages for the user go through [`Notices`]. It does not read or
-//! write samples; `dayfly-server` does that.
+//! The crate knows nothing of command lines, and prints nothing: messages for the user go through
+//! [`Notices`]. It does not read or write samples; `dayfly-server` does that.
 //!
 //! A host list, for example, expands to the names of the nodes:
 //!
@@ -56,7 +59,8 @@ pub use plan::SessionPlan;
 pub use serve::InvitedServer;
 pub use session::RunningSession;
 
-/// Protects the session's key in this process: it writes no core file, and other processes of its user cannot trace it.
+/// Protects the session's key in this process: it writes no core file, and other processes of its
+/// user cannot trace it.
 ///
 /// # Errors
 /// Fails if the kernel refuses.

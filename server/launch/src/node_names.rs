@@ -1,7 +1,7 @@
 //! Names and addresses of nodes.
 //!
-//! A node is known by the name that its manager lists, or by an address, and never by a machine's identity: several users and jobs
-//! may run the same program on one node.
+//! A node is known by the name that its manager lists, or by an address, and never by a machine's
+//! identity: several users and jobs may run the same program on one node.
 
 use std::net::{IpAddr, ToSocketAddrs};
 
@@ -14,7 +14,8 @@ use crate::error::LaunchError;
 /// The most names that a message lists.
 const LISTED_NAMES_MAX: usize = 8;
 
-/// Returns the addresses at which other machines may find this one, or those of one interface. IPv4 addresses come first.
+/// Returns the addresses at which other machines may find this one, or those of one interface. IPv4
+/// addresses come first.
 pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, LaunchError> {
     let mut addresses = Vec::new();
     for found in getifaddrs().map_err(LaunchError::io("cannot list the network interfaces"))? {
@@ -44,8 +45,8 @@ pub(crate) fn own_host_name() -> String {
 
 /// Finds a joining server's index in the list of hosts.
 ///
-/// A whole name counts more than a name's first part, and that more than an address. If nothing matches, the server gets the first
-/// free index that has no name, as with `--launcher manual`.
+/// A whole name counts more than a name's first part, and that more than an address. If nothing
+/// matches, the server gets the first free index that has no name, as with `--launcher manual`.
 pub(crate) fn host_index(
     hosts: &[String],
     names: &[String],

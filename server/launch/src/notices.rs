@@ -8,7 +8,8 @@ type Show = dyn Fn(&dyn Display) + Send + Sync;
 
 /// Passes messages for the user to the program that embeds this crate.
 ///
-/// The crate itself never writes to standard error. A notice is not an error: the operation that gave it continues.
+/// The crate itself never writes to standard error. A notice is not an error: the operation that
+/// gave it continues.
 #[derive(Clone)]
 pub struct Notices(Arc<Show>);
 

@@ -28,7 +28,8 @@ pub struct SessionPlan {
 }
 
 impl SessionPlan {
-    /// Checks the options, and chooses the launcher and the hosts. The session continues for `keep` if its supervisor is lost.
+    /// Checks the options, and chooses the launcher and the hosts. The session continues for `keep`
+    /// if its supervisor is lost.
     ///
     /// # Errors
     /// Fails if the options contradict each other, or the hosts cannot be found out.
@@ -74,7 +75,8 @@ impl SessionPlan {
         &self.prefix
     }
 
-    /// Whether node 0, which reads the sources' names, will run on this machine. Only then can this process check the sources.
+    /// Whether node 0, which reads the sources' names, will run on this machine. Only then can this
+    /// process check the sources.
     pub fn has_node_0_here(&self) -> bool {
         self.allocation.has_node_0_here()
     }

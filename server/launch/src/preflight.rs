@@ -1,6 +1,7 @@
 //! Checks that `dayfly run` makes before it starts anything.
 //!
-//! A stage-in may take hours. A mistake that would only show after it, such as a command that does not exist, is reported at once.
+//! A stage-in may take hours. A mistake that would only show after it, such as a command that does
+//! not exist, is reported at once.
 
 use std::env;
 use std::ffi::OsStr;
@@ -110,7 +111,8 @@ pub fn check_targets<'a>(prefix: &[u8], targets: impl IntoIterator<Item = &'a Os
     Ok(())
 }
 
-/// Checks that sources exist and can be read. Only useful if node 0 runs on this machine, because node 0 reads them.
+/// Checks that sources exist and can be read. Only useful if node 0 runs on this machine, because
+/// node 0 reads them.
 ///
 /// # Errors
 /// Fails if a source does not exist or cannot be read.
@@ -139,8 +141,8 @@ pub fn check_report(path: &Path) -> Result<(), PreflightError> {
 /// Finds the file that `execvp` would run.
 ///
 /// # Errors
-/// Fails as `execvp` would: with `NotFound` if there is no such program or its interpreter is missing, and with another kind if the
-/// program cannot be executed.
+/// Fails as `execvp` would: with `NotFound` if there is no such program or its interpreter is
+/// missing, and with another kind if the program cannot be executed.
 pub fn find_program(program: &OsStr, search_path: &OsStr) -> io::Result<PathBuf> {
     let candidates = if program.as_bytes().contains(&b'/') {
         vec![PathBuf::from(program)]
@@ -154,7 +156,8 @@ pub fn find_program(program: &OsStr, search_path: &OsStr) -> io::Result<PathBuf>
             Ok(()) => return Ok(candidate),
             // The next folder may have the program.
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-                // An error without a number is about a missing interpreter, which says more than "not found".
+                // An error without a number is about a missing interpreter, which says more than
+                // "not found".
                 if error.raw_os_error().is_none() {
                     refusal = error;
                 }

@@ -1,4 +1,5 @@
-//! The processes that start servers: one command of the manager for all nodes, or one per node, arranged in a tree.
+//! The processes that start servers: one command of the manager for all nodes, or one per node,
+//! arranged in a tree.
 
 use std::env;
 use std::future;
@@ -24,7 +25,8 @@ const LINES_WAITING_MAX: usize = 256;
 const LINE_LEN_MAX: usize = 4096;
 /// How many of its last lines explain why a process failed.
 const LAST_LINES: usize = 5;
-/// How long to wait for the rest of the output after a process has exited. Its children may hold the pipe open.
+/// How long to wait for the rest of the output after a process has exited. Its children may hold
+/// the pipe open.
 const OUTPUT_TIMEOUT: Duration = Duration::from_millis(200);
 /// The variable that loads the preload library into a program.
 const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
@@ -65,7 +67,8 @@ impl LauncherProcesses {
         Self { running: JoinSet::new(), lines, lines_sender, started: Vec::new() }
     }
 
-    /// Runs the commands that start servers on `hosts`. `key_file` holds the invitation if standard input does not reach all of them.
+    /// Runs the commands that start servers on `hosts`. `key_file` holds the invitation if standard
+    /// input does not reach all of them.
     pub(crate) fn start(
         &mut self,
         launcher: &Launcher,
@@ -95,7 +98,8 @@ impl LauncherProcesses {
         }
     }
 
-    /// Runs at most `width` commands. The first server of each group starts the others of its group.
+    /// Runs at most `width` commands. The first server of each group starts the others of its
+    /// group.
     fn start_each(
         &mut self,
         launcher: &Launcher,
@@ -127,7 +131,8 @@ impl LauncherProcesses {
         }
         // This process may run within another session, whose namespace a server must not see.
         command.env_remove(PRELOAD_VARIABLE);
-        // The servers belong to the session, so the shell that started this process must not signal them with its jobs.
+        // The servers belong to the session, so the shell that started this process must not signal
+        // them with its jobs.
         command.process_group(0).kill_on_drop(true);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         if launcher.is_local() {
@@ -191,7 +196,8 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     let mut readers = JoinSet::new();
     outputs.into_iter().flatten().for_each(|output| drop(readers.spawn(forward_lines(output, lines.clone()))));
     if let (Some(mut input), Some(line)) = (input, line) {
-        // If the process exits at once, its output says why. Closing its input afterwards does not end it.
+        // If the process exits at once, its output says why. Closing its input afterwards does not
+        // end it.
         let _ = input.write_all(line).await;
     }
     let status = child.wait().await;

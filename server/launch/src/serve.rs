@@ -1,8 +1,9 @@
 //! The server's side of a session's life, as `dayfly serve` runs it.
 //!
-//! An invited server starts the servers below it in the tree of launchers, connects to the supervisor, and reports whether it can
-//! serve. It then gets its node number, starts, and serves until the session ends or its supervisor is lost. Last, it removes the
-//! session's folders unless other servers of this machine still use them.
+//! An invited server starts the servers below it in the tree of launchers, connects to the
+//! supervisor, and reports whether it can serve. It then gets its node number, starts, and serves
+//! until the session ends or its supervisor is lost. Last, it removes the session's folders unless
+//! other servers of this machine still use them.
 
 mod environment;
 
@@ -43,7 +44,8 @@ use environment::ServerEnvironment;
 const RUNTIME_THREADS_MAX: usize = 4;
 /// The longest invitation. Most of it is the list of hosts whose servers the invited server starts.
 const INVITATION_LEN_MAX: usize = 1 << 20;
-/// A server retries this often to connect to a busy supervisor, which resets connections that it cannot hold.
+/// A server retries this often to connect to a busy supervisor, which resets connections that it
+/// cannot hold.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(300);
 /// How long a server retries.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -57,8 +59,8 @@ pub struct InvitedServer {
 }
 
 impl InvitedServer {
-    /// Reads the invitation from a key file, or from standard input if the path is `-`. `rendezvous`, as `HOST:PORT`, replaces the
-    /// supervisor's addresses.
+    /// Reads the invitation from a key file, or from standard input if the path is `-`.
+    /// `rendezvous`, as `HOST:PORT`, replaces the supervisor's addresses.
     ///
     /// # Errors
     /// Fails if there is no invitation, or one of another version.
@@ -81,13 +83,14 @@ impl InvitedServer {
     /// Serves until the session ends.
     ///
     /// # Errors
-    /// Fails if the server cannot join. A failure after that is reported to the supervisor, which decides what becomes of the
-    /// session.
+    /// Fails if the server cannot join. A failure after that is reported to the supervisor, which
+    /// decides what becomes of the session.
     pub fn run(self) -> Result<(), LaunchError> {
         raise_descriptor_limit();
         let servers_here = usize::from(self.invitation.settings.servers_here);
         let cores = std::thread::available_parallelism().map_or(1, usize::from) / servers_here;
-        // This server's share of the cores and no more, because waking a sleeping thread costs more than handling a message does.
+        // This server's share of the cores and no more, because waking a sleeping thread costs more
+        // than handling a message does.
         let threads = cores.clamp(1, RUNTIME_THREADS_MAX);
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
         let runtime = runtime.map_err(LaunchError::io("cannot start the server's runtime"))?;
@@ -99,7 +102,8 @@ impl InvitedServer {
 }
 
 fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
-    // The buffer is allocated once, because a buffer that is outgrown is not overwritten and would leave the key in memory.
+    // The buffer is allocated once, because a buffer that is outgrown is not overwritten and would
+    // leave the key in memory.
     let mut line = Zeroizing::new(Vec::with_capacity(INVITATION_LEN_MAX));
     let cannot = |source: io::Error| LaunchError::ReadKeyFile { path: path.to_owned(), source };
     let mut file = if path == Path::new("-") {
@@ -115,7 +119,8 @@ fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
     Invitation::from_line(&line)
 }
 
-/// The names by which the host list may name this node: the launcher's first, then the manager's, then the machine's own.
+/// The names by which the host list may name this node: the launcher's first, then the manager's,
+/// then the machine's own.
 fn node_names(invitation: &Invitation) -> Vec<String> {
     let by_manager = invitation.node_name_variable.as_ref().and_then(|name| std::env::var(name).ok());
     let own = Some(own_host_name()).filter(|name| !name.is_empty());
@@ -126,7 +131,8 @@ fn node_names(invitation: &Invitation) -> Vec<String> {
 
 /// Joins the session and serves.
 async fn join(session: SessionId, invitation: Invitation) -> Result<(), LaunchError> {
-    // A manager sends these signals to all job steps, but they are meant for the job. The end of a terminal does not end the session.
+    // A manager sends these signals to all job steps, but they are meant for the job. The end of a
+    // terminal does not end the session.
     let _ignored = [SignalKind::hangup(), SignalKind::user_defined1(), SignalKind::user_defined2()].map(signal);
     let mut terminate = signal(SignalKind::terminate()).map_err(LaunchError::io("cannot handle SIGTERM"))?;
     let key = Arc::new(Key::new(*invitation.key));
@@ -172,7 +178,8 @@ fn start_below(invitation: &Invitation) -> Result<Option<LauncherProcesses>, Lau
     Ok(Some(processes))
 }
 
-/// Waits for the servers below this one, which would be killed with this process. They join by themselves, even if this one cannot.
+/// Waits for the servers below this one, which would be killed with this process. They join by
+/// themselves, even if this one cannot.
 async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invitation) {
     if let Some(below) = below {
         let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_exited()).await;
@@ -216,7 +223,8 @@ async fn wait_and_serve(
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
     send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
-    // The supervisor waits for other servers and has its own deadline. This one covers a supervisor that vanished.
+    // The supervisor waits for other servers and has its own deadline. This one covers a supervisor
+    // that vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
     let answer = tokio::select! {
@@ -238,7 +246,8 @@ async fn wait_and_serve(
     }
 }
 
-/// Reports a failure to the supervisor. The process still exits with status 0, because some launchers end all servers if one fails.
+/// Reports a failure to the supervisor. The process still exits with status 0, because some
+/// launchers end all servers if one fails.
 async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchError) {
     tracing::error!(%error, "the server cannot start");
     // A supervisor that is gone does not need to know.
@@ -305,11 +314,10 @@ async fn start(
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);
-    let server = Node::start(config).await.map_err(|error| LaunchError::Server(error.to_string()))?;
+    let server = Node::start(config).await.map_err(LaunchError::Server)?;
     let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
     data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
-    tracing::info!(address = %server.address(), "the server is up");
     Ok(Serving { server, location, watch, locks })
 }
 
@@ -344,7 +352,8 @@ impl Serving {
         };
         if let Some(reason) = &loss {
             tracing::error!(reason);
-            // The supervisor gets the reason before anything fails because of it. It ends the other nodes, and informs the user.
+            // The supervisor gets the reason before anything fails because of it. It ends the other
+            // nodes, and informs the user.
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
             let _ = timeout(patience, send(&mut sender, &failed)).await;
         }
@@ -363,13 +372,15 @@ impl Serving {
     }
 }
 
-/// Serves for `keep` without a supervisor, so that the next job can use the session. Returns why the server ends.
+/// Serves for `keep` without a supervisor, so that the next job can use the session. Returns why
+/// the server ends.
 async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> &'static str {
     if keep.is_zero() {
         return cause;
     }
     tracing::info!(cause, seconds = keep.as_secs(), "the session continues without its supervisor");
-    // The job of the session is over. Without this, the next job's commands would not find the session.
+    // The job of the session is over. Without this, the next job's commands would not find the
+    // session.
     if let Err(error) = location.forget_job() {
         tracing::warn!(%error, "cannot detach the session from its job; the next job will not find it");
     }
@@ -379,9 +390,10 @@ async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> 
 
 /// Waits for SIGTERM, twice if the server runs as a job step.
 ///
-/// A manager may signal all job steps some time before the end of the job, so that the user's command can save its work. That command
-/// still reads from the session, so the first signal does not end it. At the end of the job both the manager and its launcher send
-/// the signal, so it arrives twice.
+/// A manager may signal all job steps some time before the end of the job, so that the user's
+/// command can save its work. That command still reads from the session, so the first signal does
+/// not end it. At the end of the job both the manager and its launcher send the signal, so it
+/// arrives twice.
 async fn terminated(terminate: &mut Signal, is_job_step: bool) {
     terminate.recv().await;
     if is_job_step {
@@ -398,12 +410,13 @@ enum Parting {
     Lost(&'static str),
 }
 
-/// Carries out the supervisor's instructions and sends heartbeats, until the supervisor ends the session or is lost.
+/// Carries out the supervisor's instructions and sends heartbeats, until the supervisor ends the
+/// session or is lost.
 async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver: Receiver, invitation: &Invitation) -> Parting {
     let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
     let (instruction_sender, mut instructions) = mpsc::channel(INSTRUCTIONS_WAITING_MAX);
-    // The receiver runs on its own task. Inside the select below, a message that is partly read would be lost whenever a tick comes
-    // first. The task ends with this function.
+    // The receiver runs on its own task. Inside the select below, a message that is partly read
+    // would be lost whenever a tick comes first. The task ends with this function.
     let mut receiving = JoinSet::new();
     receiving.spawn(async move {
         while let Ok(instruction) = control::receive::<FromSupervisor>(&mut receiver).await {
@@ -414,7 +427,8 @@ async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver
     });
     let mut ticks = interval(lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // The lease is counted in ticks, which do not come while this process is stopped, as a suspended job's processes are.
+    // The lease is counted in ticks, which do not come while this process is stopped, as a
+    // suspended job's processes are.
     let lease_ticks = (lease.as_millis() / lease_interval.as_millis()) as u64;
     let mut ticks_left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease_ticks);
     let mut has_begun = false;
@@ -466,8 +480,8 @@ async fn receive(receiver: &mut Receiver, invitation: &Invitation) -> Result<Fro
     })
 }
 
-/// Raises the soft limit of open files to the hard one. Each client and each peer costs descriptors, and the soft limit is often far
-/// below what is allowed.
+/// Raises the soft limit of open files to the hard one. Each client and each peer costs
+/// descriptors, and the soft limit is often far below what is allowed.
 fn raise_descriptor_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {

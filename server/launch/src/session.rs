@@ -37,7 +37,8 @@ impl RunningSession {
     /// Starts all servers, and waits until they are ready or `cancelled` fires.
     ///
     /// # Errors
-    /// Fails if the servers cannot be started, or do not become one session in time. Nothing is left behind then.
+    /// Fails if the servers cannot be started, or do not become one session in time. Nothing is
+    /// left behind then.
     pub fn start(plan: SessionPlan, cancelled: oneshot::Receiver<()>) -> Result<Self, LaunchError> {
         let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
         let _span = info_span!("start_session", %session, nodes = plan.allocation.hosts.len()).entered();
@@ -56,7 +57,8 @@ impl RunningSession {
         };
         let (location, lock) = locate::create(&locate::runtime_dir(), session, plan.allocation.job.as_deref())?;
         let noted = match plan.allocation.launcher.input {
-            // If this process is killed while the key file exists, the next cleanup finds it by this note and removes it.
+            // If this process is killed while the key file exists, the next cleanup finds it by
+            // this note and removes it.
             Input::File => fs::write(location.folder.join(KEY_FILE_NAME), key_file.as_os_str().as_bytes()),
             Input::Standard => Ok(()),
         };
@@ -89,13 +91,14 @@ impl RunningSession {
         &self.location
     }
 
-    /// Returns a handle that ends the session when it is sent or dropped. Only the first call returns one.
+    /// Returns a handle that ends the session when it is sent or dropped. Only the first call
+    /// returns one.
     pub fn end_handle(&mut self) -> Option<oneshot::Sender<()>> {
         self.supervisor.end_handle()
     }
 
-    /// Returns a channel that receives the reason if the session is lost. Its sender is dropped if the session ends otherwise. Only
-    /// the first call returns one.
+    /// Returns a channel that receives the reason if the session is lost. Its sender is dropped if
+    /// the session ends otherwise. Only the first call returns one.
     pub fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
         self.supervisor.loss()
     }
@@ -110,8 +113,9 @@ impl Drop for RunningSession {
     fn drop(&mut self) {
         drop(self.supervisor.end_handle());
         self.supervisor.wait();
-        // With the lock held, so that no other process removes the folder at the same time. If servers are still about to exit, the
-        // lock is released first, so that the last of them can remove the folder.
+        // With the lock held, so that no other process removes the folder at the same time. If
+        // servers are still about to exit, the lock is released first, so that the last of them can
+        // remove the folder.
         let removed = cleanup::remove_if_last(&self.location);
         drop(self.lock.take());
         if let Err(error) = removed.and_then(|was_last| if was_last { Ok(()) } else { cleanup::remove_soon(&self.location) }) {

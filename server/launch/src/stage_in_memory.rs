@@ -1,7 +1,7 @@
 //! How much memory a server may take for stage-ins.
 //!
-//! The user decides, or else a fixed bound applies, which a small control group lowers. It is never a share of the machine's memory,
-//! because that belongs to the job.
+//! The user decides, or else a fixed bound applies, which a small control group lowers. It is never
+//! a share of the machine's memory, because that belongs to the job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,12 @@ use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, stage_in
 
 use crate::error::LaunchError;
 
-/// The stage-ins of all servers in a control group take at most one part in this many of its limit, because the job lives there too.
+/// The stage-ins of all servers in a control group take at most one part in this many of its limit,
+/// because the job lives there too.
 const GROUP_DIVISOR: u64 = 4;
 
-/// Checks that the memory suffices for the number of workers, or for one worker if the number is not given.
+/// Checks that the memory suffices for the number of workers, or for one worker if the number is
+/// not given.
 pub(crate) fn check(wanted: Option<u64>, workers: Option<u16>) -> Result<(), LaunchError> {
     let minimum = stage_in_memory_min(workers.map_or(1, usize::from));
     match wanted {
@@ -34,7 +36,8 @@ fn default(limit: Option<u64>, servers: u16) -> u64 {
     share.clamp(STAGE_IN_MEMORY_MIN, STAGE_IN_MEMORY_DEFAULT)
 }
 
-/// Returns the lowest memory limit of the control groups that this process is in, or `None` if there is none.
+/// Returns the lowest memory limit of the control groups that this process is in, or `None` if
+/// there is none.
 fn group_limit(groups: &Path, root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(groups).ok()?;
     let mut lowest = None;
@@ -48,7 +51,8 @@ fn group_limit(groups: &Path, root: &Path) -> Option<u64> {
             _ => continue,
         };
         let mut at: PathBuf = root.join(path.trim_start_matches('/'));
-        // In a container the path may be that of the host, which does not exist here; the root is then our group.
+        // In a container the path may be that of the host, which does not exist here; the root is
+        // then our group.
         while at.starts_with(&root) {
             let value = fs::read_to_string(at.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
             lowest = [lowest, value].into_iter().flatten().min();

@@ -1,8 +1,9 @@
 //! The supervisor of a session.
 //!
-//! It has the servers started, waits until they join, makes them one session ([`start`]), and then holds the session's lease over
-//! them ([`lease`]): as long as it lives, it sends each server a heartbeat. When the supervisor ends, for whatever reason, the servers
-//! end: at once if the kernel closes the control channels, and otherwise when no heartbeat has come for the lease's time.
+//! It has the servers started, waits until they join, makes them one session ([`start`]), and then
+//! holds the session's lease over them ([`lease`]): as long as it lives, it sends each server a
+//! heartbeat. When the supervisor ends, for whatever reason, the servers end: at once if the kernel
+//! closes the control channels, and otherwise when no heartbeat has come for the lease's time.
 //!
 //! The supervisor runs on a thread of its own with a single-threaded runtime.
 
@@ -33,7 +34,8 @@ pub(crate) struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts all servers, and waits until they are ready or `cancelled` fires. Ends the session when a watched file is gone.
+    /// Starts all servers, and waits until they are ready or `cancelled` fires. Ends the session
+    /// when a watched file is gone.
     pub(crate) fn start(request: StartRequest, watch: Watch, cancelled: oneshot::Receiver<()>) -> Result<Self, LaunchError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(LaunchError::io("cannot start the supervisor's runtime"))?;
@@ -62,7 +64,8 @@ impl Supervisor {
                         let loss = lease::hold(members, &mut processes, deadlines, &notices, ending, gone).await;
                         if let Some(reason) = loss {
                             tracing::warn!(%session, reason, "the session is lost");
-                            // If nobody waits for the reason, ending the session is all that can be done.
+                            // If nobody waits for the reason, ending the session is all that can be
+                            // done.
                             let _ = loss_sender.send(reason);
                         }
                         wind_down(&mut processes, &notices).await;
@@ -93,7 +96,8 @@ impl Supervisor {
         }
     }
 
-    /// Returns a channel that receives the reason if the session is lost. Its sender is dropped if the session ends otherwise.
+    /// Returns a channel that receives the reason if the session is lost. Its sender is dropped if
+    /// the session ends otherwise.
     pub(crate) fn loss(&mut self) -> Option<oneshot::Receiver<String>> {
         self.loss.take()
     }
@@ -111,7 +115,8 @@ impl Drop for Supervisor {
     }
 }
 
-/// Waits until the launcher's processes have exited, as they do after their servers. The caller then drops, and so kills, the others.
+/// Waits until the launcher's processes have exited, as they do after their servers. The caller
+/// then drops, and so kills, the others.
 async fn wind_down(processes: &mut LauncherProcesses, notices: &Notices) {
     if timeout(LAUNCHER_END_TIMEOUT, processes.all_exited()).await.is_err() {
         notices.show("a process that started servers does not exit, so it is killed");

@@ -27,7 +27,8 @@ pub(crate) struct LsArguments {
     pub(crate) paths: Vec<OsString>,
 }
 
-/// Show everything about a path: attributes, blocks, their nodes, and the source on the parallel file system.
+/// Show everything about a path: attributes, blocks, their nodes, and the source on the parallel
+/// file system.
 #[derive(Args)]
 pub(crate) struct StatArguments {
     /// Paths of the namespace.
@@ -49,7 +50,8 @@ pub(crate) struct CpArguments {
     /// Copy directories with everything in them.
     #[arg(short, visible_short_alias = 'R')]
     pub(crate) recursive: bool,
-    /// SOURCE... TARGET, where the sources are in the namespace and TARGET is a local file or directory.
+    /// SOURCE... TARGET, where the sources are in the namespace and TARGET is a local file or
+    /// directory.
     #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
     pub(crate) paths: Vec<OsString>,
 }
@@ -85,18 +87,20 @@ pub(crate) struct DfArguments {
 
 /// Read blocks back, and check them against the checksums taken at stage-in.
 ///
-/// Each block is read once, from a node that does not own it, and so through the network and the arena,
-/// as a program on that node would read it.
+/// Each block is read once, from a node that does not own it, and so through the network and the
+/// arena, as a program on that node would read it.
 #[derive(Args)]
 pub(crate) struct VerifyArguments {
-    /// Read every block from every node of this machine. 'srun --overlap dayfly verify --from-every-node' does so on all machines.
+    /// Read every block from every node of this machine. 'srun --overlap dayfly verify
+    /// --from-every-node' does so on all machines.
     #[arg(long)]
     pub(crate) from_every_node: bool,
     /// A path of the namespace. [default: the whole namespace]
     pub(crate) path: Option<OsString>,
 }
 
-/// Show what each node holds, its free space, what was read from where, and what slows readers down.
+/// Show what each node holds, its free space, what was read from where, and what slows readers
+/// down.
 #[derive(Args)]
 pub(crate) struct StatusArguments {
     /// Print JSON.
@@ -106,10 +110,11 @@ pub(crate) struct StatusArguments {
 
 /// Watch what nodes and their processes read, from where, and what slows them down.
 ///
-/// Each screen shows the rates since the previous one. Sources of reads: 'own', this node's segment;
-/// 'kept', its copy of a block that another node owns; 'arena', fetched ahead or by another process;
-/// 'asked', fetched while the reader waited. Prefetch: 'hits' had arrived before they were read, 'late' had
-/// not, and 'wasted' were never read. The last line names the bottleneck.
+/// Each screen shows the rates since the previous one. Sources of reads: 'own', this node's
+/// segment; 'cached', its copy of a block that another node owns; 'arena', fetched ahead or by
+/// another process; 'asked', fetched while the reader waited. Prefetch: 'hits' had arrived before
+/// they were read, 'late' had not, and 'wasted' were never read. The last line names the
+/// bottleneck.
 #[derive(Args)]
 pub(crate) struct TopArguments {
     /// Seconds between two screens.
@@ -136,13 +141,15 @@ pub(crate) struct MetricsArguments {
 /// Example: dayfly tune --prefetch 512 --cache 20GiB
 #[derive(Args)]
 pub(crate) struct TuneArguments {
-    /// How far to prefetch for readers that submitted their order: 'auto', 'off' or a number of samples.
+    /// How far to prefetch for readers that submitted their order: 'auto', 'off' or a number of
+    /// samples.
     #[arg(long, value_name = "auto|off|N", value_parser = depth)]
     pub(crate) prefetch: Option<Depth>,
     /// How much of each server's arena prefetch may take. [at first: half]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) prefetch_memory: Option<u64>,
-    /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free space, 'off' or a size. [at first: all]
+    /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
+    /// space, 'off' or a size. [at first: all]
     ///
     /// A node then chooses again which of its cached blocks to keep.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]

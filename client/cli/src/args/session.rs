@@ -15,10 +15,10 @@ use crate::size;
 
 /// Start a session, with one server per node, and print its id once all servers are ready.
 ///
-/// Within a job of Slurm, Flux, PBS or LSF, the manager's own command starts a server on each node of
-/// the job. Elsewhere one server starts on this machine, or those that --local, --hosts or --hostfile ask
-/// for. A supervisor process stays behind, and the session ends when that process ends, for example with
-/// the job.
+/// Within a job of Slurm, Flux, PBS or LSF, the manager's own command starts a server on each node
+/// of the job. Elsewhere one server starts on this machine, or those that --local, --hosts or
+/// --hostfile ask for. A supervisor process stays behind, and the session ends when that process
+/// ends, for example with the job.
 ///
 /// Examples: dayfly up --data-dir /local/scratch; dayfly up --local 4; dayfly up --hosts 'n[1-8]'
 #[derive(Args)]
@@ -43,19 +43,23 @@ pub(crate) struct UpArguments {
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Servers")]
 pub(crate) struct SessionArguments {
-    /// Store blocks below DIR on each node; repeat it for several drives. [default: $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
+    /// Store blocks below DIR on each node; repeat it for several drives. [default: $SLURM_TMPDIR,
+    /// or else $TMPDIR, or else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
-    /// Bytes that each node may take on its data dirs. [default: its share of 90 % of the free space]
+    /// Bytes that each node may take on its data dirs. [default: its share of 90 % of the free
+    /// space]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) capacity: Option<u64>,
     /// Memory of each server for blocks of other nodes. [default: 256MiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory: Option<u64>,
-    /// Memory of each server for all its stage-ins together. [default: 1GiB, or less in a small control group]
+    /// Memory of each server for all its stage-ins together. [default: 1GiB, or less in a small
+    /// control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) stage_in_memory: Option<u64>,
-    /// Units of the sources that each server reads at the same time. [default: its share of the cores, at most 16]
+    /// Units of the sources that each server reads at the same time. [default: its share of the
+    /// cores, at most 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=WORKERS_MAX as i64))]
     pub(crate) stage_in_workers: Option<u16>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
@@ -67,10 +71,12 @@ pub(crate) struct SessionArguments {
     /// How nodes reach each other. 'dayfly status' shows what was chosen.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = Transport::Auto)]
     pub(crate) transport: Transport,
-    /// RDMA card to use, and its port. [default: of the cards with a port that is up, the one nearest to the data dir]
+    /// RDMA card to use, and its port. [default: of the cards with a port that is up, the one
+    /// nearest to the data dir]
     #[arg(long, value_name = "NAME[:PORT]")]
     pub(crate) rdma_device: Option<String>,
-    /// Service level of RDMA traffic (with RoCE, its priority), so that the network can separate it from other traffic.
+    /// Service level of RDMA traffic (with RoCE, its priority), so that the network can separate it
+    /// from other traffic.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=15))]
     pub(crate) service_level: u8,
     /// Traffic class of RDMA packets. With RoCE it is a field of the IP header: DSCP x 4.
@@ -79,7 +85,8 @@ pub(crate) struct SessionArguments {
     /// Encrypt and authenticate every byte between nodes. Implies TCP. See docs/SECURITY.md.
     #[arg(long)]
     pub(crate) encrypt: bool,
-    /// Check every chunk that a process reads, even from its own node's memory and drives, against the checksum of the stage-in.
+    /// Check every chunk that a process reads, even from its own node's memory and drives, against
+    /// the checksum of the stage-in.
     #[arg(long)]
     pub(crate) verify_reads: bool,
     /// Allow a data dir on a network file system, which is normally what a session should avoid.
@@ -139,16 +146,19 @@ impl SessionArguments {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Where servers run")]
 pub(crate) struct LaunchArguments {
-    /// Start N servers on this machine, each a node with its own data folder, socket and address. [default: 1, outside of jobs]
+    /// Start N servers on this machine, each a node with its own data folder, socket and address.
+    /// [default: 1, outside of jobs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
     pub(crate) local: Option<u16>,
-    /// Start a server on each of these hosts, by ssh unless --launcher is given. A list such as n[1-3,7],m01 works.
+    /// Start a server on each of these hosts, by ssh unless --launcher is given. A list such as
+    /// n[1-3,7],m01 works.
     #[arg(long, value_name = "HOST,...", conflicts_with = "hostfile")]
     pub(crate) hosts: Vec<String>,
     /// Like --hosts, with the first word of each line of FILE.
     #[arg(long, value_name = "FILE")]
     pub(crate) hostfile: Option<PathBuf>,
-    /// How to start the servers. [default: the command of the manager whose job this is, on all nodes of the job]
+    /// How to start the servers. [default: the command of the manager whose job this is, on all
+    /// nodes of the job]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(dayfly_launch::launcher_names()))]
     pub(crate) launcher: Option<String>,
     /// More options for the launcher's command, separated by spaces; may be repeated.
@@ -157,10 +167,11 @@ pub(crate) struct LaunchArguments {
     /// With --launcher manual: how many servers you will start with 'dayfly serve'.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub(crate) nodes: Option<u16>,
-    /// File for the session's key, on a file system that all nodes see. [default: a new file in the working directory]
+    /// File for the session's key, on a file system that all nodes see. [default: a new file in the
+    /// working directory]
     ///
-    /// It is needed only if the launcher gives servers no standard input. Only you can read it, and it is
-    /// removed once all servers have joined.
+    /// It is needed only if the launcher gives servers no standard input. Only you can read it, and
+    /// it is removed once all servers have joined.
     #[arg(long, value_name = "FILE")]
     pub(crate) key_file: Option<PathBuf>,
     /// How long the nodes may take to join, and then to connect to each other.
@@ -174,7 +185,8 @@ pub(crate) struct LaunchArguments {
     /// Start without the missing nodes if at least K join. [default: all must join]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub(crate) min_nodes: Option<u16>,
-    /// Network interface through which nodes reach each other. [default: the one through which they reach the supervisor]
+    /// Network interface through which nodes reach each other. [default: the one through which they
+    /// reach the supervisor]
     #[arg(long, value_name = "NAME")]
     pub(crate) interface: Option<String>,
 }
@@ -207,19 +219,20 @@ impl From<Transport> for dayfly_launch::Preference {
 
 /// Run CMD in a session of its own: start the session, stage in, run CMD, end the session.
 ///
-/// The session ends when CMD ends, even if CMD has started processes that still run. SIGINT, SIGTERM,
-/// SIGHUP and SIGQUIT are passed on to CMD, which then has 30 seconds to end. SIGUSR1 and SIGUSR2 are
-/// passed on too. The exit status is that of CMD.
+/// The session ends when CMD ends, even if CMD has started processes that still run. SIGINT,
+/// SIGTERM, SIGHUP and SIGQUIT are passed on to CMD, which then has 30 seconds to end. SIGUSR1 and
+/// SIGUSR2 are passed on too. The exit status is that of CMD.
 ///
-/// Example: dayfly run --stage-in '/pfs/train-*.tar:/dayfly/train' -- python3 train.py /dayfly/train
+/// Example: dayfly run --stage-in '/pfs/train-*.tar:/dayfly/train' -- python3 train.py
+/// /dayfly/train
 #[derive(Args)]
 pub(crate) struct RunArguments {
     #[command(flatten)]
     pub(crate) session: SessionArguments,
     /// Stage SOURCE (a file, glob or directory) in to TARGET before CMD starts.
     ///
-    /// The argument is split at its last ':/'. The option may be repeated, each time with another TARGET;
-    /// use a glob to stage several archives in to one TARGET.
+    /// The argument is split at its last ':/'. The option may be repeated, each time with another
+    /// TARGET; use a glob to stage several archives in to one TARGET.
     #[arg(long, value_name = "SOURCE:TARGET", help_heading = "Stage-in")]
     pub(crate) stage_in: Vec<OsString>,
     #[command(flatten)]
@@ -244,9 +257,9 @@ pub(crate) struct ExecArguments {
 
 /// Print the environment variables that make a process part of the session.
 ///
-/// Use it as: eval "$(dayfly env)". It affects the programs that the shell starts afterwards, but not the
-/// shell itself, whose own cd, globs and < do not see the namespace. In a shell that 'dayfly exec -- bash'
-/// starts, they do.
+/// Use it as: eval "$(dayfly env)". It affects the programs that the shell starts afterwards, but
+/// not the shell itself, whose own cd, globs and < do not see the namespace. In a shell that
+/// 'dayfly exec -- bash' starts, they do.
 #[derive(Args)]
 pub(crate) struct EnvArguments {
     /// Make it a process of node K. [default: the lowest node of this machine]
@@ -256,13 +269,14 @@ pub(crate) struct EnvArguments {
 
 /// Check whether nodes, and the network between them, have what a session needs.
 ///
-/// Each finding is ok, slow or missing, with what to do about it. RDMA is tested with a real transfer.
-/// Exit status: 0, or 1 if something is missing that every session needs.
+/// Each finding is ok, slow or missing, with what to do about it. RDMA is tested with a real
+/// transfer. Exit status: 0, or 1 if something is missing that every session needs.
 ///
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
 pub(crate) struct DoctorArguments {
-    /// Check these hosts, each with a 'dayfly doctor' there, and each pair of them. Of more than 8, each is paired with the next.
+    /// Check these hosts, each with a 'dayfly doctor' there, and each pair of them. Of more than 8,
+    /// each is paired with the next.
     #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
     pub(crate) hosts: Vec<String>,
     /// Command that starts a program on a host; it is called as COMMAND HOST PROGRAM...
@@ -285,10 +299,11 @@ pub(crate) struct DoctorArguments {
     pub(crate) reach: Option<String>,
 }
 
-/// Run the server of a node. 'dayfly up' starts servers; you need this only for a manager that it does not know.
+/// Run the server of a node. 'dayfly up' starts servers; you need this only for a manager that it
+/// does not know.
 ///
-/// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which you
-/// start with the same --key-file. They end with the session, or with the supervisor.
+/// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which
+/// you start with the same --key-file. They end with the session, or with the supervisor.
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// The file that 'dayfly up' wrote for its servers, or '-' for standard input.
@@ -301,11 +316,12 @@ pub(crate) struct ServeArguments {
 
 /// Remove what killed sessions left on this machine: empty folders, sockets and locks.
 ///
-/// A running session is never touched. The command is for users, and for epilogs of batch systems, which
-/// run it as the job's user. 'dayfly up' does the same before it starts anything.
+/// A running session is never touched. The command is for users, and for epilogs of batch systems,
+/// which run it as the job's user. 'dayfly up' does the same before it starts anything.
 #[derive(Args)]
 pub(crate) struct CleanArguments {
-    /// Clean this data dir too; may be repeated. [default: $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
+    /// Clean this data dir too; may be repeated. [default: $SLURM_TMPDIR, or else $TMPDIR, or else
+    /// /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
 }

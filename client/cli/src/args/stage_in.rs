@@ -9,17 +9,18 @@ use crate::size;
 
 /// Stage sources in to the namespace, as one dataset at TARGET.
 ///
-/// A source is a file, a glob, a directory, or @LIST: a file that names one source per line, relative to
-/// its own folder. Sources are placed as by cp: a single directory becomes TARGET, and several lie in it
-/// under their names; a file lies in TARGET under its name. A tar archive (plain or compressed with gzip,
-/// zstd, xz, bzip2 or lz4, detected by its content) and a zip (named .zip, .whl, .egg, .jar or .cbz) are
-/// unpacked into TARGET.
+/// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
+/// relative to its own folder. Sources are placed as by cp: a single directory becomes TARGET, and
+/// several lie in it under their names; a file lies in TARGET under its name. A tar archive (plain
+/// or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its content) and a zip (named .zip,
+/// .whl, .egg, .jar or .cbz) are unpacked into TARGET.
 ///
-/// If sources overlap, the result is the same as if they had been unpacked one after another in the order
-/// given. The dataset appears on all nodes at once, or not at all. Blocks are stored in random order; see
-/// docs/SEMANTICS.md on shuffling.
+/// If sources overlap, the result is the same as if they had been unpacked one after another in the
+/// order given. The dataset appears on all nodes at once, or not at all. Blocks are stored in
+/// random order; see docs/SEMANTICS.md on shuffling.
 ///
-/// Examples: dayfly stage-in '/pfs/train-*.tar' /dayfly/train; dayfly stage-in /pfs/images /dayfly/images
+/// Examples: dayfly stage-in '/pfs/train-*.tar' /dayfly/train; dayfly stage-in /pfs/images
+/// /dayfly/images
 #[derive(Args)]
 pub(crate) struct StageInArguments {
     /// SOURCE... TARGET, where TARGET is a path of the namespace.
@@ -39,7 +40,8 @@ pub(crate) struct StageInOptions {
     /// Drop the first N components of each name, as tar does.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) strip_components: u32,
-    /// Stage in only files whose name matches GLOB. A * also matches slashes, and a match may begin at any component.
+    /// Stage in only files whose name matches GLOB. A * also matches slashes, and a match may begin
+    /// at any component.
     #[arg(long, value_name = "GLOB")]
     pub(crate) include: Vec<String>,
     /// Leave out whatever matches GLOB, and everything below it.
@@ -48,16 +50,18 @@ pub(crate) struct StageInOptions {
     /// Keep each archive as one file, for loaders that read archives themselves.
     #[arg(long)]
     pub(crate) no_unpack: bool,
-    /// Also unpack archives within archives and directories. Each becomes a directory with its name, without the extension.
+    /// Also unpack archives within archives and directories. Each becomes a directory with its
+    /// name, without the extension.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) nested: bool,
     /// Store the files of one sample together, with one owner.
     ///
-    /// By stem, the files of a directory whose names differ only after their last dot (k.jpg, k.json) form
-    /// one sample.
+    /// By stem, the files of a directory whose names differ only after their last dot (k.jpg,
+    /// k.json) form one sample.
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
-    /// What to do if several sources of one glob or @LIST contain the same path with different content.
+    /// What to do if several sources of one glob or @LIST contain the same path with different
+    /// content.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
     pub(crate) on_conflict: OnConflict,
     /// Directories that the dataset may have. [default: 1 million, and 4 more for each file]
@@ -71,13 +75,15 @@ pub(crate) struct StageInOptions {
     /// 'dayfly stage-in' then exits with 3 if anything was left out; 'dayfly run' continues.
     #[arg(long)]
     pub(crate) keep_going: bool,
-    /// Read at most SIZE of the sources per second, all nodes together, to spare the parallel file system and the nodes.
+    /// Read at most SIZE of the sources per second, all nodes together, to spare the parallel file
+    /// system and the nodes.
     #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
     pub(crate) max_rate: Option<u64>,
     /// Write a page with plots to FILE: rates, balance, sizes, classes, and where the time went.
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
-    /// Seed of the placement and of the order in which blocks are stored. The same seed spreads the same data set in the same way.
+    /// Seed of the placement and of the order in which blocks are stored. The same seed spreads the
+    /// same data set in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.
@@ -91,7 +97,8 @@ pub(crate) enum OnConflict {
     /// Fail; nothing is staged in.
     #[default]
     Error,
-    /// The later sample replaces the earlier one, as if the sources had been unpacked one after another. Replacements are counted.
+    /// The later sample replaces the earlier one, as if the sources had been unpacked one after
+    /// another. Replacements are counted.
     Replace,
 }
 

@@ -53,9 +53,11 @@ pub(super) fn run(arguments: CpArguments) -> Result<ExitCode, Failure> {
     Ok(if copier.failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
+/// Copies trees, and continues after errors.
 struct Copier<'a> {
     view: &'a View,
-    /// The first copy of each file that has several names, by inode. The other names become hard links to it.
+    /// The first copy of each file that has several names, by inode. The other names become hard
+    /// links to it.
     names: HashMap<u64, PathBuf>,
     failed: bool,
 }

@@ -4,18 +4,18 @@ use std::process::ExitCode;
 
 use super::query;
 use crate::args::DfArguments;
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::size;
 
 pub(super) fn run(arguments: DfArguments) -> Result<ExitCode, Failure> {
     let (_, status) = query::status()?;
     let show = |bytes: u64| if arguments.human { size::show(bytes) } else { (bytes / 1024).to_string() };
     let unit = if arguments.human { "Size" } else { "1K-blocks" };
-    say!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
+    print_line!("{:<8} {unit:>14} {:>14} {:>14} {:>5}", "Node", "Used", "Available", "Use%");
     let (mut all_size, mut all_used, mut all_free) = (0, 0, 0);
     let line = |name: &str, size: u64, used: u64, free: u64| {
         let percent = (used * 100).checked_div(size).unwrap_or(0);
-        say!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(free));
+        print_line!("{name:<8} {:>14} {:>14} {:>14} {percent:>4}%", show(size), show(used), show(free));
     };
     let mut failed = false;
     for entry in &status.nodes {

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use dayfly_meta::path::display;
 
 use crate::args::DoctorArguments;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, print_line};
 use finding::{Finding, Report, State};
 
 pub(super) fn run(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
@@ -22,7 +22,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
     }
     let reports = if arguments.hosts.is_empty() { vec![checks::check_node(arguments)] } else { hosts::check_all(arguments)? };
     if arguments.json {
-        say!("{}", serde_json::to_string(&reports).map_err(Failure::new)?);
+        print_line!("{}", serde_json::to_string(&reports).map_err(Failure::new)?);
     } else {
         reports.iter().for_each(show);
     }
@@ -32,16 +32,16 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
 }
 
 fn show(report: &Report) {
-    say!("{}", display(report.host.as_bytes()));
+    print_line!("{}", display(report.host.as_bytes()));
     for Finding { what, state, detail, advice, .. } in &report.findings {
         let state = match state {
             State::Ok => "ok",
             State::Slow => "slow",
             State::Missing => "missing",
         };
-        say!("  {:<16} {state:<8} {}", display(what.as_bytes()), display(detail.as_bytes()));
+        print_line!("  {:<16} {state:<8} {}", display(what.as_bytes()), display(detail.as_bytes()));
         if !advice.is_empty() {
-            say!("  {:<16} {:<8} -> {}", "", "", display(advice.as_bytes()));
+            print_line!("  {:<16} {:<8} -> {}", "", "", display(advice.as_bytes()));
         }
     }
 }

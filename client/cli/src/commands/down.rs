@@ -14,7 +14,7 @@ use dayfly_meta::wire::control::{Command, Event};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::size;
 
 /// A process that still lives this long after SIGKILL hangs in the kernel.
@@ -30,12 +30,12 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Ok(location) => location,
         Err(ClientError::NoSession) => {
             clean()?;
-            say!("no session is running: nothing to do");
+            print_line!("no session is running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(ClientError::Unknown { name, .. }) => {
             clean()?;
-            say!("session {name} is not running: nothing to do");
+            print_line!("session {name} is not running: nothing to do");
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => return Err(error.into()),
@@ -44,13 +44,15 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     end_supervisor(&location, ended.is_partial);
     cleanup::remove_soon(&location)?;
     let nodes = counted(ended.nodes as u64, "node");
-    say!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
+    print_line!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all servers have ended.
+/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all
+/// servers have ended.
 ///
-/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of `run` then ends its command too.
+/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of
+/// `run` then ends its command too.
 fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
@@ -74,7 +76,8 @@ pub(super) struct EndedServers {
     pub(super) is_partial: bool,
 }
 
-/// Ends a session's servers on all nodes. A server of this machine that does not end in time is killed.
+/// Ends a session's servers on all nodes. A server of this machine that does not end in time is
+/// killed.
 pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
@@ -128,8 +131,8 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes ended, the bytes that they freed, and a
-/// message for each node that could not be reached.
+/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes
+/// ended, the bytes that they freed, and a message for each node that could not be reached.
 fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());

@@ -1,4 +1,5 @@
-//! `dayfly du`: the bytes of the samples below directories. `df` and `status` show how much space they take on the nodes' drives.
+//! `dayfly du`: the bytes of the samples below directories. `df` and `status` show how much space
+//! they take on the nodes' drives.
 
 use std::collections::HashSet;
 use std::io::{self, BufWriter, IsTerminal, Write};
@@ -47,7 +48,8 @@ struct OpenDirectory {
     rest: std::vec::IntoIter<Vec<u8>>,
 }
 
-/// Appends the sum of each directory after those below it. A file that has several names counts once.
+/// Appends the sum of each directory after those below it. A file that has several names counts
+/// once.
 fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(), ViewError> {
     let mut seen = HashSet::new();
     let stat = view.lstat(path)?;

@@ -13,7 +13,7 @@ use dayfly_client::locate::{NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE
 use dayfly_meta::id::NodeId;
 
 use crate::args::{EnvArguments, ExecArguments};
-use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED, complain, say};
+use crate::failure::{Failure, NOT_EXECUTABLE, NOT_FOUND, NOT_STARTED, complain, print_line};
 use crate::{namespace, preload};
 
 pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
@@ -28,13 +28,13 @@ pub(super) fn run(arguments: ExecArguments) -> Result<ExitCode, Failure> {
 pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
     for (name, value) in variables(&namespace::location()?, arguments.node)? {
         // Within single quotes a shell takes everything literally except a single quote.
-        say!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
+        print_line!("export {name}='{}'", value.to_string_lossy().replace('\'', r"'\''"));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the program to start and its arguments. A program in the namespace is started through `env`, because this process
-/// does not see the namespace.
+/// Returns the program to start and its arguments. A program in the namespace is started through
+/// `env`, because this process does not see the namespace.
 pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
     let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
@@ -62,8 +62,9 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
     Failure::new(format!("cannot run '{}': {error}", program.display())).with_status(status)
 }
 
-/// Returns the variables that make a process part of a session: the preload library, what the library needs to find the session,
-/// and a PATH that begins with this program's folder. They are repeated with the names that Apptainer passes into containers.
+/// Returns the variables that make a process part of a session: the preload library, what the
+/// library needs to find the session, and a PATH that begins with this program's folder. They are
+/// repeated with the names that Apptainer passes into containers.
 pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,
@@ -73,7 +74,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let library = preload::library()?;
-    // The variable is set only if needed, because CMD may start processes on other machines, which have other nodes.
+    // The variable is set only if needed, because CMD may start processes on other machines, which
+    // have other nodes.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
@@ -92,8 +94,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }
 
-/// Returns the PATH in which CMD is searched, which begins with this program's folder. If PATH is not set, it continues with the
-/// folders that the C library searches.
+/// Returns the PATH in which CMD is searched, which begins with this program's folder. If PATH is
+/// not set, it continues with the folders that the C library searches.
 pub(super) fn search_path() -> io::Result<OsString> {
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
@@ -107,7 +109,8 @@ pub(super) fn search_path() -> io::Result<OsString> {
 /// Both names of the program that is now called Apptainer.
 const CONTAINERS: [&str; 2] = ["APPTAINER", "SINGULARITY"];
 
-/// Makes paths visible in containers under the same names, in addition to those that the user asked for.
+/// Makes paths visible in containers under the same names, in addition to those that the user asked
+/// for.
 fn binds(paths: &[&Path]) -> impl Iterator<Item = (String, OsString)> {
     let ours: Vec<&OsStr> = paths.iter().map(|path| path.as_os_str()).collect();
     let ours = ours.join(OsStr::new(","));

@@ -46,6 +46,7 @@ pub(super) fn run(arguments: LsArguments) -> Result<ExitCode, Failure> {
     Ok(if lister.failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
+/// Lists paths, and continues after errors.
 struct Lister<'a> {
     view: &'a View,
     arguments: &'a LsArguments,

@@ -10,7 +10,7 @@ use clap_mangen::Man;
 use dayfly_launch::units::counted;
 
 use crate::args::{Arguments, ManArguments};
-use crate::failure::{Failure, output, say};
+use crate::failure::{Failure, output, print_line};
 
 pub(super) fn run(arguments: &ManArguments) -> Result<ExitCode, Failure> {
     let pages = pages()?;
@@ -23,7 +23,7 @@ pub(super) fn run(arguments: &ManArguments) -> Result<ExitCode, Failure> {
     for (name, page) in &pages {
         write(folder, name, page)?;
     }
-    say!("wrote {} to '{}'", counted(pages.len() as u64, "man page"), folder.display());
+    print_line!("wrote {} to '{}'", counted(pages.len() as u64, "man page"), folder.display());
     Ok(ExitCode::SUCCESS)
 }
 

@@ -6,11 +6,11 @@ use dayfly_meta::metrics::{page, prometheus};
 
 use super::query;
 use crate::args::MetricsArguments;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, print_line};
 
 pub(super) fn run(arguments: &MetricsArguments) -> Result<ExitCode, Failure> {
     if arguments.describe {
-        say!("{}", page().trim_end());
+        print_line!("{}", page().trim_end());
         return Ok(ExitCode::SUCCESS);
     }
     let (session, status) = query::status()?;
@@ -22,6 +22,6 @@ pub(super) fn run(arguments: &MetricsArguments) -> Result<ExitCode, Failure> {
             Err(reason) => return Err(Failure::new(format!("node {} does not answer: {reason}", entry.node))),
         }
     }
-    say!("{}", prometheus(&nodes).trim_end());
+    print_line!("{}", prometheus(&nodes).trim_end());
     Ok(ExitCode::SUCCESS)
 }

@@ -29,7 +29,8 @@ use crate::size;
 
 /// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// How long after a failed stage-in to wait for the reason that the session was lost, which says more.
+/// How long after a failed stage-in to wait for the reason that the session was lost, which says
+/// more.
 const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
@@ -57,8 +58,9 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
                 let (location, options) = (session.location().clone(), arguments.options.clone());
                 let display = stage_in::ProgressDisplay::default();
                 let shared = display.clone();
-                let staging =
-                    tokio::task::spawn_blocking(move || stage_in::stage(&location, &[source], &target, &options, false, &shared));
+                let staging = tokio::task::spawn_blocking(move || {
+                    stage_in::perform(&location, &[source], &target, &options, false, &shared)
+                });
                 tokio::select! {
                     staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
                         // If it failed because the session is lost, report the loss instead.
@@ -118,7 +120,8 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, O
     Ok(())
 }
 
-/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the stage-in.
+/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the
+/// stage-in.
 fn check_command(command: &[OsString], prefix: &[u8]) -> Result<(), Failure> {
     let program = command.first().ok_or_else(|| Failure::usage("no command was given"))?;
     if exec::is_in_namespace(program, Path::new(OsStr::from_bytes(prefix))) {

@@ -24,9 +24,11 @@ use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
-/// If a stage-in fails because its session ends, some server of this machine disappears within this time.
+/// If a stage-in fails because its session ends, some server of this machine disappears within this
+/// time.
 const FIRST_EXIT_TIMEOUT: Duration = Duration::from_millis(100);
-/// After a server closed its connections, it and the others of this machine disappear within this time.
+/// After a server closed its connections, it and the others of this machine disappear within this
+/// time.
 const ALL_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an interrupted stage-in waits for a message that is being written.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -41,8 +43,9 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
         let mut interruptions = Interruptions::new()?;
         let progress = ProgressDisplay::default();
         let shared = progress.clone();
-        let staging =
-            tokio::task::spawn_blocking(move || stage(&location, &sources, &target, &arguments.options, arguments.json, &shared));
+        let staging = tokio::task::spawn_blocking(move || {
+            perform(&location, &sources, &target, &arguments.options, arguments.json, &shared)
+        });
         tokio::select! {
             staged = staging => match staged.map_err(Failure::new)?? {
                 0 => Ok(ExitCode::SUCCESS),
@@ -95,8 +98,9 @@ impl ProgressDisplay {
     }
 }
 
-/// Runs a stage-in and shows its progress. Returns how many archive members or sources were left out.
-pub(super) fn stage(
+/// Runs a stage-in and shows its progress. Returns how many archive members or sources were left
+/// out.
+pub(super) fn perform(
     location: &SessionFolder,
     sources: &[OsString],
     target: &OsStr,
@@ -163,8 +167,8 @@ pub(super) fn stage(
     }
 }
 
-/// Whether the session has ended in the meantime. Servers end one after another, so once one of this machine's is gone, the others get
-/// some time to follow.
+/// Whether the session has ended in the meantime. Servers end one after another, so once one of
+/// this machine's is gone, the others get some time to follow.
 fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
@@ -176,8 +180,8 @@ fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> 
     }
 }
 
-/// Returns a source as the servers can find it. They do not know this process's working directory and descriptors. The path is not
-/// normalized, because a final `/.` has a meaning.
+/// Returns a source as the servers can find it. They do not know this process's working directory
+/// and descriptors. The path is not normalized, because a final `/.` has a meaning.
 pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
         return Err(Failure::usage("a SOURCE is empty; perhaps a variable is not set"));

@@ -7,7 +7,8 @@ use tracing_subscriber::EnvFilter;
 use super::signals::Interruptions;
 use crate::failure::{Failure, complain};
 
-/// Prepares a process that will hold a session's key: protects its memory, and starts its log if `DAYFLY_LOG` asks for one.
+/// Prepares a process that will hold a session's key: protects its memory, and starts its log if
+/// `DAYFLY_LOG` asks for one.
 pub(super) fn prepare_supervisor() {
     protect_key();
     if let Some(filter) = std::env::var("DAYFLY_LOG").ok().filter(|filter| !filter.is_empty()) {
@@ -26,8 +27,8 @@ pub(super) fn protect_key() {
 pub(super) fn start_log(filter: Option<&str>) {
     let filter = filter.and_then(|filter| filter.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
-    // A line that cannot be written is lost. By default the subscriber would report that on standard error, which is the same full
-    // log, and panic.
+    // A line that cannot be written is lost. By default the subscriber would report that on
+    // standard error, which is the same full log, and panic.
     log.log_internal_errors(false).init();
 }
 

@@ -10,7 +10,7 @@ use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
 use crate::args::StatArguments;
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::namespace::{about, view};
 
 pub(super) fn run(arguments: StatArguments) -> Result<ExitCode, Failure> {
@@ -32,13 +32,13 @@ fn show(view: &View, path: &[u8]) -> Result<(), ViewError> {
         FileKind::Directory => "directory",
         FileKind::Symlink => "symbolic link",
     };
-    say!("  File: {}", display(path));
-    say!("  Size: {:<12} {kind}", stat.size);
-    say!(" Inode: {:<12} Links: {}", stat.inode, stat.links);
-    say!("Access: {:04o}/{}", stat.permissions, mode_text(&stat));
-    say!("Modify: {} ({}.{:09})", time_text(&stat), stat.mtime_s, stat.mtime_ns);
+    print_line!("  File: {}", display(path));
+    print_line!("  Size: {:<12} {kind}", stat.size);
+    print_line!(" Inode: {:<12} Links: {}", stat.inode, stat.links);
+    print_line!("Access: {:04o}/{}", stat.permissions, mode_text(&stat));
+    print_line!("Modify: {} ({}.{:09})", time_text(&stat), stat.mtime_s, stat.mtime_ns);
     if stat.kind == FileKind::Symlink {
-        say!("Target: {}", display(&view.read_link(path)?));
+        print_line!("Target: {}", display(&view.read_link(path)?));
     }
     if stat.kind == FileKind::File {
         show_sample(view, path)?;
@@ -49,12 +49,12 @@ fn show(view: &View, path: &[u8]) -> Result<(), ViewError> {
 fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     let file = view.open(path)?;
     let (catalog, sample) = (file.dataset().catalog(), file.sample());
-    say!("Sample: {} of '{}'", sample.0, display(&join(view.session().prefix(), file.dataset().target())));
+    print_line!("Sample: {} of '{}'", sample.0, display(&join(view.session().prefix(), file.dataset().target())));
     for block in catalog.sample(sample).map_or(0..0, |(_, blocks)| blocks).map(BlockId) {
         let (owner, len) = (catalog.owner(block), catalog.block(block).map_or(0, |(_, len)| len));
         let here = if file.dataset().is_here(block) { ", here" } else { "" };
         let checksum = catalog.checksum(block).unwrap_or(0);
-        say!(
+        print_line!(
             " Block: {} ({len} bytes, crc32c {checksum:08x}) on node {}{here}",
             block.0,
             owner.map_or_else(String::new, |node| node.to_string())
@@ -63,10 +63,10 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     if let Some(origin) = catalog.origin(sample) {
         let source = display(&origin.source.path);
         match origin.source.kind {
-            SourceKind::Zip => say!("Origin: {source}, record at byte {} of the central directory", origin.offset),
-            SourceKind::Tar => say!("Origin: {source}, at byte {} of the unpacked archive", origin.offset),
-            SourceKind::Directory => say!("Origin: directory {source}"),
-            SourceKind::File => say!("Origin: {source}"),
+            SourceKind::Zip => print_line!("Origin: {source}, record at byte {} of the central directory", origin.offset),
+            SourceKind::Tar => print_line!("Origin: {source}, at byte {} of the unpacked archive", origin.offset),
+            SourceKind::Directory => print_line!("Origin: directory {source}"),
+            SourceKind::File => print_line!("Origin: {source}"),
         }
     }
     Ok(())

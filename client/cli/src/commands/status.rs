@@ -11,13 +11,13 @@ use serde_json::{Value, json};
 
 use super::{policy, query};
 use crate::args::StatusArguments;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, print_line};
 use crate::size::show;
 
 pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
     let (session, status) = query::status()?;
     if arguments.json {
-        say!("{}", as_json(&session, &status))
+        print_line!("{}", as_json(&session, &status))
     } else {
         show_tables(&session, &status)
     }
@@ -34,9 +34,17 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
     if all == 0 { 0.0 } else { node.held_bytes as f64 * 100.0 / all as f64 }
 }
 
+/// Explains the first table's columns.
+const LEGEND: [&str; 4] = [
+    "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
+    "taken: space of all nameless files on the data dirs, including cached blocks; du does not see it",
+    "workers: units of its sources that a node reads at the same time during a stage-in",
+    "Empty samples are on no node.",
+];
+
 fn show_tables(session: &Session, status: &SessionStatus) {
-    say!("session {} at {}, {}", session.id(), display(session.prefix()), units::counted(session.nodes().into(), "node"));
-    say!(
+    print_line!("session {} at {}, {}", session.id(), display(session.prefix()), units::counted(session.nodes().into(), "node"));
+    print_line!(
         "{:<5} {:<21} {:>10} {:>10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>8}",
         "node",
         "address",
@@ -51,9 +59,10 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     );
     let all = all_held(status);
     for NodeEntry { node, address, status } in &status.nodes {
+        let node = node.to_string();
         match status {
-            Err(reason) => say!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
-            Ok(node_status) => say!(
+            Err(reason) => print_line!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
+            Ok(node_status) => print_line!(
                 "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8} {:>8}",
                 node_status.samples,
                 show(node_status.held_bytes),
@@ -66,12 +75,10 @@ fn show_tables(session: &Session, status: &SessionStatus) {
             ),
         }
     }
-    say!(
-        "'kept': cached blocks of other nodes; stage-ins evict them, so 'free' includes their space. 'taken': space of all nameless files \
-         on the data dirs, including cached blocks, which du does not see. 'workers': units of its sources that a node reads at the same \
-         time during a stage-in. Empty samples are on no node."
-    );
-    say!(
+    for line in LEGEND {
+        print_line!("{line}");
+    }
+    print_line!(
         "{:<5} {:>20} {:>20} {:>20} {:>20} {:>20} {:>12} {:>24}",
         "node",
         "read: own",
@@ -83,11 +90,11 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         "prefetch hit/late/waste"
     );
     for NodeEntry { node, status, .. } in &status.nodes {
-        let Ok(status) = status else { continue };
-        let [own, kept, arena, asked] = status.reads.map(counted);
+        let (Ok(status), node) = (status, node.to_string()) else { continue };
+        let [own, cached, arena, asked] = status.reads.map(counted);
         let prefetch = status.prefetch;
-        say!(
-            "{node:<5} {own:>20} {kept:>20} {arena:>20} {asked:>20} {:>20} {:>12} {:>24}",
+        print_line!(
+            "{node:<5} {own:>20} {cached:>20} {arena:>20} {asked:>20} {:>20} {:>12} {:>24}",
             counted(status.remote),
             format!("{:.0}/{:.0}%", local_percent(status), status.predicted_local_permille as f64 / 10.0),
             format!("{}/{}/{}", prefetch.hits, prefetch.late, prefetch.wasted),
@@ -95,17 +102,17 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
-        say!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
+        print_line!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
         for (peer, why) in &network.fallen_back {
-            say!("node {node} reaches node {peer} by TCP instead: {}", display(why.as_bytes()));
+            print_line!("node {node} reaches node {peer} by TCP instead: {}", display(why.as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
-        say!("{}", policy::describe(&node.policy));
+        print_line!("{}", policy::describe(&node.policy));
     }
     for dataset in &status.datasets {
         let path = display(&join(session.prefix(), &dataset.target));
-        say!(
+        print_line!(
             "dataset {path}: {}, {}, catalog {} on each node",
             units::counted(dataset.samples, "sample"),
             show(dataset.bytes),

@@ -14,7 +14,7 @@ use dayfly_meta::wire::status::{ClientStatus, NodeStatus, Reads, SOURCES, Status
 
 use super::query;
 use crate::args::TopArguments;
-use crate::failure::{Failure, check_output, say};
+use crate::failure::{Failure, check_output, print_line};
 use crate::size::show;
 pub(super) use bottleneck::bottleneck;
 
@@ -32,9 +32,9 @@ pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
         let seconds = last.elapsed().as_secs_f64();
         last = Instant::now();
         let clear = if is_terminal { CLEAR } else { "" };
-        say!("{clear}session {}, {}, over {seconds:.1} s", session.id(), counted(session.nodes().into(), "node"));
+        print_line!("{clear}session {}, {}, over {seconds:.1} s", session.id(), counted(session.nodes().into(), "node"));
         show_nodes(&before, &now, seconds);
-        say!("{}", bottleneck(&before, &now, seconds));
+        print_line!("{}", bottleneck(&before, &now, seconds));
         check_output()?;
         before = now;
         left = left.map(|left| left - 1);
@@ -43,9 +43,9 @@ pub(super) fn run(arguments: &TopArguments) -> Result<ExitCode, Failure> {
 }
 
 fn show_nodes(before: &Status, now: &Status, seconds: f64) {
-    let [own, kept, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
-    say!(
-        "{:<12} {:>10} {:>10} {own:>5} {kept:>5} {arena:>5} {asked:>5} {:>10} {:>16} {:>22} {:>9} {:>7}",
+    let [own, cached, arena, asked] = ["own", SOURCE_NAMES[1], SOURCE_NAMES[2], SOURCE_NAMES[3]];
+    print_line!(
+        "{:<12} {:>10} {:>10} {own:>6} {cached:>6} {arena:>6} {asked:>6} {:>10} {:>16} {:>22} {:>9} {:>7}",
         "node",
         "reads/s",
         "bytes/s",
@@ -57,13 +57,13 @@ fn show_nodes(before: &Status, now: &Status, seconds: f64) {
     );
     for (old, new) in before.nodes.iter().zip(&now.nodes) {
         let (Ok(old), Ok(status)) = (&old.status, &new.status) else {
-            say!("{:<12} does not answer", new.node);
+            print_line!("{:<12} does not answer", new.node.to_string());
             continue;
         };
         let read = less(&status.reads, &old.reads);
         let remote = status.remote.bytes.saturating_sub(old.remote.bytes);
         let prefetch = status.prefetch;
-        say!(
+        print_line!(
             "{} {:>10} {:>16} {:>22} {:>9} {:>7}",
             rates(&format!("{}", new.node), &read, seconds),
             show((remote as f64 / seconds) as u64),
@@ -85,13 +85,14 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
     for client in &now.busiest {
         let old = match before.busiest.iter().find(|old| old.pid == client.pid) {
             Some(old) => *old,
-            // A client may have existed before without being among the busiest, and then its earlier counts are unknown.
+            // A client may have existed before without being among the busiest, and then its
+            // earlier counts are unknown.
             None if before.busiest.len() == CLIENTS_SHOWN_MAX => continue,
             None => ClientStatus::default(),
         };
         let read = less(&client.reads, &old.reads);
         if total(&read).count > 0 {
-            say!("{}", rates(&format!("  pid {}", client.pid), &read, seconds));
+            print_line!("{}", rates(&format!("  pid {}", client.pid), &read, seconds));
         }
     }
 }
@@ -100,7 +101,7 @@ fn show_clients(before: &NodeStatus, now: &NodeStatus, seconds: f64) {
 fn rates(name: &str, read: &[Reads; SOURCES], seconds: f64) -> String {
     let all = total(read);
     let shares: Vec<String> =
-        read.iter().map(|reads| format!("{:>4}%", (reads.bytes * 100).checked_div(all.bytes).unwrap_or(0))).collect();
+        read.iter().map(|reads| format!("{:>5}%", (reads.bytes * 100).checked_div(all.bytes).unwrap_or(0))).collect();
     let bytes = show((all.bytes as f64 / seconds) as u64);
     format!("{name:<12} {:>10.0} {bytes:>10} {}", all.count as f64 / seconds, shares.join(" "))
 }

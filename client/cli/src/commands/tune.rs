@@ -8,7 +8,7 @@ use dayfly_meta::wire::status::Policy;
 
 use super::policy::describe;
 use crate::args::TuneArguments;
-use crate::failure::{Failure, say};
+use crate::failure::{Failure, print_line};
 use crate::namespace;
 
 pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
@@ -22,6 +22,6 @@ pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
             _ => Err(Failure::new("the server sent an answer to another command; this is a bug")),
         }
     })?;
-    say!("{}", describe(&outcome?));
+    print_line!("{}", describe(&outcome?));
     Ok(ExitCode::SUCCESS)
 }

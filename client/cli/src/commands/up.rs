@@ -1,4 +1,5 @@
-//! `dayfly up`. The process that the user starts reports the result; another one stays in the background as the supervisor.
+//! `dayfly up`. The process that the user starts reports the result; another one stays in the
+//! background as the supervisor.
 
 use std::env;
 use std::fs::OpenOptions;
@@ -22,7 +23,8 @@ pub(super) fn run(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     if arguments.foreground || arguments.background { supervise(arguments) } else { start_supervisor() }
 }
 
-/// Starts the supervisor with this process's arguments, and passes its messages on until the session is up.
+/// Starts the supervisor with this process's arguments, and passes its messages on until the
+/// session is up.
 fn start_supervisor() -> Result<ExitCode, Failure> {
     let mut supervisor = Command::new(env::current_exe()?);
     supervisor.args(env::args_os().skip(1)).arg("--background");
@@ -70,7 +72,8 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
         if arguments.background {
             // The parent exits once it has the id. If it is gone already, the write below fails.
             set_pdeathsig(None).map_err(io::Error::from)?;
-            // This process must not keep the working directory's file system busy. Relative paths were resolved by now.
+            // This process must not keep the working directory's file system busy. Relative paths
+            // were resolved by now.
             env::set_current_dir("/")?;
         }
         if let Err(error) = writeln!(output(), "{}", session.location().session) {

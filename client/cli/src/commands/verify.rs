@@ -1,5 +1,5 @@
-//! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A bad cached block is replaced on
-//! the way.
+//! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A
+//! bad cached block is replaced on the way.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
@@ -17,7 +17,7 @@ use dayfly_meta::path::{components, display, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VerifyArguments;
-use crate::failure::{Failure, complain, say};
+use crate::failure::{Failure, complain, print_line};
 use crate::namespace;
 use crate::size::show;
 
@@ -59,10 +59,10 @@ pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     };
     if replaced > 0 {
         let copies = counted(replaced, "bad cached block");
-        say!("found {copies} of other nodes, and fetched them again from their owners");
+        print_line!("found {copies} of other nodes, and fetched them again from their owners");
     }
     let seconds = start.elapsed().as_secs_f64().max(0.001);
-    say!(
+    print_line!(
         "verified {} from {}: {} read ({remote} over the network), {}, all as staged in; {seconds:.2} s, {}/s",
         counted(samples, "sample"),
         counted(nodes.len() as u64, "node"),
@@ -83,15 +83,19 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
+/// What all readers have checked so far.
 #[derive(Default)]
 struct Tally {
     samples: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
+    /// Blocks that came over the network.
     remote: AtomicU64,
+    /// Bad cached blocks that were fetched again.
     replaced: AtomicU64,
 }
 
+/// Reads blocks through all nodes of this machine, on one thread per node.
 struct Checker<'a> {
     location: &'a SessionFolder,
     nodes: &'a [NodeId],
@@ -107,7 +111,8 @@ impl Checker<'_> {
         let view = View::new(Session::attach_to(self.location, node)?);
         let below = match self.path {
             None => Vec::new(),
-            // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty success.
+            // The path is resolved as the user wrote it, so that a wrong path is an error and not
+            // an empty success.
             Some(path) => {
                 let canonical =
                     view.canonical(path).map_err(|error| ClientError::Refused(format!("'{}': {error}", display(path))))?;
@@ -147,7 +152,8 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the only node.
+    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the
+    /// only node.
     fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
         let owner = dataset.catalog().owner(block)?;
         let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();
@@ -155,7 +161,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is none.
+/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is
+/// none.
 fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     let (mut target, mut wanted) = (components(dataset.target()), components(below));
     loop {

@@ -2,7 +2,8 @@
 
 use super::{Input, Launcher, NodeList, Start};
 
-/// Variables that the batch script's own options set, and that would give our job step less than the whole node.
+/// Variables that the batch script's own options set, and that would give our job step less than
+/// the whole node.
 const SLURM_NARROWING: &[&str] = &[
     "SLURM_CPUS_PER_TASK",
     "SRUN_CPUS_PER_TASK",
@@ -44,15 +45,16 @@ const SLURM_NARROWING: &[&str] = &[
     "SRUN_ERROR",
 ];
 
-/// All launchers. The first one whose `detected_by` is set decides for the job that this process runs in.
+/// All launchers. The first one whose `detected_by` is set decides for the job that this process
+/// runs in.
 pub(super) static LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "slurm",
         detected_by: Some("SLURM_JOB_ID"),
         job_variables: &["SLURM_JOB_ID"],
         node_list: NodeList::Variable("SLURM_JOB_NODELIST"),
-        // The job step gets all of each node's processors, unbound, no memory limit of its own and no GPU. It runs beside the
-        // job's own job steps, and survives the failure of a node.
+        // The job step gets all of each node's processors, unbound, no memory limit of its own and
+        // no GPU. It runs beside the job's own job steps, and survives the failure of a node.
         start: Start::Once(&[
             "srun",
             "--overlap",
@@ -91,7 +93,8 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         detected_by: Some("PBS_JOBID"),
         job_variables: &["PBS_JOBID"],
         node_list: NodeList::File("PBS_NODEFILE"),
-        // pbsdsh may start one server for each slot of a node; the supervisor dismisses all but the first.
+        // pbsdsh may start one server for each slot of a node; the supervisor dismisses all but the
+        // first.
         start: Start::Once(&["pbsdsh", "{args}", "--"]),
         input: Input::File,
         removed_variables: &[],

@@ -1,4 +1,5 @@
-//! What a server finds on its machine: the session's folder, usable data dirs, and its shares of drives, cores and memory.
+//! What a server finds on its machine: the session's folder, usable data dirs, and its shares of
+//! drives, cores and memory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -63,7 +64,8 @@ impl ServerEnvironment {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_in_workers_max(stage_in_memory));
         let workers = settings.stage_in_workers.map_or(share, usize::from);
-        // A single source is decoded by all cores. With many sources the workers keep the cores busy, and share the decoder threads.
+        // A single source is decoded by all cores. With many sources the workers keep the cores
+        // busy, and share the decoder threads.
         let decoders = cores.clamp(1, DECODERS_MAX);
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_in_memory, warnings })
     }

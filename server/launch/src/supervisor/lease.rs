@@ -1,4 +1,5 @@
-//! The lease that a supervisor holds over its servers: heartbeats in both directions, until the session ends.
+//! The lease that a supervisor holds over its servers: heartbeats in both directions, until the
+//! session ends.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use crate::processes::LauncherProcesses;
 
 /// Renews the lease of all members until they have ended or are told to end.
 ///
-/// Returns a reason if the session is lost because something that it needs is gone: a watched file here (`gone`), or something on a
-/// node, whose server reports it.
+/// Returns a reason if the session is lost because something that it needs is gone: a watched file
+/// here (`gone`), or something on a node, whose server reports it.
 pub(super) async fn hold(
     members: Vec<Member>,
     processes: &mut LauncherProcesses,
@@ -112,8 +113,8 @@ struct LiveMember {
     sender: Sender,
     /// Set by each message, cleared by each tick.
     was_heard: Arc<AtomicBool>,
-    /// Ticks without a message. Ticks do not come while this process is stopped, as a suspended job's processes are, so a suspended
-    /// job loses no server.
+    /// Ticks without a message. Ticks do not come while this process is stopped, as a suspended
+    /// job's processes are, so a suspended job loses no server.
     silent_ticks: u128,
 }
 

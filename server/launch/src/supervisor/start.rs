@@ -26,11 +26,13 @@ use crate::notices::Notices;
 use crate::processes::{Event, LauncherProcesses};
 use crate::units::counted;
 
-/// After the first of these, and then each time after the second, the user sees which nodes have not joined.
+/// After the first of these, and then each time after the second, the user sees which nodes have
+/// not joined.
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
 /// Hellos that may wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
-/// A server may take this many handshake timeouts until its hello. It examines its node first, which takes no time.
+/// A server may take this many handshake timeouts until its hello. It examines its node first,
+/// which takes no time.
 const HELLO_TIMEOUT_FACTOR: u32 = 5;
 
 /// What a supervisor needs to start a session.
@@ -115,7 +117,8 @@ pub(super) struct SessionStart {
     joined: Vec<Option<JoiningServer>>,
     /// Why a host's server will not join.
     failed: Vec<Option<String>>,
-    /// Output of the launcher. It is shown if the start takes long or succeeds; after a failure the error contains what matters.
+    /// Output of the launcher. It is shown if the start takes long or succeeds; after a failure the
+    /// error contains what matters.
     pending_lines: Vec<String>,
     takes_long: bool,
 }
@@ -156,7 +159,8 @@ impl SessionStart {
         let (hosts, failed) = (&self.request.allocation.hosts, &self.failed);
         self.processes
             .kill_if_all(|host| hosts.iter().position(|listed| listed == host).is_some_and(|index| failed[index].is_some()));
-        // Waiting for servers that never joined must not shorten the time for the others to connect.
+        // Waiting for servers that never joined must not shorten the time for the others to
+        // connect.
         self.deadline = Instant::now() + self.request.start_timeout;
         let preference = self.request.invitation.settings.transport;
         let (mut members, started) = self.assign_nodes(is_local).await?;
@@ -233,7 +237,8 @@ impl SessionStart {
                         Some(index) => self.fail(index, reason)?,
                         None => self.request.notices.show(format_args!("{}: {reason}", names.join(", "))),
                     },
-                    // A server may have connected to two of our addresses at once. It keeps the other connection.
+                    // A server may have connected to two of our addresses at once. It keeps the
+                    // other connection.
                     Err(reason) => tracing::debug!(%remote, reason, "a connection closed before its server joined"),
                     Ok(_) => {}
                 },
@@ -354,8 +359,8 @@ impl SessionStart {
     /// Gives each server its node number, and collects the addresses at which they listen.
     async fn assign_nodes(&mut self, is_local: bool) -> Result<(Vec<Member>, Vec<StartedServer>), LaunchError> {
         let mut servers: Vec<JoiningServer> = self.joined.iter_mut().filter_map(Option::take).collect();
-        // A server on this machine becomes node 0, so that commands from here reach the coordinator directly. The others keep the
-        // order of the list.
+        // A server on this machine becomes node 0, so that commands from here reach the coordinator
+        // directly. The others keep the order of the list.
         let own = own_host_name();
         if let Some(here) = servers.iter().position(|server| server.is_here && (is_local || is_same_host(&server.host, &own))) {
             servers[..=here].rotate_right(1);
@@ -364,12 +369,14 @@ impl SessionStart {
             servers[1..].sort_by(|one, other| one.host.cmp(&other.host).then(one.remote.cmp(&other.remote)));
         }
         let deadline = self.deadline;
-        // A server on this machine may have connected to any of our addresses, so it listens at the one that others connected to.
+        // A server on this machine may have connected to any of our addresses, so it listens at the
+        // one that others connected to.
         let address_for_others = servers.iter().find(|server| !server.is_here).map(|server| server.local);
         let starts = servers.into_iter().enumerate().map(|(node, server)| async move {
             let name = if is_local { format!("node {node}") } else { format!("node {node} ({})", server.host) };
             let mut member = Member { name, sender: server.sender, receiver: server.receiver };
-            // Local nodes differ by their loopback addresses, as nodes of a cluster differ by theirs.
+            // Local nodes differ by their loopback addresses, as nodes of a cluster differ by
+            // theirs.
             let listen = if is_local {
                 Some(IpAddr::from([127, 0, 0, (node + 1) as u8]))
             } else {

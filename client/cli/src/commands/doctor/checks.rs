@@ -19,7 +19,8 @@ use crate::args::DoctorArguments;
 use crate::preload;
 use crate::size::show;
 
-/// The oldest kernel that has all needed calls: process descriptors, sealed memory, and reads that do not wait.
+/// The oldest kernel that has all needed calls: process descriptors, sealed memory, and reads that
+/// do not wait.
 const KERNEL_MIN: (u32, u32) = (5, 4);
 /// Fewer descriptors are too few for many nodes and processes.
 const DESCRIPTORS_MIN: u64 = 16 << 10;
@@ -143,7 +144,8 @@ fn drive(path: &Path) -> Finding {
     .needed()
 }
 
-/// Measures the bytes per second that a drive writes to a nameless file, and reads back without the page cache where possible.
+/// Measures the bytes per second that a drive writes to a nameless file, and reads back without the
+/// page cache where possible.
 fn rates(path: &Path) -> io::Result<(f64, f64)> {
     let mut file = nameless(path)?;
     let chunk = vec![0x5a; DRIVE_TEST_CHUNK_LEN];

@@ -52,6 +52,7 @@ impl Finding {
 pub(super) struct Report {
     pub(super) host: String,
     pub(super) findings: Vec<Finding>,
-    /// The node's clock, in seconds since 1970; once compared, its difference from this machine's. `None` if the node did not answer.
+    /// The node's clock, in seconds since 1970; once compared, its difference from this machine's.
+    /// `None` if the node did not answer.
     pub(super) clock: Option<f64>,
 }

@@ -48,8 +48,8 @@ pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Fail
     Ok(reports)
 }
 
-/// Checks a host on a thread, which ends with the host's answer or with this process. The report's clock is the difference from this
-/// machine's clock.
+/// Checks a host on a thread, which ends with the host's answer or with this process. The report's
+/// clock is the difference from this machine's clock.
 fn start_check(arguments: &DoctorArguments, host: &str) -> Receiver<Result<Report, Failure>> {
     let (sender, receiver) = channel();
     let remote = Remote::start(arguments, host, &["--json".to_owned()]);

@@ -31,7 +31,8 @@ pub(super) fn options(arguments: &DoctorArguments) -> Options {
     Options { preference: Preference::Rdma, choice }
 }
 
-/// `--answer`: answers probes until standard input ends. The key is the first line of standard input.
+/// `--answer`: answers probes until standard input ends. The key is the first line of standard
+/// input.
 pub(super) fn answer(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
     let key = read_key()?;
     block_on(async {

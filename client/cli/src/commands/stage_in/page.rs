@@ -1,4 +1,5 @@
-//! The report of a stage-in: one self-contained HTML page, with plots of where the time went and how the samples are spread.
+//! The report of a stage-in: one self-contained HTML page, with plots of where the time went and
+//! how the samples are spread.
 
 mod plot;
 
@@ -10,7 +11,8 @@ use dayfly_meta::wire::control::{ClassShare, NodeShare, Step, Summary};
 use crate::size;
 use plot::{Series, bars, escape, lines, stacks};
 
-/// More nodes than this are drawn only as their sum, because nobody could distinguish the lines and colors.
+/// More nodes than this are drawn only as their sum, because nobody could distinguish the lines and
+/// colors.
 const NODES_DRAWN_MAX: usize = 16;
 /// How many classes are drawn, the largest first.
 const CLASSES_DRAWN_MAX: usize = 60;

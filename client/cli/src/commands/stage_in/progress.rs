@@ -10,7 +10,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::args::StageInOptions;
-use crate::failure::{complain, mention, say};
+use crate::failure::{complain, mention, print_line};
 use crate::size;
 
 /// Without a terminal, a line of progress appears this often.
@@ -34,7 +34,8 @@ pub(super) struct Reporter {
     last_line: Instant,
     start: Instant,
     phase: Phase,
-    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`, and so needs no hint about them.
+    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`,
+    /// and so needs no hint about them.
     has_decided_on_archives: bool,
 }
 
@@ -60,7 +61,8 @@ impl Bars {
             return;
         }
         while self.nodes.len() < progress.nodes.len() {
-            // The bar shows the node's part of the total, because its own total is not known in advance.
+            // The bar shows the node's part of the total, because its own total is not known in
+            // advance.
             let bar = self.all.add(ProgressBar::new(self.total.length().unwrap_or(0)));
             bar.set_style(style("{bar:30} {prefix}: {binary_bytes} read, {binary_bytes_per_sec}, {msg}"));
             bar.set_prefix(format!("node {}", self.nodes.len()));
@@ -129,7 +131,7 @@ impl Reporter {
             false => "an unknown number of files in archives".to_owned(),
         };
         mention(format_args!(
-            "staging {} of {} in to {}: {files}; {} free on all nodes",
+            "staging in {} ({}) to {}: {files}; {} free on all nodes",
             units::counted(plan.sources, "source"),
             size::show(plan.source_bytes),
             self.target,
@@ -250,7 +252,7 @@ impl Reporter {
             Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
             Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
         };
-        say!("{value}");
+        print_line!("{value}");
     }
 }
 

@@ -3,8 +3,8 @@
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
-/// Readers that spend less of their time waiting for other nodes are not slowed down by them. Requests that wait for space in the
-/// arena count at any share.
+/// Readers that spend less of their time waiting for other nodes are not slowed down by them.
+/// Requests that wait for space in the arena count at any share.
 const WAITING_PERCENT: f64 = 20.0;
 /// An owner that sends this many times the mean is hot.
 const HOT: f64 = 1.5;
@@ -46,7 +46,8 @@ pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f6
     format!("bottleneck: {what}")
 }
 
-/// Returns the owner that sends the most and its share in percent, if it sends much more than the mean.
+/// Returns the owner that sends the most and its share in percent, if it sends much more than the
+/// mean.
 fn hottest(pairs: &[(&NodeStatus, &NodeStatus)]) -> Option<(usize, f64)> {
     let owners = pairs.iter().map(|(_, new)| new.owners.len()).max()?;
     let bytes = |owners: &[OwnerStatus], owner: usize| owners.get(owner).map_or(0, |owner| owner.reads.bytes);

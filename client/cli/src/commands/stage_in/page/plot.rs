@@ -31,7 +31,8 @@ fn color(number: usize) -> &'static str {
     COLORS[number % COLORS.len()]
 }
 
-/// Returns the largest value, or a tiny positive number instead of zero, so that callers can divide by it.
+/// Returns the largest value, or a tiny positive number instead of zero, so that callers can divide
+/// by it.
 fn most(values: impl Iterator<Item = f64>) -> f64 {
     values.fold(f64::MIN_POSITIVE, f64::max)
 }
@@ -120,7 +121,8 @@ pub(super) fn bars(values: &[(String, f64)], mark: Option<f64>, show: &dyn Fn(f6
     svg + "</svg>"
 }
 
-/// Draws horizontal stacked bars, each scaled to the full width (`as_shares`) or all to the same scale.
+/// Draws horizontal stacked bars, each scaled to the full width (`as_shares`) or all to the same
+/// scale.
 pub(super) fn stacks(rows: &[(String, Vec<f64>)], parts: &[String], as_shares: bool, show: &dyn Fn(f64) -> String) -> String {
     let mut svg = String::new();
     let top = legend(&mut svg, parts, 0.0) + 4.0;
