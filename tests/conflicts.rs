@@ -18,7 +18,7 @@ use rand::{Rng, SeedableRng};
 
 harness::with_few_and_many_workers! {
     sources_come_out_as_if_unpacked_one_after_another,
-    members_that_cannot_be_kept_are_counted_and_named,
+    members_that_cannot_be_stored_are_counted_and_named,
     strip_include_and_exclude_select_as_tar_does,
 }
 
@@ -100,7 +100,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
 
 /// SEMANTICS: "Names that leave the tree by `..` are refused, absolute names are made relative, and
 /// devices, FIFOs and sockets are skipped. All of them are counted."
-fn members_that_cannot_be_kept_are_counted_and_named() {
+fn members_that_cannot_be_stored_are_counted_and_named() {
     let ground = Ground::new();
     fs::create_dir(ground.at("t")).unwrap();
     fs::write(ground.at("t/file"), "inside").unwrap();

@@ -102,7 +102,7 @@ fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)>
 /// chunk is requested twice and then fails alone, with `EIO` and a message that says which node's drive
 /// failed. The node does not count as lost, and stage-ins continue."
 #[test]
-fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
+fn a_drive_with_io_errors_loses_only_its_own_data() {
     const LEN: usize = 100_000;
     let cluster = ground(150, LEN).up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
@@ -130,7 +130,7 @@ fn a_drive_that_gives_io_errors_costs_what_it_holds_and_no_more() {
 
 /// SEMANTICS: "Blocks of healthy nodes are read as before."
 #[test]
-fn a_drive_that_hangs_keeps_nobody_from_what_healthy_nodes_own() {
+fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
     const FILES: usize = 90;
     const LEN: usize = 1 << 20;
     let cluster = ground(FILES, LEN).up_with(3, &["--memory", "32M"]);

@@ -4,6 +4,7 @@
 
 mod harness;
 
+use std::cell::Cell;
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
@@ -42,7 +43,7 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
 /// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
 /// space is free again."
 #[test]
-fn a_drive_that_loses_what_was_staged_in_fails_the_stage_in() {
+fn a_drive_that_loses_data_fails_the_stage_in() {
     let ground = Ground::new();
     let Some(drive) = ThinDrive::new(&ground.at("thin"), 24) else { return };
     files(&ground, 300, 200_000);
@@ -92,7 +93,7 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
 /// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
 /// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
-fn copies_that_a_drive_has_lost_are_never_read() {
+fn cached_blocks_that_a_drive_lost_are_never_read() {
     let ground = Ground::new();
     let Some(drive) = ThinDrive::new(&ground.at("thin"), 48) else { return };
     files(&ground, 300, 70_000);
@@ -111,7 +112,7 @@ fn copies_that_a_drive_has_lost_are_never_read() {
 /// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
 /// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
-fn copies_whose_sync_failed_are_given_up() {
+fn cached_blocks_whose_sync_failed_are_dropped() {
     for call in ["fdatasync", "sync_file_range"] {
         let cluster = session(2, &[], &[50_000; 200]);
         let Some(injected) = Injected::into(cluster.pids()[&0], &format!("{call}:error=EIO:when=1")) else { return };
@@ -135,7 +136,7 @@ fn copies_whose_sync_failed_are_given_up() {
 
 /// SEMANTICS: "A read whose block was dropped meanwhile sees that and starts over."
 #[test]
-fn a_read_that_is_overtaken_by_two_tunes_gives_what_was_staged_in() {
+fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     let len = 300_000;
     let lens: Vec<usize> = [len; 8].into_iter().chain([8 << 20; 24]).collect();
     let cluster = session(2, &["--memory", "32MiB"], &lens);
@@ -227,7 +228,7 @@ fn more(ground: &Ground, name: &str, count: usize) {
 /// is free there for what is written beside blocks (plan, sorted runs, catalog), and blocks leave that
 /// much free as long as there are cached blocks."
 #[test]
-fn copies_make_way_where_others_have_filled_the_drive() {
+fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     for nodes in [2, 3] {
         let ground = Ground::new();
         let Some(drive) = Small::new(ground.at("small"), 150) else { return };
@@ -237,7 +238,12 @@ fn copies_make_way_where_others_have_filled_the_drive() {
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
         let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
-        wait_until("much is cached", || cached() > 30_000_000);
+        // Blocks count as cached once a sync has covered them, so wait until no more are added.
+        let last = Cell::new(0);
+        wait_until("all blocks that fit are cached", || {
+            std::thread::sleep(CACHE_TIME);
+            last.replace(cached()) == cached() && cached() > 30_000_000
+        });
         drive.fill();
         let before = cached();
         for target in ["x", "y", "z"] {
@@ -256,7 +262,7 @@ fn copies_make_way_where_others_have_filled_the_drive() {
 /// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s,
 /// reports the full drive: the error names the data dir and the way out."
 #[test]
-fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
+fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
     let ground = Ground::new();
     let Some(drive) = Small::new(ground.at("small"), 60) else { return };
     files(&ground, 10, 200_000);
@@ -276,7 +282,7 @@ fn a_drive_that_others_have_filled_is_named_with_the_way_out() {
 
 /// OPERATIONS.md: `status` shows the space that files take, including cached blocks.
 #[test]
-fn status_says_what_the_files_take() {
+fn status_shows_the_space_that_files_take() {
     let cluster = session(2, &[], &[100_000; 300]);
     let data_dir = fs::canonicalize(cluster.data.path()).unwrap();
     let check = |what: &str| {
@@ -308,7 +314,7 @@ fn status_says_what_the_files_take() {
 
 /// OPERATIONS.md: a capacity that exceeds the drives' is reduced to theirs.
 #[test]
-fn a_capacity_beyond_what_the_drives_have_is_told_and_not_believed() {
+fn a_capacity_beyond_the_drives_is_reported_and_reduced() {
     let ground = Ground::new();
     let up = ground.output(&["up", "--local", "2", "--capacity", "100T"]);
     let stat = statvfs(ground.data.path()).unwrap();

@@ -50,7 +50,7 @@ fn build_c(cluster: &Cluster) -> PathBuf {
 }
 
 #[test]
-fn both_examples_read_every_sample_in_the_same_order() {
+fn all_examples_read_every_sample_in_the_same_order() {
     let cluster = session(2, &[], &LENS);
     let run = |program: &Path, node: &str, epoch: &str| {
         ok(cluster.dayfly().args(["exec", "--node", node, "--"]).arg(program).args(["/dayfly/d", "7", epoch]))
@@ -59,6 +59,14 @@ fn both_examples_read_every_sample_in_the_same_order() {
     let printed = run(&rust, "0", "0");
     assert_eq!(run(&c, "1", "0"), printed, "the order is the same on every node and in every language");
     assert_ne!(run(&rust, "0", "1"), printed, "another epoch has another order");
+    if Command::new("python3").arg("--version").output().is_ok() {
+        let script = root().join("docs/examples/read_samples.py");
+        let python = ok(cluster.dayfly().args(["exec", "--", "python3"]).arg(script).args(["/dayfly/d", "7", "0"]));
+        let samples: Vec<&str> = printed.lines().filter(|line| line.starts_with("sample")).collect();
+        assert_eq!(python.lines().collect::<Vec<_>>(), samples, "Python reads the same samples in the same order");
+    } else {
+        eprintln!("the Python example is NOT tested: there is no python3");
+    }
 
     let lines = |kind: &str| {
         let mut lines: Vec<&str> = printed.lines().filter(|line| line.starts_with(kind)).collect();
@@ -72,4 +80,11 @@ fn both_examples_read_every_sample_in_the_same_order() {
     assert_eq!(lines("file"), ["file 0", "file 1", "file 2", "file 3", "file 4"]);
     assert_eq!(lines("sample"), LENS.iter().enumerate().map(expect).collect::<Vec<_>>());
     cluster.down();
+}
+
+#[test]
+fn the_readme_shows_the_python_example() {
+    let script = std::fs::read_to_string(root().join("docs/examples/read_samples.py")).unwrap();
+    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+    assert!(readme.contains(&format!("```python\n{script}```")), "README.md differs from docs/examples/read_samples.py");
 }

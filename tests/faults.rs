@@ -35,6 +35,8 @@ fn ground() -> Ground {
 }
 
 /// SEMANTICS: "A dataset appears at once and whole on all nodes, or not at all."
+/// SEMANTICS: "However many workers a server has (`--stage-in-workers`), the first failure ends the
+/// stage-in on all nodes."
 fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
     let mut hits = 0;
     for round in 0..9_u64 {
@@ -139,7 +141,7 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
 /// message names the node. The deadline is 5 s after the last progress; a node that has died is
 /// reported at once."
 #[test]
-fn a_server_that_stands_still_is_given_up_within_the_deadline() {
+fn a_stopped_server_is_declared_lost_within_the_deadline() {
     let cluster = ground().up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let pid = cluster.pids()[&1];
@@ -177,7 +179,7 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
 
 /// SEMANTICS: "It also works after the server has died."
 #[test]
-fn the_own_server_dead_local_blocks_are_read_and_the_rest_fails() {
+fn with_the_own_server_dead_local_blocks_are_read_and_others_fail() {
     let cluster = ground().up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let view = cluster.view(0);
@@ -215,7 +217,7 @@ fn taken_by_nameless_files(ground: &Ground) -> u64 {
 /// fail with `EIO`. Catalogs and locations (about 90 bytes per sample) are freed when the last process
 /// that maps them unmaps them. `down` may be given twice."
 #[test]
-fn down_gives_everything_back_while_clients_still_live() {
+fn down_frees_everything_while_clients_are_still_attached() {
     let ground = ground();
     fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
     let cluster = ground.up(2);
@@ -242,7 +244,7 @@ fn down_gives_everything_back_while_clients_still_live() {
 /// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
 /// gets `EIO`, not `ENOENT`."
 #[test]
-fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
+fn no_path_looks_absent_because_the_session_ends() {
     for _ in 0..6 {
         let ground = Ground::new();
         fs::create_dir(ground.at("d")).unwrap();
@@ -274,7 +276,7 @@ fn a_path_is_never_taken_to_be_absent_because_the_session_ends() {
 /// SEMANTICS: "The end of a session never makes a path look absent: a program that attaches meanwhile
 /// gets `EIO`, not `ENOENT`."
 #[test]
-fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
+fn a_server_that_exits_while_a_program_attaches_gives_eio_not_enoent() {
     if Command::new("strace").arg("--version").output().is_err() {
         eprintln!("NOT tested: there is no strace");
         return;
@@ -299,7 +301,7 @@ fn a_server_that_ends_while_a_program_attaches_is_eio_and_no_absent_file() {
 /// segments and catalogs have no names. Empty folders and sockets remain until the next `up` or `dayfly
 /// clean`."
 #[test]
-fn after_kill_9_of_everything_no_space_stays_taken_and_up_sweeps() {
+fn after_kill_9_of_everything_all_space_is_free_and_up_removes_the_folder() {
     let ground = ground();
     fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
     // A file system of its own, because other tests use the common one meanwhile. Without root, the check is coarser.

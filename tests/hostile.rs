@@ -17,7 +17,7 @@ use harness::{Cluster, Ground, pack};
 
 harness::with_few_and_many_workers! {
     damaged_archives_are_named_with_the_place,
-    a_header_that_lies_takes_no_memory_and_no_server,
+    a_header_with_a_false_size_neither_takes_memory_nor_kills_a_server,
     sources_that_cannot_be_read_are_named,
     full_nodes_are_an_error_with_a_way_out,
     a_full_file_system_is_an_error_too,
@@ -53,6 +53,8 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
     path
 }
 
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
+/// untouched."
 /// SEMANTICS: "A damaged archive is an error that names the archive and the place of the damage."
 /// SEMANTICS: "The archive's own checksums detect it, where its format has any."
 fn damaged_archives_are_named_with_the_place() {
@@ -68,7 +70,7 @@ fn damaged_archives_are_named_with_the_place() {
         assert_unharmed(&cluster, used);
     };
     let cut = |bytes: &mut Vec<u8>| bytes.truncate(bytes.len() / 2 + 77);
-    check("good.tar", &cut, &["damaged at byte", "breaks off"]);
+    check("good.tar", &cut, &["damaged at byte", "truncated"]);
     check("good.tar.gz", &cut, &["damaged at byte"]);
     check("good.tar.xz", &cut, &["damaged at byte"]);
     check("good.tar.bz2", &cut, &["damaged at byte"]);
@@ -108,7 +110,7 @@ fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
     block
 }
 
-fn a_header_that_lies_takes_no_memory_and_no_server() {
+fn a_header_with_a_false_size_neither_takes_memory_nor_kills_a_server() {
     let cluster = cluster();
     let used = cluster.used_bytes();
     // 2^61 and 2^40 bytes, in base 256.
@@ -141,6 +143,8 @@ fn a_header_that_lies_takes_no_memory_and_no_server() {
     cluster.down();
 }
 
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
+/// untouched."
 /// SEMANTICS: "A source that cannot be read is an error that names it."
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
@@ -180,6 +184,8 @@ fn sources_that_cannot_be_read_are_named() {
     cluster.down();
 }
 
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
+/// untouched."
 /// SEMANTICS: "Nodes that are full are an error that names the way out."
 fn full_nodes_are_an_error_with_a_way_out() {
     let cluster = cluster();

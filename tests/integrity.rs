@@ -88,7 +88,7 @@ fn wait_until_cached(view: &View, number: usize) {
     wait_until("it is cached", || blocks.clone().all(|block| dataset.is_here(BlockId(block))));
 }
 
-/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 /// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
@@ -106,9 +106,9 @@ fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     assert_eq!(found(&session, Hop::Fetched), 0);
 }
 
-/// SEMANTICS: "A batch that arrives damaged is sent again, at most three times."
+/// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 #[test]
-fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
+fn a_connection_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     let session = Inside::new(2, false);
     session.inject(|seen| ships(seen).then_some(Fault::FlipOnWire));
     let reason = session.stage(&session.write(&LENS)).unwrap_err();
@@ -117,7 +117,7 @@ fn a_way_that_damages_every_batch_ends_the_stage_in_and_is_named() {
     assert!(session.view(1).session().datasets().unwrap().is_empty());
 }
 
-/// SEMANTICS: "A worker whose own memory has changed ends the stage-in. Both errors name the node."
+/// SEMANTICS: "A worker whose own memory has changed ends the stage-in too. Both errors name the node."
 #[test]
 fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
     let session = Inside::new(2, false);
@@ -157,7 +157,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
 /// SEMANTICS: "If that is bad too, the read fails with `EIO`, which names owner, block and both
 /// checksums."
 #[test]
-fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_kept() {
+fn a_connection_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_cached() {
     let session = staged(false);
     session.inject(|request| reads(request).then_some(Fault::FlipOnWire));
     let view = session.view(0);
@@ -173,11 +173,9 @@ fn a_way_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is
     assert_all_is_right(&session, 2);
 }
 
-/// SEMANTICS: "The chunk is checked again just before it is written to the drive; a bad chunk is
-/// dropped."
 /// SEMANTICS: "A bad chunk is dropped and fetched again."
 #[test]
-fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads() {
+fn a_bit_that_flips_in_the_arena_is_detected_by_verified_reads() {
     let session = staged(true);
     // Nothing may be cached, so that reads come from the arena.
     tune_cache(&session, 0);
@@ -195,11 +193,34 @@ fn a_bit_that_flips_in_the_arena_is_seen_before_it_is_kept_and_by_verified_reads
     assert!(batch.next().unwrap().unwrap().bytes.unwrap() == expected);
 }
 
+/// SEMANTICS: "The chunk is checked again just before it is written to the drive; a bad chunk is
+/// dropped."
+#[test]
+fn a_bit_that_flips_in_the_arena_is_detected_before_the_chunk_is_cached() {
+    let session = staged(false);
+    let view = session.view(0);
+    let (far, _) = far_and_near(&view);
+    let expected = content(far, LENS[far]);
+    // A chunk that was fetched ahead is not cached before it is read.
+    let sample = view.open(&path(far)).unwrap().sample();
+    let order = view.session().submit(&dataset(&view), [sample]).unwrap();
+    wait_until("it is fetched ahead", || session.status()[0].remote.count > 0);
+    // The server compares the chunk when it arrives, which must be over before the bit flips.
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(session.flip(Rest::Arenas, &expected) > 0);
+    assert!(read(&view, far).unwrap() != expected, "without `--verify-reads`, a node trusts its memory");
+    wait_until("the damage is detected", || found(&session, Hop::Arena) == 1);
+    wait_until("the chunk is fetched again", || read(&view, far).unwrap() == expected);
+    wait_until_cached(&view, far);
+    assert!(read(&view, far).unwrap() == expected);
+    drop(order);
+}
+
 /// SEMANTICS: "Every reader detects it: `EIO` that names the block and the node, because no other copy
 /// exists."
 /// SEMANTICS: "`--verify-reads` checks the chunks that a read touches,"
 #[test]
-fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verified_reads() {
+fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_verified_reads() {
     for verify_reads in [false, true] {
         let session = staged(verify_reads);
         let (here, there) = (session.view(0), session.view(1));
@@ -228,7 +249,7 @@ fn a_bit_that_flips_in_a_segment_is_seen_by_readers_on_other_nodes_and_by_verifi
 /// SEMANTICS: "A bad cached block is dropped, and its reader gets the owner's bytes."
 /// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
 #[test]
-fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
+fn a_bad_cached_block_is_dropped_and_fetched_from_its_owner() {
     let session = staged(true);
     let view = session.view(0);
     for number in numbers(&view, LENS.len(), false).into_iter().filter(|&number| LENS[number] >= 300) {
@@ -252,7 +273,7 @@ fn a_bad_kept_copy_is_given_up_and_fetched_from_its_owner() {
 ///
 /// SEMANTICS: "`dayfly verify` checks everything, and replaces bad cached blocks."
 #[test]
-fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
+fn reading_whole_blocks_finds_bad_cached_blocks_and_replaces_them() {
     let session = staged(false);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
@@ -271,7 +292,7 @@ fn reading_whole_blocks_finds_bad_kept_copies_and_replaces_them() {
 
 /// SEMANTICS: "A cached block that cannot be read is dropped, and its reader gets the owner's bytes."
 #[test]
-fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
+fn a_cached_block_that_cannot_be_read_is_fetched_from_its_owner() {
     let session = staged(false);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
@@ -287,7 +308,7 @@ fn a_kept_copy_that_cannot_be_read_is_fetched_from_its_owner() {
 /// SEMANTICS: "A process that finds a cached block bad reports it to its server, and the server reads
 /// the block itself before it drops it. So a process with bad memory costs other processes nothing."
 #[test]
-fn a_good_copy_that_a_process_calls_bad_stays() {
+fn a_good_cached_block_that_a_process_calls_bad_stays() {
     let session = staged(true);
     let view = session.view(0);
     let (far, near) = far_and_near(&view);
@@ -316,7 +337,7 @@ fn a_good_copy_that_a_process_calls_bad_stays() {
 /// SEMANTICS: "Where a dataset is visible it can be read, also from owners on which it is not visible
 /// yet."
 #[test]
-fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
+fn a_visible_dataset_can_be_read_before_it_is_visible_on_its_owners() {
     let session = Arc::new(Inside::new(3, false));
     let folder = session.write(&LENS);
     let held = Arc::new(AtomicUsize::new(0));
@@ -349,7 +370,7 @@ fn a_dataset_can_be_read_where_it_is_shown_before_its_owner_shows_it() {
 /// SEMANTICS: "A dataset is replaced node by node: on a node where the old one is still visible, all of
 /// the old one can be read."
 #[test]
-fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
+fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_visible() {
     let session = Arc::new(Inside::new(3, false));
     session.stage(&session.write(&LENS)).unwrap();
     let other = session.write_in("other", &LENS, 100);
@@ -385,7 +406,7 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_shown() {
 /// SEMANTICS: "If one node fails to make a dataset visible, the dataset is withdrawn from all nodes.
 /// Reads in between return its bytes or `EIO`."
 #[test]
-fn a_dataset_that_is_undone_after_some_have_shown_it_gives_errors_and_no_wrong_bytes() {
+fn a_dataset_withdrawn_while_partly_visible_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));
     let folder = session.write(&LENS);
     session.inject(|seen| {

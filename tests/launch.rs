@@ -222,7 +222,7 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
         let id = text(&up.stdout).trim().to_owned();
         let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
         let supervisor =
-            dayfly_client::locate::Location { session: id.parse().unwrap(), folder: user.join(&id) }.supervisor().unwrap();
+            dayfly_client::locate::SessionFolder { session: id.parse().unwrap(), folder: user.join(&id) }.supervisor().unwrap();
         assert!(!in_job("8", &["status"]).status.success());
         signal(supervisor, Signal::SIGKILL);
         wait_until("the next job finds it", || in_job("8", &["status"]).status.success());
@@ -294,7 +294,7 @@ fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
-    let supervisor = dayfly_client::locate::Location { session: up.trim().parse().unwrap(), folder }.supervisor().unwrap();
+    let supervisor = dayfly_client::locate::SessionFolder { session: up.trim().parse().unwrap(), folder }.supervisor().unwrap();
     signal(supervisor, Signal::SIGTERM);
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
@@ -388,7 +388,7 @@ fn runs(pid: i32) -> bool {
 struct Pids(Vec<i32>);
 
 impl Pids {
-    fn of(location: &dayfly_client::locate::Location) -> Self {
+    fn of(location: &dayfly_client::locate::SessionFolder) -> Self {
         Self(location.live_nodes().into_iter().filter_map(|node| location.pid(node)).chain(location.supervisor()).collect())
     }
 

@@ -75,7 +75,7 @@ fn churn(view: &View, others: &[(usize, SampleId)]) {
 /// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
 /// an error."
 #[test]
-fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back() {
+fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked() {
     let (cluster, target) = cluster_of_long_names();
     let view = cluster.view(0);
     let alive = owned_by(&view, &target, 0..SMALL, 1);
@@ -105,7 +105,7 @@ fn a_batch_whose_reader_slept_gives_right_bytes_after_its_leases_were_taken_back
 /// SEMANTICS: "For views that were already delivered, `is_good` returns false and `get` returns
 /// nothing, also in a child that inherited them from a parent that has exited."
 #[test]
-fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
+fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
     let (cluster, target) = cluster_of_long_names();
     let view = cluster.view(0);
     let held = owned_by(&view, &target, 0..SMALL, 1);
@@ -136,7 +136,7 @@ fn a_child_that_outlives_its_parent_does_not_trust_the_views_of_it() {
 /// SEMANTICS: "The 64 MiB window of a segment in which a drive failed under a view is read by `pread`
 /// from then on, so that no later reader takes those zeros for data."
 #[test]
-fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
+fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     dayfly_client::fault::install(nix::libc::sigaction).unwrap();
     let cluster = session(1, &[], &[100_000; 20]);
     let view = cluster.view(0);
@@ -176,7 +176,7 @@ fn zeros_of_a_drive_that_failed_once_are_shown_to_no_later_batch() {
 /// needs it fails once the server's heartbeat in shared memory has not advanced for 5 s during which
 /// the reader waited. Every further such read fails at once, until the heartbeat advances again."
 #[test]
-fn reads_fail_fast_while_the_own_server_stands_still_and_go_on_with_it() {
+fn reads_fail_fast_while_the_own_server_is_stopped_and_work_again_afterwards() {
     let cluster = session(2, &[], &[20_000; 60]);
     cluster.ok(&["tune", "--cache", "off"]);
     let view = cluster.view(0);
@@ -316,7 +316,7 @@ fn words(numbers: &[usize]) -> String {
 /// SEMANTICS: "An order from which no sample is read for 30 s releases its window, and so does one from
 /// which none is read for 5 s while other requests wait for room."
 #[test]
-fn idle_orders_make_way_for_who_waits() {
+fn idle_orders_release_their_window_to_waiting_requests() {
     let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
     let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
     cluster.ok(&["tune", "--cache", "off", "--prefetch", "160"]);
@@ -381,7 +381,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
 /// release theirs. A batch that is asked releases its leases at its next call and keeps copies. A
 /// process that makes no call for 5 s after that loses its leases, the largest holder first."
 #[test]
-fn idle_processes_that_hold_the_whole_arena_lose_their_leases_to_who_waits_and_know_it() {
+fn idle_processes_lose_their_leases_to_waiting_requests_and_notice_it() {
     let lens: Vec<usize> = (0..320).map(|number| if number < 300 { 300_000 } else { 4_000_000 }).collect();
     let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
@@ -431,7 +431,7 @@ fn receive(stream: &mut UnixStream) -> FromServer {
 }
 
 #[test]
-fn a_client_that_sends_while_it_is_sent_something_is_heard() {
+fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     let (cluster, target) = cluster_of_long_names();
     let view = cluster.view(0);
     let dataset = dataset(&view);
@@ -474,7 +474,7 @@ fn a_client_that_sends_while_it_is_sent_something_is_heard() {
 /// because it is stopped or busy elsewhere. The process keeps its connection and continues when it
 /// can."
 #[test]
-fn clients_stopped_at_random_read_on_and_see_no_wrong_byte() {
+fn clients_stopped_at_random_continue_and_see_no_wrong_byte() {
     let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(12, |seconds| seconds.parse().unwrap());
     let lens: Vec<usize> = (0..500).map(|number| 10 + number * number * 7 % 200_000).collect();
     let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);

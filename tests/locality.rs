@@ -16,7 +16,7 @@ use harness::wait_until;
 /// SEMANTICS: "Blocks that came from other nodes are cached on the node's drives where there is room,
 /// so that they are local from the next epoch on."
 #[test]
-fn with_room_for_all_the_second_epoch_asks_nobody() {
+fn with_room_for_all_the_second_epoch_sends_no_request_to_peers() {
     let lens: Vec<usize> = (0..800).map(|number| 100 + number * 37 % 30_000).chain([9 << 20, 5 << 20, 70_000]).collect();
     let cluster = session(3, &[], &lens);
     let view = cluster.view(0);
@@ -56,7 +56,7 @@ fn with_room_for_all_the_second_epoch_asks_nobody() {
 /// SEMANTICS: "Cached blocks make way for `tune --cache`; concurrent changes take effect one after
 /// another."
 #[test]
-fn what_is_kept_is_thought_over_by_one_at_a_time() {
+fn changes_of_the_cache_take_effect_one_at_a_time() {
     let cluster = session(3, &[], &[50_000; 300]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -90,7 +90,7 @@ fn what_is_kept_is_thought_over_by_one_at_a_time() {
 /// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
 /// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
-fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
+fn ordered_samples_arrive_in_time_also_while_they_are_cached() {
     let cluster = session(3, &[], &[20_000; 1500]);
     let view = cluster.view(0);
     let dataset = dataset(&view);
@@ -111,7 +111,7 @@ fn what_is_ordered_is_there_in_time_also_where_it_is_kept() {
 
 /// SEMANTICS: "Cached blocks make way for stage-ins."
 #[test]
-fn a_stage_in_gets_the_room_of_what_is_only_kept() {
+fn a_stage_in_gets_the_space_of_cached_blocks() {
     let lens = vec![100_000; 60];
     let cluster = session(2, &["--capacity", "8MiB"], &lens);
     let view = cluster.view(0);
@@ -127,7 +127,7 @@ fn a_stage_in_gets_the_room_of_what_is_only_kept() {
 
 /// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
-fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
+fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
     let cluster = session(2, &[], &[60_000; 200]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -148,7 +148,7 @@ fn a_stage_in_for_which_there_is_room_leaves_what_is_kept() {
 
 /// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
-fn a_stage_in_takes_only_the_room_that_it_needs_of_what_is_kept() {
+fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
     // Of its 32 MiB, a node owns 10 and caches 10. 16 MiB more on each node leave 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
@@ -247,7 +247,7 @@ fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
 /// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
 /// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
-fn what_is_ordered_is_there_before_it_is_read() {
+fn ordered_samples_arrive_before_they_are_read() {
     let lens: Vec<usize> = (0..2000).map(|number| 2000 + number * 13 % 3000).collect();
     let cluster = session(3, &[], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
@@ -286,7 +286,7 @@ fn what_is_ordered_is_there_before_it_is_read() {
 
 /// SEMANTICS: "A large file that a client reads sequentially, without an order, is read ahead."
 #[test]
-fn a_large_file_is_read_ahead_of_who_goes_through_it() {
+fn a_large_file_is_read_ahead_of_a_sequential_reader() {
     let len = 40 << 20;
     let cluster = session(4, &[], &[len; 6]);
     cluster.ok(&["tune", "--cache", "off"]);
@@ -315,7 +315,7 @@ fn a_large_file_is_read_ahead_of_who_goes_through_it() {
 }
 
 #[test]
-fn counters_are_told_in_every_form() {
+fn counters_are_shown_in_every_form() {
     let cluster = session(2, &[], &[5000; 300]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -340,7 +340,7 @@ fn counters_are_told_in_every_form() {
 }
 
 #[test]
-fn the_page_of_metrics_is_what_the_program_tells() {
+fn the_page_of_metrics_equals_the_output_of_the_program() {
     let page = fs::read_to_string(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("docs/METRICS.md")).unwrap();
     assert_eq!(page, dayfly_meta::metrics::page(), "dayfly metrics --describe > docs/METRICS.md");
 }

@@ -1,5 +1,5 @@
-//! Sessions by RDMA, as their user meets them; and what is said where there is no card. What needs one runs in a virtual machine with
-//! Soft-RoCE: `tests/vm/rdma`.
+//! Sessions over RDMA as their users see them, and the messages where there is no card. Tests that need a card run in a virtual
+//! machine with Soft-RoCE: see `tests/vm/rdma`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -14,20 +14,20 @@ use dayfly_meta::deadlines::Deadlines;
 use harness::Ground;
 use serde_json::Value;
 
-/// Whether there is a card to test with; says so where there is none, past the test harness.
+/// Whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
 fn has_card() -> bool {
     let is_there = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     if !is_there {
-        assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "a card was promised by DAYFLY_TEST_RDMA, and there is none");
-        let words =
-            "Sessions by RDMA were NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
+        assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "DAYFLY_TEST_RDMA is set, but there is no card");
+        let notice =
+            "Sessions over RDMA were NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
         static ONCE: std::sync::Once = std::sync::Once::new();
-        ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{words}")));
+        ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{notice}")));
     }
     is_there
 }
 
-/// Enough for these sessions; all of it is made and locked at the start.
+/// Options for little memory, which suffices for these sessions. All of it is allocated and locked at the start.
 const SMALL: [&str; 4] = ["--memory", "32M", "--stage-in-memory", "256M"];
 
 fn networks(status: &Value) -> Vec<&Value> {
@@ -48,12 +48,12 @@ fn packets() -> u64 {
     cards.map(|card| read_number(&card.unwrap().path().join("ports/1/hw_counters/rcvd_pkts"))).sum()
 }
 
-/// Bytes that went by TCP: servers of one machine reach each other through this interface.
+/// Bytes that went by TCP. Servers on one machine reach each other through this interface.
 fn loopback_bytes() -> u64 {
     read_number(Path::new("/sys/class/net/lo/statistics/tx_bytes"))
 }
 
-/// Real archives: crates that the build has fetched.
+/// Real archives: the crates that the build has downloaded.
 fn archives() -> Vec<PathBuf> {
     let home = std::env::var_os("CARGO_HOME")
         .map_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cargo"), PathBuf::from);
@@ -70,7 +70,7 @@ fn archives() -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_whole_session_goes_by_rdma() {
+fn a_whole_session_uses_rdma() {
     if !has_card() {
         return;
     }
@@ -81,12 +81,12 @@ fn a_whole_session_goes_by_rdma() {
     let verified = cluster.ok(&["verify", "--from-every-node"]);
     assert!(verified.contains("from 4 nodes"), "{verified}");
 
-    // Every byte that crossed went by the card: by its own counters, by ours, and not by TCP.
+    // Every byte between servers went by the card, according to its counters, to Dayfly's, and to those of the TCP interface.
     let status = cluster.status();
     let sum = |name: &str| networks(&status).iter().map(|network| number(&network[name])).sum::<u64>();
     let remote: u64 = status["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
     assert!(remote > 40 << 20 && sum("written_bytes") >= remote, "{} of {remote}", sum("written_bytes"));
-    assert!(sum("read_bytes") > 10 << 20, "stage-in ships by RDMA: {}", sum("read_bytes"));
+    assert!(sum("read_bytes") > 10 << 20, "a stage-in ships blocks by RDMA: {}", sum("read_bytes"));
     assert!((packets() - packets_before) * 4096 >= remote, "{} packets", packets() - packets_before);
     assert!(
         loopback_bytes() - loopback_before < remote / 8,
@@ -98,8 +98,8 @@ fn a_whole_session_goes_by_rdma() {
     );
     assert!(cluster.ok(&["status"]).contains("node 3 reaches its peers by RDMA: rxe0 port 1, RoCE v2"));
 
-    // Processes have none of their own: two queue pairs for each pair of nodes, one asking each way.
-    // Sixteen at a time: on two emulated processors more keep a server from its turn for longer than its peers wait.
+    // Clients have no queue pairs. There are two for each pair of nodes, one for the requests of each side.
+    // Sixteen clients run at a time. On two emulated processors, more of them would delay a server for longer than its peers wait.
     let script = "seq 64 | xargs -P 16 -I {} sh -c 'dayfly cat /dayfly/crates/*/Cargo.toml > /dev/null'";
     let program = PathBuf::from(env!("CARGO_BIN_EXE_dayfly"));
     let path = format!("{}:/usr/bin:/bin", program.parent().unwrap().display());
@@ -112,7 +112,7 @@ fn a_whole_session_goes_by_rdma() {
         || (0..4).map(|node| fs::read_to_string(cluster.folder().join(format!("node-{node}.log"))).unwrap()).collect::<String>();
     assert!(networks(&status).into_iter().all(whole), "{:?}\n{}", networks(&status), logs());
 
-    // A node dies: its own is an error in time, the rest is read as before.
+    // A node dies. Reads of its blocks fail within the deadline, and all others succeed.
     cluster.stage(&archives[..20].iter().map(PathBuf::as_path).collect::<Vec<_>>(), "/dayfly/unread");
     cluster.kill(3);
     let start = Instant::now();
@@ -160,7 +160,8 @@ fn auto_uses_rdma_where_it_exists_and_tcp_does_not() {
     }
 }
 
-/// What keeps a node from RDMA is found at the start, by its own name. This changes the whole (virtual) machine, and puts it back.
+/// Anything that prevents RDMA on a node is found and named at the start. This test changes the whole (virtual) machine and restores
+/// it.
 #[test]
 fn a_missing_prerequisite_of_rdma_is_named() {
     if !has_card() {
@@ -184,15 +185,15 @@ fn a_missing_prerequisite_of_rdma_is_named() {
     ];
     let shell = |script: &str| harness::tool("sh", &["-ec".as_ref(), script.as_ref()]);
     let ground = Ground::new();
-    for (spoil, mend, expected) in cases {
-        shell(spoil);
+    for (break_it, repair, expected) in cases {
+        shell(break_it);
         let doctor = harness::text(&ground.output(&["doctor"]).stdout);
         let insisted = ground.output(&[&["up", "--transport", "rdma"], &SMALL[..]].concat());
         let auto = ground.output(&[&["run", "--local", "2"], &SMALL[..], &["--", "dayfly", "status"]].concat());
-        shell(mend);
-        assert!(doctor.contains(expected), "{spoil}: {doctor}");
-        assert!(!insisted.status.success() && harness::text(&insisted.stderr).contains(expected), "{spoil}: {insisted:?}");
-        assert!(auto.status.success() && harness::text(&auto.stdout).contains(expected), "{spoil}: {auto:?}");
+        shell(repair);
+        assert!(doctor.contains(expected), "{break_it}: {doctor}");
+        assert!(!insisted.status.success() && harness::text(&insisted.stderr).contains(expected), "{break_it}: {insisted:?}");
+        assert!(auto.status.success() && harness::text(&auto.stdout).contains(expected), "{break_it}: {auto:?}");
     }
     ground.assert_clean();
 }
@@ -211,6 +212,6 @@ fn without_a_card_auto_uses_tcp_and_names_the_reason_and_rdma_fails() {
     cluster.down();
     let ground = Ground::new();
     let message = ground.fails(1, &[&["up", "--local", "2", "--transport", "rdma"], &absent[..]].concat());
-    assert!(message.contains("no session by RDMA, as --transport rdma demands: node 0 has no RDMA"), "{message}");
+    assert!(message.contains("no session over RDMA, as --transport rdma demands: node 0 has no RDMA"), "{message}");
     ground.assert_clean();
 }

@@ -141,7 +141,7 @@ fn sixteen_processes_that_want_one_block_cause_one_transfer() {
 /// take one message to the server and one to each owner. Samples are delivered in the order requested,
 /// or as they arrive."
 #[test]
-fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
+fn a_batch_is_delivered_in_the_order_requested_or_as_samples_arrive() {
     let lens: Vec<usize> = (0..400).map(|number| number * number % 9001).chain([5 << 20, 9 << 20]).collect();
     let cluster = session(3, &["--verify-reads"], &lens);
     cluster.ok(&["tune", "--cache", "off"]);
@@ -184,7 +184,7 @@ fn a_batch_is_delivered_in_the_order_asked_for_or_as_it_comes() {
 /// SEMANTICS: "A sample that cannot be read ends the batch, or is reported by itself, as the caller
 /// chooses."
 #[test]
-fn what_is_missing_ends_the_batch_or_is_told() {
+fn a_missing_sample_ends_the_batch_or_is_reported() {
     let cluster = session(2, &[], &[100; 60]);
     let view = cluster.view(0);
     let names: Vec<Vec<u8>> =
@@ -233,6 +233,7 @@ fn what_is_missing_ends_the_batch_or_is_told() {
 
 /// SEMANTICS: "While the arena is full of leases, requests wait for at most 15 s, first come, first
 /// served. A batch that is larger than the arena comes in parts."
+/// SEMANTICS: "A batch gets all of its parts."
 #[test]
 fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     let memory = ARENA_LEN_MIN.to_string();
@@ -272,10 +273,10 @@ fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {
     cluster.down();
 }
 
-/// SEMANTICS: "A batch that gets its parts releases them, keeping copies, rather than wait for others
-/// that do the same."
+/// SEMANTICS: "Rather than wait for room that other batches hold, it releases its own leases and keeps
+/// copies, so that batches never wait for each other."
 #[test]
-fn many_who_hold_a_part_each_do_not_wait_for_each_other() {
+fn batches_that_each_hold_a_part_do_not_wait_for_each_other() {
     let memory = ARENA_LEN_MIN.to_string();
     let lens = vec![100_000; 1200];
     let cluster = session(3, &["--memory", &memory], &lens);
@@ -323,7 +324,7 @@ fn a_batch_under_way_ends_when_the_session_does() {
 /// SEMANTICS: "A batch or an order belongs to the process that made it. A forked child's use of its
 /// copy does not affect the parent."
 #[test]
-fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
+fn a_forked_childs_use_of_its_copies_does_not_affect_its_parent() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
     (0..120_usize).for_each(|number| fs::write(ground.at(format!("d/{number}")), vec![(number % 251) as u8; 200_000]).unwrap());
@@ -350,7 +351,7 @@ fn what_a_forked_child_does_with_its_copies_is_nothing_to_its_parent() {
 
 /// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
-fn leases_end_with_their_process_whoever_has_inherited_its_connections() {
+fn leases_end_with_their_process_even_if_a_child_inherited_its_connections() {
     let cluster = session(2, &[], &[200_000; 60]);
     cluster.ok(&["tune", "--cache", "off"]);
     let far = numbers(&cluster.view(0), 60, false);

@@ -16,7 +16,7 @@ use harness::{Ground, assert_same_tree, output_of, pack, read_tree, signal, text
 use nix::sys::signal::Signal;
 
 harness::with_few_and_many_workers! {
-    a_cancelled_stage_in_leaves_nothing,
+    a_canceled_stage_in_leaves_nothing,
 }
 
 /// Makes a tree with everything that an archive can hold.
@@ -41,7 +41,7 @@ fn make_tree(folder: &Path) {
 }
 
 #[test]
-fn the_main_job() {
+fn run_stages_in_and_runs_its_command() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"));
     pack(&ground.at("a.tar.gz"), &ground.at("tree"), &["--format=pax"]);
@@ -318,7 +318,7 @@ fn exec_and_env_make_a_process_part_of_the_session() {
 }
 
 #[test]
-fn sessions_are_told_apart() {
+fn commands_distinguish_sessions() {
     let ground = Ground::new();
     assert!(ground.fails(1, &["status"]).contains("dayfly up"));
     assert!(ground.ok(&["down"]).contains("nothing to do"));
@@ -384,7 +384,7 @@ fn run_ends_the_session_whatever_its_command_does() {
 }
 
 #[test]
-fn down_and_clean_wait_for_what_is_on_its_way_out() {
+fn down_and_clean_wait_for_a_session_that_is_ending() {
     let ground = Ground::new();
     for command in ["down", "clean"] {
         let all = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
@@ -405,7 +405,7 @@ fn down_and_clean_wait_for_what_is_on_its_way_out() {
 }
 
 /// SEMANTICS: "A stage-in that is interrupted, for example by Ctrl-C, leaves nothing behind."
-fn a_cancelled_stage_in_leaves_nothing() {
+fn a_canceled_stage_in_leaves_nothing() {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
     (0..20_000).for_each(|number| fs::write(ground.at(format!("d/{number}")), [1; 3000]).unwrap());
@@ -431,7 +431,7 @@ fn a_cancelled_stage_in_leaves_nothing() {
 
 /// SEMANTICS: "`run` passes SIGUSR1 and SIGUSR2 on to its command."
 #[test]
-fn run_passes_messages_on_and_refuses_a_target_twice() {
+fn run_forwards_signals_and_refuses_a_target_twice() {
     let ground = Ground::new();
     let script = "trap 'echo received; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
     let mut command = ground.dayfly();
@@ -456,7 +456,7 @@ fn run_passes_messages_on_and_refuses_a_target_twice() {
 /// that cannot be written, and sources that do not exist, cannot be read or are not the archives that
 /// their names promise (checking the content of the first 256 files of each `--stage-in`)."
 #[test]
-fn run_refuses_before_anything_is_started_what_would_fail_later() {
+fn run_refuses_what_would_fail_later_before_it_starts_anything() {
     let ground = Ground::new();
     let executable = |name: &str, mode: &str, content: &str| {
         fs::write(ground.at(name), content).unwrap();

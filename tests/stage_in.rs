@@ -22,18 +22,18 @@ use rand::{Rng, SeedableRng};
 harness::with_few_and_many_workers! {
     every_format_comes_out_as_it_went_in,
     real_crates_and_wheels_come_out_as_their_tools_unpack_them,
-    what_parallel_packers_write_comes_out_as_it_went_in,
+    archives_of_parallel_packers_come_out_as_they_went_in,
     zips_come_out_as_unzip_unpacks_them,
     sparse_members_are_expanded,
     an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing,
     keep_going_leaves_out_what_cannot_be_read_and_lists_it,
     several_stage_ins_run_at_once_but_not_over_each_other,
-    a_stage_in_may_be_asked_for_on_any_node,
-    a_rate_is_kept,
+    a_stage_in_may_be_requested_on_any_node,
+    the_rate_limit_holds,
     stored_order_is_random_and_complete,
     files_of_one_stem_are_placed_stored_and_listed_together,
     nested_archives_become_directories,
-    a_report_is_written_and_events_tell_each_node,
+    a_report_is_written_and_events_name_each_node,
     a_full_disk_ends_a_stage_in_and_its_space_is_free_again,
 }
 
@@ -171,7 +171,7 @@ const IN_PARTS: [(&str, &str); 7] = [
 
 /// SEMANTICS: "A compressed tar may have one compressed stream or many, as parallel packers write
 /// them."
-fn what_parallel_packers_write_comes_out_as_it_went_in() {
+fn archives_of_parallel_packers_come_out_as_they_went_in() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 300);
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
@@ -275,6 +275,8 @@ fn sparse_members_are_expanded() {
     cluster.down();
 }
 
+/// SEMANTICS: "However many workers a server has (`--stage-in-workers`), the first failure ends the
+/// stage-in on all nodes."
 /// SEMANTICS: "A truncated archive is an error that names it, and leaves nothing behind."
 fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     let ground = Ground::new();
@@ -373,7 +375,7 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     cluster.down();
 }
 
-fn a_stage_in_may_be_asked_for_on_any_node() {
+fn a_stage_in_may_be_requested_on_any_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
     let expected = read_tree(&ground.at("tree"));
@@ -397,7 +399,7 @@ fn a_stage_in_may_be_asked_for_on_any_node() {
 }
 
 /// SEMANTICS: "`--max-rate` bounds the rate at which all nodes together read the sources."
-fn a_rate_is_kept() {
+fn the_rate_limit_holds() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
     (0..40).for_each(|number| fs::write(ground.at(format!("tree/{number}")), vec![1; 100_000]).unwrap());
@@ -522,7 +524,7 @@ fn nested_archives_become_directories() {
     cluster.down();
 }
 
-fn a_report_is_written_and_events_tell_each_node() {
+fn a_report_is_written_and_events_name_each_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
     let cluster = ground.up(2);

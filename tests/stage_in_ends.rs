@@ -15,10 +15,10 @@ use nix::sys::signal::Signal;
 harness::with_few_and_many_workers! {
     samples_of_one_path_in_archives_of_one_pattern_are_a_conflict,
     a_conflict_ends_a_stage_in_while_its_sources_are_read,
-    an_interrupted_stage_in_says_that_nothing_was_staged_in,
-    a_session_that_ends_says_so_to_who_stages_in,
-    files_whose_sizes_lie_are_an_error,
-    more_directories_or_hard_links_than_are_wanted_are_an_error,
+    an_interrupted_stage_in_reports_that_nothing_was_staged_in,
+    a_stage_in_reports_the_end_of_its_session,
+    a_file_whose_size_differs_from_its_metadata_is_an_error,
+    too_many_directories_or_hard_links_are_an_error,
     samples_that_are_archives_give_a_hint,
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
@@ -207,7 +207,7 @@ fn standard_error_of(child: &mut std::process::Child) -> String {
 
 /// SEMANTICS: "An interrupted `stage-in` prints whether anything was staged in, and exits with the
 /// status that shells expect, 130 after Ctrl-C."
-fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
+fn an_interrupted_stage_in_reports_that_nothing_was_staged_in() {
     let cluster = Ground::new().up(2);
     for (number, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
         let mut child = slow_stage_in(&cluster);
@@ -223,7 +223,7 @@ fn an_interrupted_stage_in_says_that_nothing_was_staged_in() {
 }
 
 /// SEMANTICS: "If the session ends meanwhile, `stage-in` prints that the session ended."
-fn a_session_that_ends_says_so_to_who_stages_in() {
+fn a_stage_in_reports_the_end_of_its_session() {
     let cluster = Ground::new().up(2);
     let mut child = slow_stage_in(&cluster);
     cluster.ok(&["down"]);
@@ -235,7 +235,7 @@ fn a_session_that_ends_says_so_to_who_stages_in() {
 
 /// SEMANTICS: "A file that has more or fewer bytes than its metadata promise, as files in `/proc` have,
 /// is an error that names it, not an empty sample."
-fn files_whose_sizes_lie_are_an_error() {
+fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let cluster = Ground::new().up(2);
     // Its metadata show 0 bytes, and it has some.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
@@ -254,7 +254,7 @@ fn files_whose_sizes_lie_are_an_error() {
 /// directories that no source names, or as many as `--max-directories` allows. More are an error."
 /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
 /// links than fit there are an error."
-fn more_directories_or_hard_links_than_are_wanted_are_an_error() {
+fn too_many_directories_or_hard_links_are_an_error() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("t")).unwrap();
     fs::write(ground.at("t/file"), "x").unwrap();

@@ -72,7 +72,7 @@ impl Drop for SmallDisk {
 /// SEMANTICS: "If a log cannot be written because its file system is full, its lines are lost and
 /// nothing else is: servers continue."
 #[test]
-fn a_server_whose_log_cannot_be_written_goes_on() {
+fn a_server_whose_log_cannot_be_written_continues() {
     let ground = Ground::new();
     let tree = make_tree(&ground);
     let Some(disk) = SmallDisk::mount(ground.runtime.path(), "256k") else { return };
@@ -94,7 +94,7 @@ fn a_server_whose_log_cannot_be_written_goes_on() {
 /// SEMANTICS: "Messages and progress that cannot be written to standard error are lost, and nothing
 /// else is: `run` exits with CMD's status."
 #[test]
-fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
+fn run_exits_with_its_commands_status_even_if_standard_error_fails() {
     let ground = Ground::new();
     let tree = make_tree(&ground);
     let stage_in = format!("{}:/dayfly/t", tree.display());
@@ -113,7 +113,7 @@ fn run_gives_the_status_of_its_command_whatever_becomes_of_standard_error() {
 /// SEMANTICS: "When a signal ends `run`, messages that nobody reads are dropped, and the session ends
 /// all the same."
 #[test]
-fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
+fn a_signal_ends_run_even_if_its_messages_are_not_read() {
     let ground = Ground::new();
     let stage_in = format!("{}:/dayfly/t", make_tree(&ground).display());
     let (_reader, writer) = std::io::pipe().unwrap();
@@ -139,7 +139,7 @@ fn run_ends_by_a_signal_though_nobody_reads_its_messages() {
 /// SEMANTICS: "If standard output cannot be written, a command that would have succeeded exits with 1
 /// and names standard output; if the reader has gone, it prints nothing about that."
 #[test]
-fn output_that_was_not_written_is_a_failure_that_names_it() {
+fn output_that_cannot_be_written_is_an_error_that_names_it() {
     let ground = Ground::new();
     let tree = make_tree(&ground);
     let cluster = ground.up(1);
@@ -180,7 +180,7 @@ fn output_that_was_not_written_is_a_failure_that_names_it() {
 
 /// SEMANTICS: "If `up` cannot print its session's id, it ends the session and reports that."
 #[test]
-fn a_session_whose_id_was_never_told_is_ended() {
+fn a_session_whose_id_cannot_be_printed_ends() {
     let ground = Ground::new();
     for options in [&[][..], &["--foreground"]] {
         for stdout in [full as fn() -> Stdio, unread] {
@@ -198,7 +198,7 @@ fn a_session_whose_id_was_never_told_is_ended() {
 
 /// SEMANTICS: "Command-line arguments are escaped in messages."
 #[test]
-fn what_a_user_gave_says_nothing_to_the_terminal() {
+fn command_line_arguments_are_escaped_in_messages() {
     let ground = Ground::new();
     let hostile = "\x1b]0;owned\x07\x1b[31m";
     let commands: [(i32, &[&str]); 5] = [

@@ -40,7 +40,7 @@ pub(crate) struct Posix {
 enum Work {
     /// open, fstat, read the whole file, close
     Files,
-    /// stat
+    /// stat of every path
     Stat,
     /// The first call of a process: stat of the first path
     Attach,

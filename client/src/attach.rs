@@ -24,7 +24,7 @@ use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
 use crate::heartbeat::{Heartbeat, Timeouts};
-use crate::locate::Location;
+use crate::locate::SessionFolder;
 use crate::pool::Pool;
 use crate::socket::Socket;
 use crate::{ClientError, Dataset, fork};
@@ -74,7 +74,7 @@ impl Session {
     ///
     /// If no server of the session runs on this machine, or it does not answer or rejects the
     /// connection.
-    pub fn attach(location: &Location) -> Result<Self, ClientError> {
+    pub fn attach(location: &SessionFolder) -> Result<Self, ClientError> {
         Self::attach_to(location, location.my_node()?)
     }
 
@@ -83,7 +83,7 @@ impl Session {
     /// # Errors
     ///
     /// If that server does not answer or rejects the connection.
-    pub fn attach_to(location: &Location, node: NodeId) -> Result<Self, ClientError> {
+    pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _no_fork = fork::lock();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
@@ -102,7 +102,7 @@ impl Session {
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::of(StatusPage::map(&status_page, false)?, socket.timeouts())),
+            heartbeat: Arc::new(Heartbeat::new(StatusPage::map(&status_page, false)?, socket.timeouts())),
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
             arena: Arena::map(&arena, &marks, arena_len)?,

@@ -16,7 +16,7 @@ pub enum ClientError {
     Unknown {
         /// The name, which usually comes from `DAYFLY_SESSION`.
         name: String,
-        /// The sessions that are.
+        /// The sessions that are running here.
         running: Vec<String>,
     },
     /// There are several sessions and none was named.
@@ -45,7 +45,7 @@ pub enum ClientError {
     },
     /// The sockets in a session's folder would have longer paths than the kernel accepts.
     #[error(
-        "'{}' is too long for a session's folder: its sockets' paths would have {len} bytes, and 107 is the most; set DAYFLY_RUNTIME_DIR to \
+        "'{}' is too long for a session's folder: its sockets' paths would have {len} bytes, but the kernel allows 107; set DAYFLY_RUNTIME_DIR to \
          a shorter one",
         folder.display()
     )]
@@ -64,7 +64,7 @@ pub enum ClientError {
     /// The server closes the connection after the first message.
     #[error(
         "the session's server does not understand this build of dayfly (version {}), which may be newer or older; \
-         use the dayfly that started the session, or end it by 'dayfly down' and start again",
+         use the dayfly that started the session, or end it with 'dayfly down' and start another",
         env!("CARGO_PKG_VERSION")
     )]
     OtherBuild,
@@ -77,7 +77,7 @@ pub enum ClientError {
     /// A file that was requested by its path cannot be opened.
     #[error("'{path}': {reason}")]
     Path {
-        /// The path.
+        /// The path as it was requested.
         path: String,
         /// Why it cannot be opened.
         reason: String,

@@ -149,7 +149,7 @@ pub(crate) struct Mapped {
 
 impl Mapped {
     /// Registers a range. `None` if the table is full; then no view of the range may be lent.
-    pub(crate) fn note(start: *const u8, len: usize) -> Option<Self> {
+    pub(crate) fn register(start: *const u8, len: usize) -> Option<Self> {
         let take =
             |viewed: &&Viewed| viewed.start.compare_exchange(0, start as usize, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         let viewed = VIEWED.iter().find(take)?;
@@ -268,7 +268,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &[7; 8192], 0).unwrap();
         let map = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
-        let viewed = Mapped::note(map.as_ptr(), 8192).unwrap();
+        let viewed = Mapped::register(map.as_ptr(), 8192).unwrap();
         // SAFETY: in bounds of the mapping. Missing pages are replaced by the handler, which is
         // what this test checks.
         let look = |at: usize| unsafe { std::ptr::read_volatile(map.as_ptr().add(at)) };
@@ -280,6 +280,6 @@ mod tests {
         assert!(zeroed() >= before + 2 && viewed.is_poisoned(), "the zeros are noticeable");
         drop(viewed);
         let other = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
-        assert!(!Mapped::note(other.as_ptr(), 8192).unwrap().is_poisoned(), "a new mapping of the same file is not poisoned");
+        assert!(!Mapped::register(other.as_ptr(), 8192).unwrap().is_poisoned(), "a new mapping of the same file is not poisoned");
     }
 }

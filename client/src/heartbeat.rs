@@ -60,7 +60,7 @@ pub(crate) struct Heartbeat {
 }
 
 impl Heartbeat {
-    pub(crate) fn of(status_page: StatusPage, timeouts: Timeouts) -> Self {
+    pub(crate) fn new(status_page: StatusPage, timeouts: Timeouts) -> Self {
         let seen = AtomicU64::new(status_page.heartbeat());
         Self { status_page, timeouts, seen, missed_polls: AtomicU32::new(0), polled_us: AtomicU64::new(0), start: Instant::now() }
     }
@@ -107,7 +107,7 @@ mod tests {
     fn pair() -> (StatusPage, Heartbeat) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(dayfly_meta::status_page::FILE_LEN).unwrap();
-        (StatusPage::map(&file, true).unwrap(), Heartbeat::of(StatusPage::map(&file, false).unwrap(), Timeouts::default()))
+        (StatusPage::map(&file, true).unwrap(), Heartbeat::new(StatusPage::map(&file, false).unwrap(), Timeouts::default()))
     }
 
     #[test]

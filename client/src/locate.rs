@@ -50,7 +50,7 @@ const JOB: &str = "job";
 
 /// A session's folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Location {
+pub struct SessionFolder {
     /// The session's id.
     pub session: SessionId,
     /// The path of its folder.
@@ -79,7 +79,7 @@ pub fn runtime_dir() -> PathBuf {
 /// # Errors
 ///
 /// If the folder cannot be created privately.
-pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Location, Flock<File>), ClientError> {
+pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(SessionFolder, Flock<File>), ClientError> {
     let made = prepare(all, session, |folder| {
         create_private(folder)?;
         let lock = lock_patiently(&folder.join(SUPERVISOR_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
@@ -111,7 +111,7 @@ pub fn enter(
     session: SessionId,
     job: Option<&str>,
     is_reserved: bool,
-) -> Result<(Location, Flock<File>), ClientError> {
+) -> Result<(SessionFolder, Flock<File>), ClientError> {
     prepare(all, session, |folder| {
         make_private(folder)?;
         // A process that removes the folder holds this lock for a moment; a supervisor holds it for
@@ -132,7 +132,7 @@ fn prepare(
     all: &Path,
     session: SessionId,
     make: impl Fn(&Path) -> io::Result<Flock<File>>,
-) -> Result<(Location, Flock<File>), ClientError> {
+) -> Result<(SessionFolder, Flock<File>), ClientError> {
     let folder = all.join(session.to_string());
     // The longest name that a socket in the folder may have.
     let longest = folder.join(format!("node-{}.sock", NODES_MAX - 1));
@@ -155,11 +155,11 @@ fn prepare(
     for _ in 1..CREATE_ATTEMPTS_MAX {
         match attempt() {
             Err(ClientError::Folder { error, .. }) if error.kind() == io::ErrorKind::NotFound => {}
-            made => return Ok((Location { session, folder }, made?)),
+            made => return Ok((SessionFolder { session, folder }, made?)),
         }
     }
     let lock = attempt()?;
-    Ok((Location { session, folder }, lock))
+    Ok((SessionFolder { session, folder }, lock))
 }
 
 fn make_private(folder: &Path) -> io::Result<()> {
@@ -178,7 +178,7 @@ fn create_private(folder: &Path) -> io::Result<()> {
 /// # Errors
 ///
 /// If the folder is not private or cannot be read.
-pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
+pub fn all(folder: &Path) -> Result<Vec<SessionFolder>, ClientError> {
     if fs::symlink_metadata(folder).is_err() {
         return Ok(Vec::new());
     }
@@ -188,7 +188,7 @@ pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         if let Some(session) = name.to_str().and_then(|name| name.parse().ok()) {
-            found.push(Location { session, folder: folder.join(name) });
+            found.push(SessionFolder { session, folder: folder.join(name) });
         }
     }
     found.sort_by_key(|location| location.session);
@@ -200,7 +200,7 @@ pub fn all(folder: &Path) -> Result<Vec<Location>, ClientError> {
 /// # Errors
 ///
 /// As [`all`].
-pub fn running() -> Result<Vec<Location>, ClientError> {
+pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
     Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
@@ -210,9 +210,9 @@ pub fn running() -> Result<Vec<Location>, ClientError> {
 /// # Errors
 ///
 /// If no session is running, the named one is not, or several could be meant.
-pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
+pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
     let mut running = running()?;
-    let names = |running: &[Location]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
+    let names = |running: &[SessionFolder]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
     if let Some(name) = env::var_os(SESSION_VARIABLE).filter(|name| !name.is_empty()) {
         let name = name.to_string_lossy().into_owned();
         let found = running.iter().position(|location| location.session.to_string() == name);
@@ -222,7 +222,7 @@ pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
         };
     }
     if job.is_some() {
-        let of_job = |location: &Location| location.job().as_deref() == job;
+        let of_job = |location: &SessionFolder| location.job().as_deref() == job;
         if running.iter().any(of_job) {
             running.retain(of_job);
         } else {
@@ -236,7 +236,7 @@ pub fn find(job: Option<&str>) -> Result<Location, ClientError> {
     }
 }
 
-impl Location {
+impl SessionFolder {
     /// The session that the environment names, without a check that it lives. For processes that
     /// were started as a part of it.
     ///

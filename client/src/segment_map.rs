@@ -139,7 +139,7 @@ impl SegmentMap {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
         };
-        let Some(mapped) = fault::Mapped::note(map.as_ptr(), SEGMENT_WINDOW_LEN as usize) else {
+        let Some(mapped) = fault::Mapped::register(map.as_ptr(), SEGMENT_WINDOW_LEN as usize) else {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
         };

@@ -76,9 +76,9 @@ impl ViewError {
 pub enum FileKind {
     /// A regular file, which is a sample.
     File,
-    /// A directory.
+    /// A directory of a dataset or above datasets.
     Directory,
-    /// A symlink.
+    /// A symlink, not followed.
     Symlink,
 }
 

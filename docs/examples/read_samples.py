@@ -24,5 +24,6 @@ def samples(session, dataset, seed, epoch, rank, ranks):
 
 
 session = ctypes.c_void_p(dayfly.dayfly_attach())
-for path, data in samples(session, sys.argv[1].encode(), seed=1, epoch=0, rank=0, ranks=1):
-    print(path, len(data))
+dataset, seed, epoch = sys.argv[1].encode(), int(sys.argv[2]), int(sys.argv[3])
+for path, data in samples(session, dataset, seed, epoch, rank=0, ranks=1):
+    print("sample", path, len(data), sum(data))

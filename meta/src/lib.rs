@@ -17,7 +17,8 @@
 //! A stage-in asks [`placement`] for the owner of a block, records it in the catalog, and every node looks it up there:
 //!
 //! ```
-//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Source, SourceKind, StoredBlock};
+//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind};
+//! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, StoredBlock};
 //! use dayfly_meta::checksum::checksum;
 //! use dayfly_meta::id::{BlockId, NodeId};
 //! use dayfly_meta::placement::{self, Placement};
@@ -38,7 +39,11 @@
 //!     mode: 0o644,
 //!     mtime_s: 0,
 //!     mtime_ns: 0,
-//!     kind: MemberKind::File { size: 4, blocks: vec![StoredBlock { owner, arrival: 0 }], checksums: vec![checksum(b"meow")] },
+//!     kind: MemberKind::File {
+//!         size: 4,
+//!         blocks: vec![StoredBlock { owner, arrival: 0 }],
+//!         checksums: vec![checksum(b"meow")],
+//!     },
 //! };
 //! let scratch = || tempfile::tempfile();
 //! let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;

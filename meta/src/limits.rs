@@ -320,7 +320,7 @@ pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Suspected path conflicts that the coordinator asks all workers about in one stage-in. The first
 /// confirmed one ends it.
-pub const QUESTIONS_MAX: usize = 64;
+pub const SUSPECT_PATHS_MAX: usize = 64;
 /// Suspected path conflicts that an owner reports at a time.
 pub const SUSPECTS_REPORTED_MAX: usize = 16;
 /// Answers about such conflicts that a node holds until its next report, and that the coordinator
@@ -362,7 +362,7 @@ const _: () = {
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "so does its answer");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
-    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + QUESTIONS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
+    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + SUSPECT_PATHS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
     assert!(stage_in_workers_max(STAGE_IN_MEMORY_DEFAULT) == WORKERS_MAX && stage_in_memory_min(1) == STAGE_IN_MEMORY_MIN);
     assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);

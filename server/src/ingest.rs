@@ -32,7 +32,7 @@ use std::time::Instant;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::{Damaged, Question, Rival, ShippedBlock};
+use dayfly_meta::wire::peer::{Damaged, Rival, ShippedBlock, SuspectPath};
 use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_transport::Slot;
 
@@ -98,7 +98,7 @@ impl Ingest {
     }
 
     /// The path conflicts that were suspected since the last call.
-    pub(crate) fn take_suspects(&self) -> Vec<Question> {
+    pub(crate) fn take_suspects(&self) -> Vec<SuspectPath> {
         self.paths.take_suspects()
     }
 

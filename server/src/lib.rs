@@ -72,7 +72,7 @@
 //! node.join(&[node.address()], Agreement::Tcp { why: "an example".to_owned() }).await?;
 //! // Programs can attach now.
 //! assert!(runtime_dir.path().join("node-0.sock").exists());
-//! assert_eq!(node.give_up(), 0, "nothing was staged in, so no bytes are freed");
+//! assert_eq!(node.free_all(), 0, "nothing was staged in, so no bytes are freed");
 //! node.close();
 //! # Ok(())
 //! # }

@@ -12,6 +12,7 @@ use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Agreement, Service, Serving, Transport};
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
+use tracing::Instrument;
 
 use crate::Config;
 use crate::arena::Arena;
@@ -77,12 +78,8 @@ async fn advance_heartbeat(status_page: Arc<StatusPage>, interval: Duration) {
 /// One node of a session.
 pub struct Node {
     address: SocketAddr,
-    transport: Arc<dyn Transport>,
-    store: Arc<Store>,
-    membership: Arc<Membership>,
-    running: Mutex<Option<Running>>,
-    #[cfg(test)]
     pub(crate) parts: NodeParts,
+    running: Mutex<Option<Running>>,
 }
 
 /// What ends with the session. Dropping it closes all connections.
@@ -94,56 +91,33 @@ struct Running {
     _tasks: JoinSet<()>,
 }
 
-/// Parts that the simulation looks at.
-#[cfg(test)]
+/// The parts of a node. None of them refers to the node.
 pub(crate) struct NodeParts {
-    pub(crate) node: dayfly_meta::id::NodeId,
+    pub(crate) config: Config,
+    transport: Arc<dyn Transport>,
+    blocking: Arc<dyn Blocking>,
     pub(crate) store: Arc<Store>,
     pub(crate) arena: Arena,
+    damage: Arc<Damage>,
     pub(crate) peers: Arc<Peers>,
     pub(crate) fetcher: Arc<Fetcher>,
+    prefetcher: Arc<Prefetcher>,
+    processes: Arc<Processes>,
+    client_reads: Arc<ClientReads>,
+    room: Arc<Room>,
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) coordinator: Arc<Coordinator>,
+    membership: Arc<Membership>,
+    status: Arc<StatusReporter>,
 }
 
-impl Node {
-    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach at once; they find datasets once
-    /// the node has [joined](Self::join) its session.
-    ///
-    /// # Errors
-    /// A data dir, the arena, the listener or the socket cannot be made.
-    pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
-        Self::start_over(config, |transport| transport).await
-    }
-
-    /// Like [`Self::start`], over a transport that `decorate` wraps, as tests do to inject faults.
-    ///
-    /// # Errors
-    /// As [`Self::start`].
-    pub async fn start_over(
-        config: Config,
-        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
-    ) -> Result<Arc<Self>, StartError> {
-        let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
-        let deadlines = config.deadlines;
-        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
-        let wanted = config.listen;
-        let listen = |error| StartError::Listen { address: wanted, error };
-        let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
-        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
-    }
-
-    /// Like [`Self::start`], on a transport that is open already, over which peers reach this node at `address`. Blocking
-    /// work runs on `blocking`.
-    ///
-    /// # Errors
-    /// As [`Self::start`].
-    pub async fn start_on(
+impl NodeParts {
+    /// Makes the parts, from those that use no other up. Returns them with the task that writes cached blocks.
+    fn new(
         config: Config,
         transport: Arc<dyn Transport>,
-        address: SocketAddr,
         blocking: Arc<dyn Blocking>,
-    ) -> Result<Arc<Self>, StartError> {
+    ) -> Result<(Self, impl Future<Output = ()> + Send + 'static), StartError> {
         let (node, deadlines) = (config.node, config.deadlines);
         let store = Arc::new(Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?);
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
@@ -195,51 +169,126 @@ impl Node {
             peers: peers.clone(),
             transport: transport.clone(),
         });
-        let service: Arc<dyn Service> = Arc::new(NodeService {
-            reads: Reads { store: store.clone(), stage_ins: stage_ins.clone(), fetcher: fetcher.clone() },
-            offers: Offers { stage_ins: stage_ins.clone(), damage },
-            coordination: Coordination { coordinator: coordinator.clone() },
-            stage_ins: StageIns { stage_ins: stage_ins.clone() },
-            administration: Administration {
-                membership: membership.clone(),
-                status: status.clone(),
-                room,
-                last_answer: deadlines.last_answer,
-            },
-        });
-        peers.set_loopback(address, Arc::downgrade(&service), blocking);
-        let serving = transport.serve(service.clone()).await.map_err(|error| StartError::Listen { address, error })?;
-        let clients = ClientListener::start(ClientContext {
-            session: config.session,
-            node,
-            prefix: config.prefix,
-            verify_reads: config.verify_reads,
-            runtime_dir: config.runtime_dir.clone(),
-            store: store.clone(),
-            arena: arena.clone(),
-            fetcher: fetcher.clone(),
+        let parts = Self {
+            config,
+            transport,
+            blocking,
+            store,
+            arena,
+            damage,
+            peers,
+            fetcher,
             prefetcher,
-            peers: peers.clone(),
             processes,
             client_reads,
-            membership: membership.clone(),
+            room,
+            stage_ins,
+            coordinator,
+            membership,
             status,
-        });
-        let clients = clients.map_err(|error| StartError::Socket { folder: config.runtime_dir, error })?;
+        };
+        Ok((parts, caching))
+    }
+
+    /// What answers peers.
+    fn service(&self) -> NodeService {
+        let (stage_ins, damage) = (self.stage_ins.clone(), self.damage.clone());
+        NodeService {
+            reads: Reads { store: self.store.clone(), stage_ins: stage_ins.clone(), fetcher: self.fetcher.clone() },
+            offers: Offers { stage_ins: stage_ins.clone(), damage },
+            coordination: Coordination { coordinator: self.coordinator.clone() },
+            stage_ins: StageIns { stage_ins },
+            administration: Administration {
+                membership: self.membership.clone(),
+                status: self.status.clone(),
+                room: self.room.clone(),
+                last_answer: self.config.deadlines.last_answer,
+            },
+        }
+    }
+
+    /// What answers processes.
+    fn client_context(&self) -> ClientContext {
+        ClientContext {
+            session: self.config.session,
+            node: self.config.node,
+            prefix: self.config.prefix.clone(),
+            verify_reads: self.config.verify_reads,
+            runtime_dir: self.config.runtime_dir.clone(),
+            store: self.store.clone(),
+            arena: self.arena.clone(),
+            fetcher: self.fetcher.clone(),
+            prefetcher: self.prefetcher.clone(),
+            peers: self.peers.clone(),
+            processes: self.processes.clone(),
+            client_reads: self.client_reads.clone(),
+            membership: self.membership.clone(),
+            status: self.status.clone(),
+        }
+    }
+}
+
+impl Node {
+    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach at once; they find datasets once
+    /// the node has [joined](Self::join) its session.
+    ///
+    /// # Errors
+    /// A data dir, the arena, the listener or the socket cannot be made.
+    pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
+        Self::start_over(config, |transport| transport).await
+    }
+
+    /// Like [`Self::start`], over a transport that `decorate` wraps, as tests do to inject faults.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub async fn start_over(
+        config: Config,
+        decorate: impl FnOnce(Arc<dyn Transport>) -> Arc<dyn Transport>,
+    ) -> Result<Arc<Self>, StartError> {
+        let purpose = if config.encrypt { Purpose::SealedPeer } else { Purpose::Peer };
+        let deadlines = config.deadlines;
+        let identity = Identity { session: config.session, key: config.key.clone(), node: config.node, purpose, deadlines };
+        let wanted = config.listen;
+        let listen = |error| StartError::Listen { address: wanted, error };
+        let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
+    }
+
+    /// Like [`Self::start`], on a transport that is open already, over which peers reach this node at `address`. Blocking
+    /// work runs on `blocking`.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub async fn start_on(
+        config: Config,
+        transport: Arc<dyn Transport>,
+        address: SocketAddr,
+        blocking: Arc<dyn Blocking>,
+    ) -> Result<Arc<Self>, StartError> {
+        let span = tracing::info_span!("start", node = %config.node, %address);
+        Self::start_parts(config, transport, address, blocking).instrument(span).await
+    }
+
+    async fn start_parts(
+        config: Config,
+        transport: Arc<dyn Transport>,
+        address: SocketAddr,
+        blocking: Arc<dyn Blocking>,
+    ) -> Result<Arc<Self>, StartError> {
+        let (parts, caching) = NodeParts::new(config, transport, blocking)?;
+        let service: Arc<dyn Service> = Arc::new(parts.service());
+        parts.peers.set_loopback(address, Arc::downgrade(&service), parts.blocking.clone());
+        let serving = parts.transport.serve(service.clone()).await;
+        let serving = serving.map_err(|error| StartError::Listen { address, error })?;
+        let clients = ClientListener::start(parts.client_context())
+            .map_err(|error| StartError::Socket { folder: parts.config.runtime_dir.clone(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
-        tasks.spawn(advance_heartbeat(store.status_page().clone(), deadlines.heartbeat_interval));
+        tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
-        tracing::info!(%node, %address, "this node has started");
-        Ok(Arc::new(Self {
-            address,
-            transport,
-            #[cfg(test)]
-            parts: NodeParts { node, store: store.clone(), arena, peers, fetcher, stage_ins, coordinator },
-            store,
-            membership,
-            running: Mutex::new(Some(running)),
-        }))
+        tracing::info!("this node serves");
+        Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))
     }
 
     /// The address at which peers reach this node.
@@ -249,7 +298,7 @@ impl Node {
 
     /// The networks over which peers could reach this node.
     pub fn ability(&self) -> Ability {
-        self.transport.ability()
+        self.parts.transport.ability()
     }
 
     /// Takes the roster, meets peers, and passes the roster on to the nodes below in the tree. Returns, as sentences, which
@@ -258,7 +307,7 @@ impl Node {
     /// # Errors
     /// This node, or one below it, cannot reach a peer.
     pub async fn join(&self, roster: &[SocketAddr], agreement: Agreement) -> Result<Vec<String>, JoinError> {
-        self.membership.join(roster, agreement).await
+        self.parts.membership.join(roster, agreement).await
     }
 
     /// Uses the network that all nodes have agreed on, and passes it on to the nodes below in the tree.
@@ -266,23 +315,23 @@ impl Node {
     /// # Errors
     /// A node below cannot be reached.
     pub async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
-        self.membership.agree(agreement).await
+        self.parts.membership.agree(agreement).await
     }
 
     /// Waits until the session has ended on this node.
     pub async fn ended(&self) {
-        self.membership.ended().await;
+        self.parts.membership.ended().await;
     }
 
     /// Ends the session on all other nodes that can be reached.
     pub async fn end_others(&self) {
-        drop(self.membership.end_others(&[]).await);
+        drop(self.parts.membership.end_others(&[]).await);
     }
 
     /// Frees all room on the data dirs, even under open files, so that the node serves no bytes any more. Returns the
     /// bytes freed.
-    pub fn give_up(&self) -> u64 {
-        self.store.free_all()
+    pub fn free_all(&self) -> u64 {
+        self.parts.store.free_all()
     }
 
     /// Closes all connections, and stops to serve.

@@ -73,14 +73,16 @@ pub enum StageInError {
     },
     /// An archive is truncated or damaged.
     #[error(
-        "'{}' is damaged at byte {offset} of the archive (of the tar inside, if it is compressed): {reason}{KEEP_GOING_ADVICE}",
-        path.display()
+        "'{}' is damaged at byte {offset}{}: {reason}{KEEP_GOING_ADVICE}",
+        path.display(), if *is_decompressed { " of its decompressed contents" } else { "" }
     )]
     Damaged {
         /// Path of the archive. An archive within an archive has the outer one's path in front.
         path: PathBuf,
-        /// Offset in the archive; in a compressed tar, counted after decompression.
+        /// Offset in the archive.
         offset: u64,
+        /// Whether the offset is counted after decompression, as in a compressed tar.
+        is_decompressed: bool,
         /// What is wrong there.
         reason: String,
     },

@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::catalog::{Member, MemberKind};
 use dayfly_meta::limits::SIGHTINGS_MAX;
-use dayfly_meta::wire::peer::{Question, Rival, Rivalry, Sighting};
+use dayfly_meta::wire::peer::{Rival, Rivalry, Sighting, SuspectPath};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// The suspect paths of a stage-in, and the samples with these paths that workers of this node
@@ -24,14 +24,14 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 pub struct SuspectPaths {
     /// Incremented when `suspects` changes; 0 while there has never been a suspect.
     generation: AtomicU64,
-    suspects: Mutex<Vec<Question>>,
+    suspects: Mutex<Vec<SuspectPath>>,
     sightings: Mutex<Vec<Sighting>>,
 }
 
 impl SuspectPaths {
     /// Replaces the list of suspects. Workers look for them in what they find from now on and in
     /// what they have found before.
-    pub fn set(&self, new: Vec<Question>) {
+    pub fn set(&self, new: Vec<SuspectPath>) {
         let mut suspects = lock(&self.suspects);
         if *suspects != new {
             *suspects = new;
@@ -67,8 +67,8 @@ impl SuspectPaths {
 }
 
 /// What an owner compares of a sample. It is empty for a source without rivals.
-pub(crate) fn rival(path: &[u8], Rivalry { pattern, source_match }: Rivalry) -> Rival {
-    if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, source_match } }
+pub(crate) fn rival(path: &[u8], Rivalry { pattern, match_number }: Rivalry) -> Rival {
+    if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, match_number } }
 }
 
 /// Hashes a path. Seeding by the pattern keeps samples that different patterns name apart: only

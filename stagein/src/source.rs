@@ -49,7 +49,7 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         let mut unpacked = Vec::with_capacity(tar::BLOCK_LEN);
         decoder.by_ref().take(tar::BLOCK_LEN as u64).read_to_end(&mut unpacked).map_err(|error| {
             let (offset, reason) = (unpacked.len() as u64, error.to_string());
-            StageInError::Damaged { path: path.to_owned(), offset, reason }
+            StageInError::Damaged { path: path.to_owned(), offset, is_decompressed: true, reason }
         })?;
         start = unpacked;
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{Delivery, OnMissing, Samples, Session, View};
 use dayfly_meta::id::NodeId;
 use rand::rngs::StdRng;
@@ -62,7 +62,7 @@ struct Logged;
 
 impl Reader {
     fn run(&mut self) {
-        let location = Location { session: self.task.session.parse().unwrap(), folder: self.task.folder.clone() };
+        let location = SessionFolder { session: self.task.session.parse().unwrap(), folder: self.task.folder.clone() };
         let node = NodeId(self.task.node);
         while !self.task.stop.exists() {
             let attached = self

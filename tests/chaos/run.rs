@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_meta::id::NodeId;
 
 use crate::causes::{Event, Interval, Observer, classify, explains};
@@ -40,7 +40,7 @@ pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
     /// The session's location, kept also after its end.
-    pub(crate) location: Location,
+    pub(crate) location: SessionFolder,
     /// The mounted file system for data; `None` without root.
     pub(crate) drive: Option<PathBuf>,
     pub(crate) taken_before: u64,

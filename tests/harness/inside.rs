@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{Session, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
@@ -32,7 +32,7 @@ pub(crate) type Injector = Box<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + S
 pub(crate) struct Inside {
     runtime: Runtime,
     servers: Vec<Arc<Node>>,
-    location: Location,
+    location: SessionFolder,
     data: Vec<TempDir>,
     pub(crate) work: TempDir,
     _folder: TempDir,
@@ -57,7 +57,7 @@ impl Inside {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
         let (work, session_folder) = (folder(), folder());
         let data: Vec<TempDir> = (0..nodes).map(|_| folder()).collect();
-        let location = Location { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
+        let location = SessionFolder { session: SessionId([7; 8]), folder: session_folder.path().to_owned() };
         let runtime = Runtime::new().unwrap();
         let memory = 2 * ARENA_LEN_MIN + SESSIONS.fetch_add(1, Ordering::Relaxed) * PAGE_SIZE;
         let inject: Arc<Mutex<Option<Injector>>> = Arc::default();
@@ -214,12 +214,22 @@ impl Inside {
     }
 }
 
-/// Returns all offsets in a file at which `needle` begins.
+/// Returns all offsets in a file at which `needle` begins. Most pages of an arena are zero, and are skipped.
 fn find(file: &fs::File, needle: &[u8]) -> Vec<u64> {
+    const PAGE_LEN: usize = PAGE_SIZE as usize;
+    let zeros = vec![0; PAGE_LEN + needle.len()];
     let mut all = vec![0; file.metadata().unwrap().len() as usize];
     file.read_exact_at(&mut all, 0).unwrap();
-    let candidates = (0..all.len().saturating_sub(needle.len())).filter(|&at| all[at] == needle[0]);
-    candidates.filter(|&at| all[at..at + needle.len()] == *needle).map(|at| at as u64).collect()
+    let last = all.len().saturating_sub(needle.len());
+    let mut found = Vec::new();
+    for page in (0..last).step_by(PAGE_LEN) {
+        let window = &all[page..all.len().min(page + PAGE_LEN + needle.len())];
+        if *window != zeros[..window.len()] {
+            let offsets = page..last.min(page + PAGE_LEN);
+            found.extend(offsets.filter(|&at| all[at] == needle[0] && all[at..].starts_with(needle)).map(|at| at as u64));
+        }
+    }
+    found
 }
 
 impl Drop for Inside {
@@ -227,7 +237,7 @@ impl Drop for Inside {
         let _within = self.runtime.enter();
         self.leave_alone();
         for server in &self.servers {
-            server.give_up();
+            server.free_all();
             server.close();
         }
     }

@@ -148,8 +148,8 @@ impl Cluster {
         user.join(&self.id)
     }
 
-    pub(crate) fn location(&self) -> dayfly_client::locate::Location {
-        dayfly_client::locate::Location { session: self.id.parse().unwrap(), folder: self.folder() }
+    pub(crate) fn location(&self) -> dayfly_client::locate::SessionFolder {
+        dayfly_client::locate::SessionFolder { session: self.id.parse().unwrap(), folder: self.folder() }
     }
 
     /// Attaches to a node through the client library.

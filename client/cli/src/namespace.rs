@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 
-use dayfly_client::locate::{self, Location};
+use dayfly_client::locate::{self, SessionFolder};
 use dayfly_client::{Session, View, ViewError};
 use dayfly_launch::preflight::target_below;
 use dayfly_meta::path::display;
@@ -12,7 +12,7 @@ use dayfly_meta::path::display;
 use crate::failure::Failure;
 
 /// Finds the session to use: the one that `DAYFLY_SESSION` names, the job's, or the only one.
-pub(crate) fn location() -> Result<Location, Failure> {
+pub(crate) fn location() -> Result<SessionFolder, Failure> {
     Ok(locate::find(dayfly_launch::current_job().as_deref())?)
 }
 

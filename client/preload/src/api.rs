@@ -8,7 +8,7 @@ mod many;
 
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
@@ -65,7 +65,7 @@ type SessionHandle = FromC<'static, *const View>;
 header! {
     fn dayfly_attach() -> *mut View {
         answer(|| {
-            let location = Location::of_environment()?;
+            let location = SessionFolder::of_environment()?;
             let session = Session::attach_to(&location, location.node_of_environment()?)?;
             Ok(new_handle(View::new(session)))
         })

@@ -10,7 +10,7 @@ use std::ops::Deref;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{Session, View, fault as bus_error};
 use dayfly_meta::id::NodeId;
 
@@ -57,7 +57,7 @@ pub(crate) fn known_view() -> Option<&'static View> {
 
 #[cold]
 fn attach() -> Result<Attached, Fault> {
-    let location = Location::of_environment()?;
+    let location = SessionFolder::of_environment()?;
     let node = location.node_of_environment()?;
     let socket = location.socket(node);
     if !socket.exists() {
@@ -86,7 +86,7 @@ fn attach() -> Result<Attached, Fault> {
     known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))
 }
 
-fn no_server(location: &Location, node: NodeId) -> Fault {
+fn no_server(location: &SessionFolder, node: NodeId) -> Fault {
     let (session, socket) = (location.session, location.socket(node));
     complain(&format!(
         "the server of node {node} of session {session} no longer runs on this machine (no socket at '{}'); start a new session",

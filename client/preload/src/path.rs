@@ -1,7 +1,7 @@
-//! Does a path lead into the namespace, or is it the kernel's?
+//! Decides whether a path leads into the namespace or to the kernel's files.
 //!
-//! Every call with a path asks this question, also in programs that never use the namespace. For a path of the kernel's the
-//! answer costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
+//! Every call with a path needs the answer, also in programs that never use the namespace. For a path of the kernel's it costs
+//! a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
 //! directory of ours, or if it is `/dev/fd/N` or the like and the number N is ours. This module compares text: it does not

@@ -13,9 +13,9 @@ use crate::Dataset;
 
 /// What an opened path turned out to name.
 pub enum Opened {
-    /// A file.
+    /// The path names a sample.
     File(OpenFile),
-    /// A directory.
+    /// The path names a directory.
     Directory(Directory),
 }
 

@@ -53,7 +53,7 @@ impl View {
     }
 
     fn walk(&self, datasets: &[Arc<Dataset>], below: &[u8], follow: bool) -> Result<ResolvedPath, ViewError> {
-        let mut wants_directory = says_directory(below);
+        let mut wants_directory = must_be_directory(below);
         let mut waiting: VecDeque<Vec<u8>> = components(below).map(<[u8]>::to_vec).collect();
         let mut reached: Vec<u8> = Vec::new();
         let mut resolved = find(datasets, b"").ok_or(ViewError::NotFound)?;
@@ -90,7 +90,7 @@ impl View {
                             }
                             false => target.as_slice(),
                         };
-                        wants_directory |= waiting.is_empty() && says_directory(rest);
+                        wants_directory |= waiting.is_empty() && must_be_directory(rest);
                         let names: Vec<Vec<u8>> = components(rest).map(<[u8]>::to_vec).collect();
                         names.into_iter().rev().for_each(|name| waiting.push_front(name));
                     } else {
@@ -125,7 +125,7 @@ fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) ->
 }
 
 /// Whether a path can only name a directory.
-fn says_directory(path: &[u8]) -> bool {
+fn must_be_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
 

@@ -38,7 +38,7 @@ pub(crate) enum Column {
     /// a full bucket overflows into the next. The upper half of a slot is a fingerprint, the lower
     /// half the entry plus one, or 0 if the slot is free.
     Index,
-    /// [`SourceRecord`]s.
+    /// [`SourceRecord`]s, in the order that the user gave.
     Sources,
     /// Names, symlink targets and source paths, back to back.
     Names,
@@ -85,9 +85,9 @@ pub enum Grouping {
 /// The kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryKind {
-    /// A sample.
+    /// A sample, whose row is in `Samples`.
     File,
-    /// A directory.
+    /// A directory, whose row is in `Others`.
     Directory,
     /// A symbolic link.
     Symlink,
@@ -238,15 +238,15 @@ pub enum SourceKind {
 pub enum Compression {
     /// The archive is not compressed.
     None,
-    /// gzip
+    /// The gzip format, in one or several members.
     Gzip,
-    /// zstd
+    /// The zstd format.
     Zstd,
-    /// xz
+    /// The xz format.
     Xz,
-    /// bzip2
+    /// The bzip2 format.
     Bzip2,
-    /// lz4 frames
+    /// The frame format of lz4.
     Lz4,
 }
 

@@ -67,7 +67,7 @@ impl Entry<'_> {
 pub struct Attributes {
     /// Bytes of a file, length of a symlink's target, or 0 for a directory.
     pub size: u64,
-    /// Permission bits.
+    /// Permission bits, without the file type.
     pub mode: u32,
     /// Number of a file's names, or of a directory's subdirectories plus two.
     pub links: u32,

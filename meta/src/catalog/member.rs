@@ -45,7 +45,7 @@ pub enum MemberKind {
         /// CRC32C of each chunk as it was read from the source, in order.
         checksums: Vec<u32>,
     },
-    /// A directory.
+    /// A directory, which replaces anything else at its path.
     Directory,
     /// A symlink, with its target as written.
     Symlink(Vec<u8>),
@@ -63,7 +63,7 @@ pub struct Member {
     /// The assignment of the unit that found it. Members of rejected assignments are left out of
     /// the merge.
     pub ticket: u32,
-    /// Permission bits.
+    /// Permission bits, without the file type.
     pub mode: u32,
     /// Modification time, in whole seconds since 1970.
     pub mtime_s: i64,

@@ -72,7 +72,7 @@ impl Refused {
 /// The members that were unpacked at one path, in order.
 #[derive(Debug, PartialEq, Eq)]
 pub struct History {
-    /// The path.
+    /// Normal path in the dataset.
     pub path: Vec<u8>,
     /// At least one member. The last one stands.
     pub members: Vec<Member>,

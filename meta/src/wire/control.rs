@@ -7,7 +7,7 @@ use super::status::{Policy, Status};
 pub use crate::catalog::Grouping;
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
-/// A command.
+/// A command that a client sends on its connection to the server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum Command {
     /// Stages sources in. Events: `Planned`, `Progress`, and at the end `StagedIn`. Closing the
@@ -168,13 +168,13 @@ pub struct Counted {
 pub enum Step {
     /// Waiting for the sources' bytes.
     Reading,
-    /// Decompressing.
+    /// Decompressing bytes that were read.
     Decoding,
     /// Finding members in the bytes, hashing them, and copying them into batches.
     Placing,
     /// Waiting for owners to accept batches.
     Shipping,
-    /// Writing segments.
+    /// Writing blocks into segments.
     Writing,
 }
 
@@ -236,7 +236,7 @@ pub struct Counts {
     /// Members that were rejected: their names leave the tree or cannot be stored, or another entry
     /// has their path.
     pub refused: u64,
-    /// Hard links.
+    /// Hard links in the sources.
     pub hard_links: u64,
     /// Absolute names that were made relative.
     pub made_relative: u64,

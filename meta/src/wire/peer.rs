@@ -28,7 +28,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 use super::{InvalidMessage, decode_sealed};
 
 pub use administration::{AdministrationReply, AdministrationRequest, AgreedNetwork};
-pub use conflicts::{Question, Rival, Rivalry, Sighting};
+pub use conflicts::{Rival, Rivalry, Sighting, SuspectPath};
 pub use coordination::{CoordinatorReply, CoordinatorRequest};
 pub use offers::{Damaged, OfferReply, OfferRequest, ShippedBlock};
 pub use reads::{ReadReply, ReadRequest};

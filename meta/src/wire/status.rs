@@ -177,7 +177,7 @@ pub struct NodeStatus {
     pub arena_used_bytes: u64,
     /// Chunks leased to clients.
     pub leases: u64,
-    /// Processes attached.
+    /// Processes attached to the server.
     pub clients: u64,
     /// The processes that read most.
     pub busiest: Vec<ClientStatus>,

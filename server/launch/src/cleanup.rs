@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dayfly_client::locate::{self, Location};
+use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
 
 use crate::data_dir;
@@ -59,22 +59,22 @@ pub fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usiz
 ///
 /// # Errors
 /// Fails if a folder cannot be removed.
-pub fn remove_soon(location: &Location) -> Result<(), LaunchError> {
+pub fn remove_soon(location: &SessionFolder) -> Result<(), LaunchError> {
     remove_until(location, Instant::now() + EXIT_TIMEOUT).map(drop)
 }
 
 /// Removes a session's folders unless it still has servers or a supervisor. Returns whether they
 /// were removed.
-pub(crate) fn remove_if_dead(location: &Location) -> Result<bool, LaunchError> {
+pub(crate) fn remove_if_dead(location: &SessionFolder) -> Result<bool, LaunchError> {
     location.remove_if_dead(|| remove_all(location)).map_err(cannot_remove(location))
 }
 
 /// Like [`remove_if_dead`], for the process that holds the supervisor's lock.
-pub(crate) fn remove_if_last(location: &Location) -> Result<bool, LaunchError> {
+pub(crate) fn remove_if_last(location: &SessionFolder) -> Result<bool, LaunchError> {
     location.remove_if_last(|| remove_all(location)).map_err(cannot_remove(location))
 }
 
-fn cannot_remove(location: &Location) -> impl FnOnce(io::Error) -> LaunchError {
+fn cannot_remove(location: &SessionFolder) -> impl FnOnce(io::Error) -> LaunchError {
     LaunchError::io(format!("cannot remove '{}'", location.folder.display()))
 }
 
@@ -85,7 +85,7 @@ pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
 }
 
 /// Returns whether the folder is gone by the deadline.
-fn remove_until(location: &Location, deadline: Instant) -> Result<bool, LaunchError> {
+fn remove_until(location: &SessionFolder, deadline: Instant) -> Result<bool, LaunchError> {
     while location.folder.exists() && !remove_if_dead(location)? && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(2));
     }
@@ -94,7 +94,7 @@ fn remove_until(location: &Location, deadline: Instant) -> Result<bool, LaunchEr
     Ok(!location.folder.exists())
 }
 
-fn remove_all(location: &Location) -> io::Result<()> {
+fn remove_all(location: &SessionFolder) -> io::Result<()> {
     let list = fs::read(location.folder.join(data_dir::LIST)).unwrap_or_default();
     data_dir::remove(&data_dir::decode_list(&list));
     if let Ok(key_file) = fs::read(location.folder.join(KEY_FILE_NAME)) {

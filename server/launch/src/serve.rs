@@ -15,7 +15,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use dayfly_client::locate::{Location, Watch};
+use dayfly_client::locate::{SessionFolder, Watch};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
@@ -257,7 +257,7 @@ async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchE
 /// A server that listens, and what it holds.
 struct Serving {
     server: Arc<Node>,
-    location: Location,
+    location: SessionFolder,
     watch: Watch,
     locks: Vec<Flock<File>>,
 }
@@ -358,7 +358,7 @@ impl Serving {
             let _ = timeout(patience, send(&mut sender, &failed)).await;
         }
         // Frees the space first, because a manager may kill this process soon.
-        server.give_up();
+        server.free_all();
         if loss.is_some() {
             // The supervisor may be gone, and then nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
@@ -374,7 +374,7 @@ impl Serving {
 
 /// Serves for `keep` without a supervisor, so that the next job can use the session. Returns why
 /// the server ends.
-async fn stay(location: &Location, keep: Duration, cause: &'static str) -> &'static str {
+async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> &'static str {
     if keep.is_zero() {
         return cause;
     }

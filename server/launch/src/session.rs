@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use dayfly_client::locate::{self, Location};
+use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
 use dayfly_server::Key;
 use nix::fcntl::Flock;
@@ -26,7 +26,7 @@ use crate::supervisor::{StartRequest, Supervisor};
 
 /// A session whose servers are ready. Dropping it ends the session and removes its folders.
 pub struct RunningSession {
-    location: Location,
+    location: SessionFolder,
     supervisor: Supervisor,
     /// The supervisor's lock on the session's folder.
     lock: Option<Flock<File>>,
@@ -87,7 +87,7 @@ impl RunningSession {
     }
 
     /// The session's folder on this machine.
-    pub fn location(&self) -> &Location {
+    pub fn location(&self) -> &SessionFolder {
         &self.location
     }
 

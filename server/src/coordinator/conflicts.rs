@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 
 use dayfly_meta::catalog::{Member, MemberKind, Source};
-use dayfly_meta::limits::{NOTES_SHOWN_MAX, QUESTIONS_MAX, SIGHTINGS_MAX};
+use dayfly_meta::limits::{NOTES_SHOWN_MAX, SIGHTINGS_MAX, SUSPECT_PATHS_MAX};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::peer::{Question, Rivalry, Sighting};
+use dayfly_meta::wire::peer::{Rivalry, Sighting, SuspectPath};
 
 /// Two rival sources contain different samples of one path.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -38,7 +38,7 @@ impl Rivals {
     fn are_rivals(&self, left: u32, right: u32) -> bool {
         let rivalry = |source: u32| self.rivalries.get(source as usize).copied().unwrap_or_default();
         let (left, right) = (rivalry(left), rivalry(right));
-        left.pattern > 0 && left.pattern == right.pattern && left.source_match != right.source_match
+        left.pattern > 0 && left.pattern == right.pattern && left.match_number != right.match_number
     }
 
     fn name(&self, source: u32) -> String {
@@ -98,21 +98,21 @@ impl ReplacedSamples {
 /// What owners suspect and what workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
 #[derive(Default)]
 pub(super) struct Suspicions {
-    questions: Vec<Question>,
-    /// By the hash of a question.
+    suspects: Vec<SuspectPath>,
+    /// By the hash of the suspect path.
     sightings: HashMap<u64, Vec<Sighting>>,
 }
 
 impl Suspicions {
-    /// Adds a node's suspicions and sightings. Sightings that answer no question are dropped.
-    pub(super) fn add(&mut self, suspects: Vec<Question>, sightings: Vec<Sighting>) {
-        for question in suspects {
-            if self.questions.len() < QUESTIONS_MAX && !self.questions.contains(&question) {
-                self.questions.push(question);
+    /// Adds a node's suspicions and sightings. Sightings of other paths are dropped.
+    pub(super) fn add(&mut self, suspects: Vec<SuspectPath>, sightings: Vec<Sighting>) {
+        for suspect in suspects {
+            if self.suspects.len() < SUSPECT_PATHS_MAX && !self.suspects.contains(&suspect) {
+                self.suspects.push(suspect);
             }
         }
         for sighting in sightings {
-            if !self.questions.iter().any(|question| question.hash == sighting.hash) {
+            if !self.suspects.iter().any(|suspect| suspect.hash == sighting.hash) {
                 continue;
             }
             let of_hash = self.sightings.entry(sighting.hash).or_default();
@@ -123,8 +123,8 @@ impl Suspicions {
     }
 
     /// The paths that all workers look for.
-    pub(super) fn questions(&self) -> Vec<Question> {
-        self.questions.clone()
+    pub(super) fn suspects(&self) -> Vec<SuspectPath> {
+        self.suspects.clone()
     }
 
     /// The first two sightings that are a conflict. `is_certain` says whether the members of an assignment will count.
@@ -158,12 +158,12 @@ mod tests {
 
     #[test]
     fn only_paths_of_rivals_that_count_and_differ_are_a_conflict() {
-        let rivalry = |pattern, source_match| Rivalry { pattern, source_match };
+        let rivalry = |pattern, match_number| Rivalry { pattern, match_number };
         let rivalries = vec![rivalry(1, 1), rivalry(1, 2), rivalry(2, 3), rivalry(1, 1)];
         let rivals = Rivals { rivalries, paths: ["a", "b", "c", "d"].map(|name| name.as_bytes().to_vec()).to_vec() };
         let check = |left: Sighting, right: Sighting, expect: bool| {
             let mut suspicions = Suspicions::default();
-            suspicions.add(vec![Question { hash: 7, pattern: 1 }], vec![left.clone(), right.clone()]);
+            suspicions.add(vec![SuspectPath { hash: 7, pattern: 1 }], vec![left.clone(), right.clone()]);
             let found = suspicions.conflict(&rivals, |ticket| ticket < 10);
             assert_eq!(found.is_some(), expect, "{left:?} {right:?}: {found:?}");
         };
@@ -175,6 +175,6 @@ mod tests {
         check(sighting("x", 0, 1, 1), sighting("x", 1, 10, 2), false);
         let mut suspicions = Suspicions::default();
         suspicions.add(Vec::new(), vec![sighting("x", 0, 1, 1), sighting("x", 1, 2, 2)]);
-        assert!(suspicions.conflict(&rivals, |_| true).is_none() && suspicions.sightings.is_empty(), "no question was asked");
+        assert!(suspicions.conflict(&rivals, |_| true).is_none() && suspicions.sightings.is_empty(), "there is no suspect");
     }
 }

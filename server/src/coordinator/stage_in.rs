@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
-use dayfly_meta::wire::peer::{CoordinatorReply, Question, Sighting, UnitReport};
+use dayfly_meta::wire::peer::{CoordinatorReply, Sighting, SuspectPath, UnitReport};
 use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
@@ -27,7 +27,7 @@ pub(crate) struct NodeReport {
     /// What the node's threads wait for, if nothing was counted.
     pub(crate) waits: Vec<String>,
     /// Path conflicts that the node suspects as an owner.
-    pub(crate) suspects: Vec<Question>,
+    pub(crate) suspects: Vec<SuspectPath>,
     /// Samples that its workers found with the paths in question.
     pub(crate) sightings: Vec<Sighting>,
 }
@@ -185,12 +185,12 @@ impl CoordinatedStageIn {
         if let Some(of_node) = self.waits().get_mut(node.index()) {
             *of_node = waits;
         }
-        let (questions, conflict) = {
+        let (suspects, conflict) = {
             let mut suspicions = self.suspicions.lock().unwrap_or_else(PoisonError::into_inner);
             suspicions.add(suspects, sightings);
             let unit_ledger = self.unit_ledger();
             let is_certain = |ticket| unit_ledger.is_certain(ticket, self.keeps_going);
-            (suspicions.questions(), suspicions.conflict(&self.rivals, is_certain))
+            (suspicions.suspects(), suspicions.conflict(&self.rivals, is_certain))
         };
         if let Some(conflict) = conflict {
             self.fail(conflict.into());
@@ -198,7 +198,7 @@ impl CoordinatedStageIn {
         if self.has_failed() {
             CoordinatorReply::Abort
         } else {
-            CoordinatorReply::Continue { files: self.progress().files, questions }
+            CoordinatorReply::Continue { files: self.progress().files, suspects }
         }
     }
 

@@ -22,7 +22,7 @@ pub(crate) enum SubscriptionError {
     #[error("only node {COORDINATOR} coordinates stage-ins")]
     NotCoordinator,
     #[error(
-        "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, which is the most; start this one when some of them have ended"
+        "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, and a session takes no more; try again when one has ended"
     )]
     TooMany,
     #[error("cancelled, because the node that started the stage-in did not ask for its events for too long")]

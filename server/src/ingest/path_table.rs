@@ -7,7 +7,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use dayfly_meta::limits::SUSPECTS_REPORTED_MAX;
-use dayfly_meta::wire::peer::{Question, Rival};
+use dayfly_meta::wire::peer::{Rival, SuspectPath};
 
 /// Entries that one path may occupy.
 const WAYS: usize = 4;
@@ -23,7 +23,7 @@ struct Table {
     entries: Vec<Entry>,
     entries_max: usize,
     /// Suspected conflicts that were not reported yet.
-    suspects: Vec<Question>,
+    suspects: Vec<SuspectPath>,
 }
 
 /// What the table remembers about a sample, in 24 bytes.
@@ -31,7 +31,7 @@ struct Table {
 struct Entry {
     hash: u64,
     /// The number of the source file that the sample came from; 0 in a free entry.
-    source_match: u32,
+    match_number: u32,
     pattern: u32,
     content: Content,
 }
@@ -52,7 +52,7 @@ impl PathTable {
 
     /// Records the path of a sample whose first block has arrived.
     pub(super) fn record(&self, rival: Rival, content: Content) {
-        let Rival { hash, pattern, source_match } = rival;
+        let Rival { hash, pattern, match_number } = rival;
         if pattern == 0 {
             return;
         }
@@ -63,29 +63,29 @@ impl PathTable {
         let sets = table.entries.len() / WAYS;
         let set = (hash % sets as u64) as usize * WAYS;
         let ways = &mut table.entries[set..set + WAYS];
-        let known = ways.iter().find(|entry| entry.source_match > 0 && entry.hash == hash && entry.pattern == pattern).copied();
+        let known = ways.iter().find(|entry| entry.match_number > 0 && entry.hash == hash && entry.pattern == pattern).copied();
         match known {
             None => {
                 // If no entry is free, the hash picks the one that is forgotten.
-                let free = ways.iter().position(|entry| entry.source_match == 0).unwrap_or((hash >> 60) as usize % WAYS);
-                ways[free] = Entry { hash, source_match, pattern, content };
+                let free = ways.iter().position(|entry| entry.match_number == 0).unwrap_or((hash >> 60) as usize % WAYS);
+                ways[free] = Entry { hash, match_number, pattern, content };
             }
             Some(known) => {
                 let is_equal = known.content == content && content != Content::default();
-                let question = Question { hash, pattern };
-                if known.source_match != source_match
+                let suspect = SuspectPath { hash, pattern };
+                if known.match_number != match_number
                     && !is_equal
                     && table.suspects.len() < SUSPECTS_REPORTED_MAX
-                    && !table.suspects.contains(&question)
+                    && !table.suspects.contains(&suspect)
                 {
-                    table.suspects.push(question);
+                    table.suspects.push(suspect);
                 }
             }
         }
     }
 
     /// The conflicts that were suspected since the last call.
-    pub(super) fn take_suspects(&self) -> Vec<Question> {
+    pub(super) fn take_suspects(&self) -> Vec<SuspectPath> {
         std::mem::take(&mut self.table.lock().unwrap_or_else(PoisonError::into_inner).suspects)
     }
 }
@@ -94,8 +94,8 @@ impl PathTable {
 mod tests {
     use super::*;
 
-    fn rival(hash: u64, source_match: u32) -> Rival {
-        Rival { hash, pattern: 1, source_match }
+    fn rival(hash: u64, match_number: u32) -> Rival {
+        Rival { hash, pattern: 1, match_number }
     }
 
     #[test]
@@ -108,14 +108,14 @@ mod tests {
         (0..1000).for_each(|hash| paths.record(rival(hash, 2), content(7)));
         assert!(paths.take_suspects().is_empty(), "equal content is no conflict");
         paths.record(Rival::default(), content(9));
-        paths.record(Rival { hash: 5, pattern: 2, source_match: 3 }, content(9));
+        paths.record(Rival { hash: 5, pattern: 2, match_number: 3 }, content(9));
         assert!(paths.take_suspects().is_empty(), "sources of two patterns are not rivals");
         paths.record(rival(999, 2), content(9));
-        assert_eq!(paths.take_suspects(), [Question { hash: 999, pattern: 1 }]);
+        assert_eq!(paths.take_suspects(), [SuspectPath { hash: 999, pattern: 1 }]);
         // A block that arrives in pieces has no checksum yet.
         paths.record(rival(2000, 1), Content::default());
         paths.record(rival(2000, 2), Content::default());
-        assert_eq!(paths.take_suspects(), [Question { hash: 2000, pattern: 1 }]);
+        assert_eq!(paths.take_suspects(), [SuspectPath { hash: 2000, pattern: 1 }]);
     }
 
     #[test]

@@ -156,7 +156,8 @@ impl Session<'_> {
         self.net.heal();
         self.net.note("all faults end");
         sleep(QUIET).await;
-        let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !killed.contains(&server.parts.node)).cloned().collect();
+        let alive: Vec<Arc<Node>> =
+            servers.iter().filter(|server| !killed.contains(&server.parts.config.node)).cloned().collect();
         self.check_visible(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files, &killed).await;
         // A session without its coordinator is over: if only some nodes show the dataset then, nobody can undo that.
@@ -281,7 +282,7 @@ impl Session<'_> {
     /// Checks that the nodes show the dataset with all of its files.
     async fn check_visible(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         for server in servers {
-            let node = server.parts.node;
+            let node = server.parts.config.node;
             let Some(dataset) = dataset(server, target) else {
                 self.broken(format!("node {node} does not show {}", String::from_utf8_lossy(target)));
                 continue;
@@ -316,7 +317,7 @@ impl Session<'_> {
         // Blocks that were read last are cached on the drives a little later, once they are synced.
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
-            let node = server.parts.node;
+            let node = server.parts.config.node;
             if server.parts.stage_ins.is_any() {
                 self.broken(format!("node {node} still has a stage-in"));
             }
@@ -327,12 +328,12 @@ impl Session<'_> {
             if leases != 0 {
                 self.broken(format!("node {node} has {leases} leases without a holder"));
             }
-            server.give_up();
+            server.free_all();
             if server.parts.store.used() != 0 {
                 self.broken(format!("node {node} has not freed {} bytes of room", server.parts.store.used()));
             }
         }
-        let weak: Vec<_> = servers.iter().map(|server| (server.parts.node, Arc::downgrade(&server.parts.peers))).collect();
+        let weak: Vec<_> = servers.iter().map(|server| (server.parts.config.node, Arc::downgrade(&server.parts.peers))).collect();
         servers.iter().for_each(|server| server.close());
         drop(servers);
         sleep(QUIET).await;
@@ -391,7 +392,7 @@ impl Reader {
 
     /// Reads files in one request and compares their contents. Returns the errors of those that could not be read.
     async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
-        let (start, node) = (Instant::now(), self.server.parts.node);
+        let (start, node) = (Instant::now(), self.server.parts.config.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
         // A read that takes longer than the deadline is reported below.
         let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;

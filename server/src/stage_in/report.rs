@@ -44,8 +44,8 @@ async fn report(stage_in: &NodeStageIn) -> bool {
         sleep(deadlines.progress_interval).await;
         let asked_at = Instant::now();
         match send_report(stage_in, asked_at).await {
-            Ok(CoordinatorReply::Continue { files, questions }) => {
-                stage_in.suspect_paths.set(questions);
+            Ok(CoordinatorReply::Continue { files, suspects }) => {
+                stage_in.suspect_paths.set(suspects);
                 let missing = stage_in.reserve_catalog_room(files);
                 // If there is no room, the user learns it when the catalog arrives.
                 if missing > 0 && stage_in.context.room.make_room(missing).await.is_ok_and(|made| made) {

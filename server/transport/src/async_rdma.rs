@@ -1,10 +1,14 @@
-//! A second RDMA provider, on the crate `async-rdma`, behind the feature of that name: see `docs/DECISIONS.md` for how the two compare.
+//! A second RDMA provider, built on the crate `async-rdma` and behind the feature of that name. `docs/DECISIONS.md` compares the two.
 //!
-//! The crate cannot register memory that others share, so bytes take their way through buffers of its own and are copied once more at
-//! the asker. Its defects are fenced: what is asked and answered goes by the inner transport, which also shows who lives, and only bulk
-//! by its WRITE and READ; operations on a queue pair stay below its depth, for a full one loses memory; a buffer serves one operation;
-//! an operation runs to its end in a task of its own; its lost wake-ups cost milliseconds and not tenths of a second. That it leaves
-//! completion events unread, for which the kernel keeps memory until a queue pair goes, cannot be mended from here.
+//! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker copies
+//! them once more. This module works around defects of the crate:
+//! - Requests and answers go by the inner transport, which also detects lost peers. Only bulk bytes go by the crate's WRITE and READ.
+//! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
+//! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
+//! - A lost wake-up costs milliseconds instead of tenths of a second, because its timeout is short.
+//!
+//! One defect remains: the crate leaves completion events unread, and the kernel keeps memory for them until the queue pair is
+//! destroyed.
 
 mod buffer;
 
@@ -24,56 +28,63 @@ use dayfly_meta::wire::status::Network;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::contract::{Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Service, Serving, Transport, Unread};
+use crate::error::{Refusal, TransportError};
 use crate::rdma::{Choice, Found, find};
-use crate::{
-    Ability, Agreement, Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Refusal, Region, Service, Serving, Slot,
-    Transport, TransportError, Unread,
-};
+use crate::region::{Region, Slot};
+use crate::selection::{Ability, Agreement};
 use buffer::{BUFFER_LEN, Buffer, Buffers, Counters};
 
-/// The last byte of each message of the inner transport: it is for the service above,
+// The last byte of each message over the inner transport names its kind.
+
+/// A message for the service above.
 const FOR_SERVICE: u8 = 0;
-/// or for us: a queue pair's end; a pull and an offer with a buffer for their bytes.
+/// A request to set up a queue pair.
 const SET_UP: u8 = 1;
+/// A pull with a buffer for its bytes.
 const PULL: u8 = 2;
+/// An offer of the bytes in a buffer.
 const OFFER: u8 = 3;
 
-/// A lost wake-up of the crate is made up for after this.
+/// The crate polls after this time, in case it lost a wake-up.
 const WAKE_UP_TIMEOUT: Duration = Duration::from_millis(2);
-/// Room in a queue pair; buffers, and thus operations, are fewer.
+/// Depth of a queue pair. There are fewer buffers, and thus fewer operations under way.
 const SEND_DEPTH: u32 = 64;
+/// Entries of the completion queue.
 const COMPLETIONS: u32 = 256;
 
-/// Where a request's bytes are, or go.
+/// The asker's buffer for a request's bytes.
 #[derive(Serialize, Deserialize)]
-struct Place {
+struct RemoteBuffer {
     buffer: MrToken,
+    /// Length of each slot.
     lens: Vec<u64>,
 }
 
-/// How it went.
+/// Whether the card moved the bytes of a request.
 #[derive(Serialize, Deserialize)]
 enum Moved {
-    /// So many bytes for each slot, one behind the other.
+    /// It did. There are this many bytes for each slot, back to back.
     Yes(Vec<u64>),
-    /// The card did not move them: another way is to be taken.
+    /// It did not. The request must go by the inner transport.
     No,
 }
 
-/// A message with a part of ours behind it.
+/// Appends a part of this module to a message.
 fn join(message: &[u8], ours: &impl Serialize, kind: u8) -> Vec<u8> {
-    // Of plain data: it has no maps with strange keys, by which alone this fails.
+    // Serialization fails only for maps whose keys are not strings, and these types have none.
     let ours = serde_json::to_vec(ours).unwrap_or_default();
     [message, &ours, &(ours.len() as u32).to_le_bytes(), &[kind]].concat()
 }
 
+/// Splits off the part that [`join`] appended.
 fn split<T: DeserializeOwned>(message: &[u8]) -> Option<(&[u8], T)> {
     let (rest, len) = message.split_last_chunk::<4>()?;
     let (message, ours) = rest.split_at_checked(rest.len().checked_sub(u32::from_le_bytes(*len) as usize)?)?;
     Some((message, serde_json::from_slice(ours).ok()?))
 }
 
-/// A transport that moves bulk by `async-rdma`, and all else by `inner`.
+/// A transport that moves bulk bytes by `async-rdma`, and everything else by `inner`.
 pub struct AsyncRdma<T> {
     inner: T,
     found: Result<Found, String>,
@@ -82,14 +93,14 @@ pub struct AsyncRdma<T> {
 }
 
 impl<T: Transport> AsyncRdma<T> {
-    /// Looks for a card; that there is none is told in [`Transport::ability`].
+    /// Looks for a card. If there is none, [`Transport::ability`] reports why.
     pub fn new(inner: T, choice: &Choice, deadlines: Deadlines) -> Self {
         let found = find(choice).map_err(|error| error.to_string());
         Self { inner, found, counters: Arc::default(), deadlines }
     }
 }
 
-/// A queue pair without its far end.
+/// Makes a queue pair that is not joined to its other end yet.
 fn queue_pair(found: &Found) -> io::Result<async_rdma::Rdma> {
     let mtu = match found.packet_len {
         256 => MTU::MTU256,
@@ -118,15 +129,17 @@ impl<T: Transport> Transport for AsyncRdma<T> {
         let mut rdma = queue_pair(found).map_err(|error| refused(Refusal::new(error)))?;
         let setting_up = join(&[], &rdma.get_qp_endpoint(), SET_UP);
         let answered = inner.pull(setting_up, Vec::new(), self.deadlines.request).await?;
-        let far: QueuePairEndpoint =
-            serde_json::from_slice(&answered.message).map_err(|_| refused("its end of a queue pair makes no sense".into()))?;
+        let far: QueuePairEndpoint = serde_json::from_slice(&answered.message)
+            .map_err(|_| refused("it sent a malformed description of its queue pair".into()))?;
         rdma.ibv_connect(far).await.map_err(|error| refused(Refusal::new(error)))?;
         Ok(Arc::new(AsyncConnection { inner, address, buffers: Buffers::new(rdma, self.counters.clone()) }))
     }
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
         let (found, counters) = (self.found.clone(), self.counters.clone());
-        self.inner.serve(Arc::new(Welcome { found, counters, service, peers: Mutex::default(), deadlines: self.deadlines })).await
+        self.inner
+            .serve(Arc::new(AsyncService { found, counters, service, peers: Mutex::default(), deadlines: self.deadlines }))
+            .await
     }
 
     fn ability(&self) -> Ability {
@@ -157,7 +170,7 @@ struct AsyncConnection {
 }
 
 impl AsyncConnection {
-    /// A buffer for a request, unless it is too large for one, or none is free in time.
+    /// Takes a buffer for a request, unless the request is too large for one or none is free in time.
     async fn buffer(&self, len: u64, limit: Duration) -> Option<Buffer> {
         if len == 0 || len > BUFFER_LEN as u64 { None } else { self.buffers.take(limit).await }
     }
@@ -167,7 +180,7 @@ impl AsyncConnection {
     }
 
     async fn ask(&self, asking: Vec<u8>, buffer: &mut Buffer, limit: Duration) -> Result<(Vec<u8>, Moved), TransportError> {
-        // Until it is answered the far side may write: without an answer nobody else may have the buffer.
+        // The peer may write until it has answered. Without an answer, nothing else may use the buffer.
         buffer.is_lent = true;
         let pulled = match self.inner.pull(asking, Vec::new(), limit).await {
             Err(error @ TransportError::Refused { .. }) => {
@@ -177,7 +190,7 @@ impl AsyncConnection {
             pulled => pulled?,
         };
         buffer.is_lent = false;
-        let (message, moved) = split(&pulled.message).ok_or_else(|| self.refused("its answer makes no sense"))?;
+        let (message, moved) = split(&pulled.message).ok_or_else(|| self.refused("its answer is malformed"))?;
         Ok((message.to_vec(), moved))
     }
 }
@@ -197,12 +210,12 @@ impl Connection for AsyncConnection {
         if message.len() < MESSAGE_LEN_MAX / 2
             && let Some(mut buffer) = self.buffer(lens.iter().sum(), limit).await
         {
-            let place = Place { buffer: buffer.token().ok_or_else(|| self.refused("no token"))?, lens };
-            let (message, moved) = self.ask(join(&message, &place, PULL), &mut buffer, limit).await?;
+            let remote = RemoteBuffer { buffer: buffer.token().ok_or_else(|| self.refused("no token"))?, lens };
+            let (message, moved) = self.ask(join(&message, &remote, PULL), &mut buffer, limit).await?;
             if let Moved::Yes(mut lens) = moved {
                 let fits = lens.len() <= slots.len() && lens.iter().zip(&slots).all(|(&len, slot)| len <= slot.len() as u64);
                 if !fits {
-                    return Err(self.refused("it answers with more than there is room for"));
+                    return Err(self.refused("its answer is longer than the slots"));
                 }
                 let mut at = 0;
                 for (slot, &len) in slots.iter_mut().zip(&lens) {
@@ -228,8 +241,9 @@ impl Connection for AsyncConnection {
             && let Some(mut buffer) = self.buffer(len as u64, limit).await
         {
             buffer.write(0, &payload[..len]);
-            let place = Place { buffer: buffer.token().ok_or_else(|| self.refused("no token"))?, lens: vec![len as u64] };
-            let (message, moved) = self.ask(join(&message, &place, OFFER), &mut buffer, limit).await?;
+            let token = buffer.token().ok_or_else(|| self.refused("no token"))?;
+            let remote = RemoteBuffer { buffer: token, lens: vec![len as u64] };
+            let (message, moved) = self.ask(join(&message, &remote, OFFER), &mut buffer, limit).await?;
             if let Moved::Yes(_) = moved {
                 return Ok(Offered { message, payload });
             }
@@ -239,19 +253,19 @@ impl Connection for AsyncConnection {
     }
 }
 
-/// The service that the inner transport sees.
-struct Welcome {
+/// The service that the inner transport sees. It handles messages about queue pairs and buffers, and passes all others on.
+struct AsyncService {
     found: Result<Found, String>,
     counters: Arc<Counters>,
     service: Arc<dyn Service>,
-    /// The queue pair that each peer has set up last.
+    /// The latest queue pair of each peer, with its buffers.
     peers: Mutex<HashMap<NodeId, Arc<Buffers>>>,
     deadlines: Deadlines,
 }
 
-impl Welcome {
+impl AsyncService {
     async fn set_up(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
-        let (_, far) = split::<QueuePairEndpoint>(message).ok_or("an end of a queue pair that makes no sense")?;
+        let (_, far) = split::<QueuePairEndpoint>(message).ok_or("the description of the queue pair is malformed")?;
         let mut rdma = queue_pair(self.found.as_ref().map_err(Clone::clone)?).map_err(Refusal::new)?;
         let end = serde_json::to_vec(&rdma.get_qp_endpoint()).map_err(Refusal::new)?;
         rdma.ibv_connect(far).await.map_err(Refusal::new)?;
@@ -261,24 +275,24 @@ impl Welcome {
 
     fn buffers(&self, from: NodeId) -> Result<Arc<Buffers>, Refusal> {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
-        peers.get(&from).cloned().ok_or_else(|| "it has set no queue pair up".into())
+        peers.get(&from).cloned().ok_or_else(|| "this node has set up no queue pair".into())
     }
 
     async fn pull(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
-        let (message, place) = split::<Place>(message).ok_or("a request that makes no sense")?;
+        let (message, remote) = split::<RemoteBuffer>(message).ok_or("the request is malformed")?;
         let buffers = self.buffers(from)?;
-        let Answer { message, pieces } = self.service.pulled(from, message.to_vec(), place.lens.clone()).await?;
+        let Answer { message, pieces } = self.service.pulled(from, message.to_vec(), remote.lens.clone()).await?;
         let lens: Vec<u64> = pieces.iter().map(Piece::len).collect();
-        let fits = lens.len() <= place.lens.len() && lens.iter().zip(&place.lens).all(|(len, room)| len <= room);
+        let fits = lens.len() <= remote.lens.len() && lens.iter().zip(&remote.lens).all(|(len, room)| len <= room);
         let total = lens.iter().sum::<u64>() as usize;
-        if !fits || total > place.buffer.len.min(BUFFER_LEN) {
+        if !fits || total > remote.buffer.len.min(BUFFER_LEN) {
             return Err("the answer does not fit".into());
         }
         let moved = match buffers.take(self.deadlines.request).await {
             Some(buffer) => {
                 match buffer.fill(pieces).await {
-                    Ok(filled) => filled.write_to(RemoteMr::new(place.buffer), total).await.is_ok(),
-                    // By the inner transport only those pieces fail that cannot be read.
+                    Ok(filled) => filled.write_to(RemoteMr::new(remote.buffer), total).await.is_ok(),
+                    // Sent by the inner transport, only the pieces that cannot be read will fail.
                     Err(_) => false,
                 }
             }
@@ -290,16 +304,16 @@ impl Welcome {
     }
 
     async fn offer(&self, from: NodeId, message: &[u8]) -> Result<Vec<u8>, Refusal> {
-        let (message, place) = split::<Place>(message).ok_or("a request that makes no sense")?;
-        let len = place.lens.first().copied().unwrap_or(0);
+        let (message, remote) = split::<RemoteBuffer>(message).ok_or("the request is malformed")?;
+        let len = remote.lens.first().copied().unwrap_or(0);
         let failed = Arc::new(Mutex::new(false));
         let landing =
-            AsyncLanding { buffers: self.buffers(from)?, place, failed: failed.clone(), patience: self.deadlines.request };
+            AsyncLanding { buffers: self.buffers(from)?, remote, failed: failed.clone(), timeout: self.deadlines.request };
         let answered = self.service.offered(from, message.to_vec(), Incoming::new(len, Box::new(landing))).await;
         let has_failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
         let (message, moved) = match answered {
             Ok(message) => (message, Moved::Yes(Vec::new())),
-            // Nothing was taken: it can be offered another way.
+            // Nothing was taken, so the offer can be sent by the inner transport.
             Err(_) if has_failed => (Vec::new(), Moved::No),
             Err(refusal) => return Err(refusal),
         };
@@ -310,14 +324,14 @@ impl Welcome {
 }
 
 #[async_trait]
-impl Service for Welcome {
+impl Service for AsyncService {
     async fn pulled(&self, from: NodeId, mut message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         let message = match message.pop() {
             Some(FOR_SERVICE) => return self.service.pulled(from, message, room).await,
             Some(SET_UP) => self.set_up(from, &message).await?,
             Some(PULL) => self.pull(from, &message).await?,
             Some(OFFER) => self.offer(from, &message).await?,
-            _ => return Err("a message that no peer sends".into()),
+            _ => return Err("the message is malformed".into()),
         };
         Ok(Answer { message, pieces: Vec::new() })
     }
@@ -331,18 +345,18 @@ impl Service for Welcome {
 /// Reads offered bytes out of the asker's buffer.
 struct AsyncLanding {
     buffers: Arc<Buffers>,
-    place: Place,
+    remote: RemoteBuffer,
     failed: Arc<Mutex<bool>>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 #[async_trait]
 impl Landing for AsyncLanding {
     async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
-        let len = self.place.lens.first().copied().unwrap_or(0) as usize;
+        let len = self.remote.lens.first().copied().unwrap_or(0) as usize;
         let read = async {
-            let buffer = self.buffers.take(self.patience).await.ok_or(io::ErrorKind::TimedOut)?;
-            buffer.read_from(RemoteMr::new(self.place.buffer), len).await
+            let buffer = self.buffers.take(self.timeout).await.ok_or(io::ErrorKind::TimedOut)?;
+            buffer.read_from(RemoteMr::new(self.remote.buffer), len).await
         };
         match read.await {
             Ok(buffer) => {

@@ -1,4 +1,5 @@
-//! What every transport promises: one body, run over TCP, plain and sealed, over the fault decorator, and over RDMA.
+//! The contract of all transports, as one test body ([`conforms`]). It runs over plain and sealed TCP, over the fault decorator, and
+//! over RDMA. Tests of what strangers can do to a listener follow it.
 
 use std::fs::File;
 use std::io;
@@ -23,11 +24,12 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Answers a pull with a file's and its own bytes, `"file"` with the file's alone, `"broken"` with an unreadable file's in place of every
-/// fourth; refuses `"no"`; never answers `"wait"`; takes offers but for `"full"`.
+/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn, `"file"` with bytes of
+/// the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and `"wait"` never. Offers
+/// are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
-    /// Reading its first page is `EIO`.
+    /// Reading its first page fails with `EIO`.
     broken: Arc<File>,
     region: Region,
     landed: AtomicUsize,
@@ -61,7 +63,7 @@ impl Service for Echo {
             }
             number if number == 0 || message == b"file" => Piece::File {
                 file: self.file.clone(),
-                // Cut short, as a segment is that is given up: all but its first bytes are gone.
+                // Only the first 100 bytes of this range exist, as after the file was truncated.
                 offset: if message == b"short" { (4 << 20) - 100 } else { slot as u64 },
                 len: *len,
                 revoked: Arc::new(AtomicBool::new(message == b"gone")),
@@ -99,7 +101,7 @@ pub(crate) async fn tcp_with(node: u16, purpose: Purpose, deadlines: Deadlines) 
     Tcp::bind(identity, "127.0.0.1:0".parse().unwrap()).await.unwrap()
 }
 
-/// The body.
+/// Checks the contract between two nodes.
 async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketAddr) {
     let echo = Echo::new(theirs.region(16 << 20).unwrap());
     let serving = theirs.serve(echo.clone()).await.unwrap();
@@ -107,7 +109,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let region = ours.region(32 << 20).unwrap();
     assert_eq!(connection.peer(), NodeId(1));
 
-    // A message alone, and one with slots of all sizes: pieces land in their slots, byte for byte.
+    // A message without slots, and one with slots of all sizes, in which the pieces land byte for byte.
     let pulled = connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
     assert_eq!(pulled.message, b"hi\0\0");
     let lens = [1, 3000, 0, FRAME_BODY_LEN_MAX - 1, FRAME_BODY_LEN_MAX, FRAME_BODY_LEN_MAX + 1, 3 << 20, 64];
@@ -119,7 +121,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     }
     drop(pulled);
 
-    // Many at once, pulls and offers mixed.
+    // Many pulls and offers at the same time.
     let many = (0..64_usize).map(|number| {
         let (connection, region) = (connection.clone(), region.clone());
         tokio::spawn(async move {
@@ -143,7 +145,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
         (0..64).filter(|number| number % 3 == 0).map(|number| number * 2000).sum::<usize>()
     );
 
-    // An offer that is not taken comes back unsent; a refusal says why.
+    // The slot of an offer that is not taken comes back unchanged. A refusal carries its reason.
     let mut slot = region.slot(100).unwrap();
     slot.fill(7);
     let offered = connection.offer(b"full".to_vec(), slot, 100, TIMEOUT).await.unwrap();
@@ -151,13 +153,13 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
     assert!(matches!(refused, Err(TransportError::Refused { refusal, .. }) if refusal == "told to refuse".into()));
 
-    // A piece that cannot be read fails alone, with a reason; it is not sent as zeros. Its neighbors are sent as ever.
+    // A piece that cannot be read fails alone, with a reason, and does not pass for zeros. The other pieces are sent as usual.
     let gone = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await.unwrap();
     assert_eq!(gone.unread.pieces, [0]);
     for len in [1000, 300_000, 3 << 20] {
         let slots = [len, len, 10].map(|len| region.slot(len).unwrap()).into();
         let short = connection.pull(b"short".to_vec(), slots, TIMEOUT).await.unwrap();
-        assert_eq!(short.unread.pieces, [0], "{len} bytes of which 100 are there");
+        assert_eq!(short.unread.pieces, [0], "{len} bytes, of which 100 exist");
         assert!(short.unread.reason.contains("drive is shorter"), "{}", short.unread.reason);
         assert!(short.slots[1][..] == pattern(len as usize)[..]);
         assert!(short.slots[2][..] == pattern(4 << 20)[(4 << 20) - 100..][..10]);
@@ -171,19 +173,19 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
             assert!(broken.slots[at][..] == pattern(len as usize + skip)[skip..], "slot {at} of {len} bytes");
         }
     }
-    assert!(!connection.is_lost(), "a drive's failure is not the peer's loss");
+    assert!(!connection.is_lost(), "the failure of a drive is no loss of the peer");
 
-    // A deadline is kept; while it runs others are served; the slot comes back only with the connection.
+    // A request fails at its deadline, and others are served meanwhile. Its slot is freed only when the connection ends.
     let start = Instant::now();
     let slot = region.slot(20 << 20).unwrap();
     let late = connection.pull(b"wait".to_vec(), vec![slot], Duration::from_millis(200));
     let (late, other) = tokio::join!(late, connection.pull(b"slow".to_vec(), vec![], TIMEOUT));
     assert!(matches!(late, Err(TransportError::Timeout { .. })) && other.is_ok());
     assert!(start.elapsed() < Duration::from_secs(2));
-    assert!(region.slot(20 << 20).is_none(), "the slot must stay in quarantine");
+    assert!(region.slot(20 << 20).is_none(), "the slot must stay with the connection");
     assert!(matches!(connection.pull(vec![0; 2 << 20], vec![], TIMEOUT).await, Err(TransportError::TooLong(_))));
 
-    // The peer dies: requests under way and new ones fail at once, and no slot is lost.
+    // When the peer dies, requests under way and new ones fail at once, and all slots are freed.
     let dying = connection.pull(b"wait".to_vec(), vec![region.slot(64).unwrap()], TIMEOUT);
     let (died, ()) = tokio::join!(dying, async {
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -207,7 +209,7 @@ async fn sealed_tcp_conforms() {
     conforms(&ours, &theirs, address).await;
 }
 
-/// As a suspended job does, or one whose node is starved: all its threads at once.
+/// Blocks all threads at once, as in a suspended job or on a starved node.
 #[tokio::test]
 async fn a_suspended_process_loses_no_peer() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
@@ -224,7 +226,7 @@ async fn a_suspended_process_loses_no_peer() {
     assert!(!connection.is_lost());
 }
 
-/// Passes connections on to `to`, one byte of the stream changed on request; tells all that went by, both ways.
+/// Forwards connections to `to`, and changes one byte of the stream on request. Returns all bytes that passed in either direction.
 async fn tap(to: SocketAddr, change_at: Option<usize>) -> (SocketAddr, Arc<Mutex<Vec<u8>>>) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -274,7 +276,7 @@ async fn sealed_bytes_reveal_nothing_and_cannot_be_changed() {
         assert_eq!(is_seen, is_plain);
         let (tapped, _) = tap(address, Some(50_000)).await;
         match pull(tapped).await {
-            Ok(is_right) => assert!(is_plain && !is_right, "what is plain can be changed"),
+            Ok(is_right) => assert!(is_plain && !is_right, "a plain stream can be changed"),
             Err(error) => assert!(!is_plain && error.to_string().contains("changed in transit"), "{error}"),
         }
     }
@@ -283,7 +285,7 @@ async fn sealed_bytes_reveal_nothing_and_cannot_be_changed() {
     assert!(sealed.ability().rdma.is_err_and(|why| why.contains("--encrypt")));
 }
 
-/// What strangers cost: threads of this process may use so much memory for them, and members so much time.
+/// Strangers that connect and stay silent cost bounded memory, and do not delay members.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_half_open_connections_delay_no_member() {
     let strangers: usize = match nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap() {
@@ -318,14 +320,14 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
     assert!(grown < 64 << 20, "{grown}");
 }
 
-/// A stranger's bytes, of any kind: no answer but to what was recorded, no panic, and the door stays open.
+/// Random bytes from strangers get no answer, except for a recorded first message, cause no panic, and do not block the listener.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fuzzed_handshakes_get_nowhere() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let seconds = std::env::var("DAYFLY_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(0.5);
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let _serving = theirs.serve(Echo::new(theirs.region(1 << 20).unwrap())).await.unwrap();
-    // A true handshake, to be changed.
+    // A valid handshake, which is then modified at random.
     let (tapped, seen) = tap(address, None).await;
     ours.connect(NodeId(1), tapped).await.unwrap();
     let good = seen.lock().unwrap().clone();
@@ -350,12 +352,12 @@ async fn fuzzed_handshakes_get_nowhere() {
             }
         }
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        // It may be shut in the middle.
+        // The listener may close the stream in the middle of this.
         let _ = stream.write_all(&bytes).await;
         let _ = stream.shutdown().await;
         let mut answer = Vec::new();
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
-        // A recorded first message is answered once, with what is no use without the key.
+        // A recorded first message is answered once, with bytes that are useless without the key.
         assert!(answer.len() < 128, "seed {seed:?}: {} bytes", answer.len());
         rounds += 1;
     }
@@ -371,7 +373,7 @@ async fn tcp_conforms_when_slow() {
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
 }
 
-/// Without a card it is the inner transport, under the messages of both.
+/// Without a card, RDMA is the inner transport, with one more byte at the end of each message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rdma_without_a_card_conforms() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
@@ -389,7 +391,7 @@ async fn rdma_conforms() {
     let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(ours.status().is_rdma);
-    // What the body moved went by the card: its slots of the first pull, and the offers.
+    // The slots of the first pull and the offers went by RDMA.
     assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
     assert_eq!((ours.status().failed, theirs.status().failed), (0, 0));
 }
@@ -436,7 +438,7 @@ async fn a_stranger_gets_no_answer() {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         stream.write_all(noise).await.unwrap();
         let mut answer = Vec::new();
-        // A reset, for the bytes that were not read, is as good as an end.
+        // A reset, because of the unread bytes, counts as an end too.
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
         assert!(answer.is_empty());
     }

@@ -5,11 +5,11 @@
 //! and the last write is the answer, which also announces itself.
 //!
 //! # Parts
-//! - [`verbs`] binds `libibverbs`; [`device`] opens a card and registers memory; [`queue`] has queue pairs and completion queues;
-//!   [`engine`] is the thread that posts work and takes completions.
-//! - [`message`] has the formats; [`ask`] sends requests and [`answer`] answers them; [`offers`] remembers answered offers;
-//!   [`direct`] reads past the page cache.
-//! - [`pair`] keeps a queue pair to each peer and replaces it when it fails; [`card`] is the state that all of these share.
+//! - `verbs` binds `libibverbs`; `device` opens a card and registers memory; `queue` has queue pairs and completion queues;
+//!   `engine` is the thread that posts work and takes completions.
+//! - `message` has the formats; `ask` sends requests and `answer` answers them; `offers` remembers answered offers;
+//!   `direct` reads past the page cache.
+//! - `pair` keeps a queue pair to each peer and replaces it when it fails; `card` is the state that all of these share.
 //!
 //! # Invariants
 //! - Memory that an operation touches belongs to the engine until the operation has completed or its queue pair is destroyed.

@@ -2,7 +2,7 @@
 //! its own log would show.
 //!
 //! Each node reports its [`Ability`], and [`agree`] turns these and the user's [`Preference`] into one [`Agreement`], or into the
-//! [`Obstacle`] to what the user insisted on. A transport keeps a [`Selection`], which starts as the node's own preference and
+//! [`Obstacle`] to what the user insisted on. A transport keeps a `Selection`, which starts as the node's own preference and
 //! then follows the agreement. This module opens no card and no connection.
 
 use serde::{Deserialize, Serialize};

@@ -2,11 +2,11 @@
 //! session's key authenticates each link; after the handshake it carries plain text, or sealed frames if the user asked for it.
 //!
 //! # Parts
-//! - Dialing side: [`connection`] sends requests to one peer; [`links`] watches all links to it and replaces those that fail;
-//!   [`link`] has the requests under way on one link; [`dial`] makes a link.
-//! - Listening side: [`serve`] accepts links and reads requests; [`answer`] sends the answers' bytes; [`handshake_limiter`] bounds
+//! - Dialing side: `connection` sends requests to one peer; `links` watches all links to it and replaces those that fail;
+//!   `link` has the requests under way on one link; `dial` makes a link.
+//! - Listening side: `serve` accepts links and reads requests; `answer` sends the answers' bytes; `handshake_limiter` bounds
 //!   the handshakes under way.
-//! - Both sides: [`handshake`], [`seal`] (encryption), [`stream`] (frames out) and [`reader`] (frames in).
+//! - Both sides: `handshake`, `seal` (encryption), `stream` (frames out) and `reader` (frames in).
 //!
 //! # Invariants
 //! - Only the end that dialed a link sends requests on it, and the other end only answers.

@@ -1,5 +1,5 @@
-//! Members of archives: reading a tar from one to the next, and what becomes of each. Zips and
-//! archives within archives use the second half of this file too.
+//! Members of archives: how a tar is read from one member to the next, and what becomes of each. The
+//! functions that take a member serve zips and archives within archives too.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -28,6 +28,21 @@ pub(super) struct Archive<'a> {
     pub(super) inner: Vec<u8>,
     /// How many archives contain this one.
     pub(super) depth: usize,
+    /// Whether offsets in it are counted after decompression.
+    pub(super) is_decompressed: bool,
+}
+
+impl<'a> Archive<'a> {
+    /// The archive that is the source of a unit.
+    pub(super) fn of_unit(unit: &'a Unit, path: &Path, is_decompressed: bool) -> Self {
+        Self { source: unit.source, path: path.to_owned(), prefix: &unit.prefix, inner: Vec::new(), depth: 0, is_decompressed }
+    }
+
+    /// The error for damage in this archive.
+    pub(super) fn damaged(&self, offset: u64, reason: impl ToString) -> StageInError {
+        let (path, is_decompressed) = (self.path.clone(), self.is_decompressed);
+        StageInError::Damaged { path, offset, is_decompressed, reason: reason.to_string() }
+    }
 }
 
 /// Assigns keys to members. Keys of one source increase in the order in which unpacking would meet
@@ -70,14 +85,14 @@ impl<S: Sink> Worker<S> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
         let file = File::open(path).map_err(unreadable)?;
         let opened = version(&file).map_err(unreadable)?;
-        let archive = Archive { source: unit.source, path: path.to_owned(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
+        let archive = Archive::of_unit(unit, path, true);
         let (decoders, monitor) = (self.decoders, self.monitor.clone());
         std::thread::scope(|scope| {
             let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
             let mut tar = TarReader::new(input.map_err(unreadable)?);
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
             // A compressed stream has its checksum behind the tar's end mark.
-            let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(path, error)));
+            let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive, error)));
             let waited = tar.input().waited();
             self.count_reading(waited, 0);
             read
@@ -105,7 +120,7 @@ impl<S: Sink> Worker<S> {
                     return Ok(());
                 }
                 Err(error) => {
-                    let error = self.tar_error(&archive.path, error);
+                    let error = self.tar_error(archive, error);
                     self.skip_or_fail(error)?;
                     if !tar.resume(u64::MAX) {
                         return Ok(());
@@ -149,12 +164,7 @@ impl<S: Sink> Worker<S> {
                     let end = key.offset.saturating_add(stored_len);
                     return self.take_nested(&inner, found, (size, end), tar, keys);
                 }
-                let path = archive.path.as_path();
-                let damaged = |error: io::Error| {
-                    let reason = error.to_string();
-                    StageInError::Damaged { path: path.to_owned(), offset: data_offset, reason }
-                };
-                return self.take_data(archive, found, size, tar, &damaged);
+                return self.take_data(archive, found, size, tar, &|error| archive.damaged(data_offset, error));
             }
             TarKind::Directory => MemberKind::Directory,
             TarKind::Symlink(target) => MemberKind::Symlink(target),
@@ -230,11 +240,9 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    pub(super) fn tar_error(&self, path: &Path, error: TarError) -> StageInError {
+    /// Adds the archive's path to an error. Reads fail after a cancellation too, which is no damage.
+    pub(super) fn tar_error(&self, archive: &Archive<'_>, error: TarError) -> StageInError {
         let TarError::Damaged { offset, reason } = error;
-        if self.monitor.is_cancelled() {
-            return StageInError::Cancelled;
-        }
-        StageInError::Damaged { path: path.to_owned(), offset, reason }
+        if self.monitor.is_cancelled() { StageInError::Cancelled } else { archive.damaged(offset, reason) }
     }
 }

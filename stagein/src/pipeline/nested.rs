@@ -1,8 +1,8 @@
 //! Archives within archives (`--nested`).
 //!
-//! A member is unpacked if its name ends like an archive's and its first bytes are one. Otherwise
-//! it stays a file, so bytes that were read to look at it must be available again: [`Rewound`]
-//! holds the start of a member, and [`Recorder`] whatever a decoder consumed.
+//! A member is unpacked if its name has an archive's ending and its first bytes confirm that.
+//! Otherwise it stays a file, so the bytes that were read to find out are needed again: [`Rewound`]
+//! puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
 
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -32,8 +32,8 @@ impl Read for Rewound<'_> {
 
 impl Skip for Rewound<'_> {}
 
-/// Records what is read through it, as long as it may have to be read again. A decoder owns the
-/// recorder's borrow meanwhile, hence the shared switch.
+/// Records what is read through it, as long as it may be needed again. A decoder borrows the
+/// recorder meanwhile, so the switch is shared.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,
@@ -61,7 +61,8 @@ impl<S: Sink> Worker<S> {
         let full = normalize(&join(&archive.inner, name)).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));
-        (!self.selector.excludes(&full)).then_some(Archive { source, path, prefix, inner, depth: depth + 1 })
+        let nested = Archive { source, path, prefix, inner, depth: depth + 1, is_decompressed: false };
+        (!self.selector.excludes(&full)).then_some(nested)
     }
 
     /// Unpacks a member that has an archive's name. A member without an archive's contents stays a
@@ -76,7 +77,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let mut start = Vec::new();
         if let Err(error) = data.take(BLOCK_LEN as u64).read_to_end(&mut start) {
-            return self.skip_or_fail(damaged(archive, error));
+            return self.skip_or_fail(archive.damaged(0, error));
         }
         let compression = recognize(&start);
         let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
@@ -120,7 +121,7 @@ impl<S: Sink> Worker<S> {
                 Ok(decoder)
             });
             match opened {
-                Err(error) => return self.skip_or_fail(damaged(archive, error)),
+                Err(error) => return self.skip_or_fail(archive.damaged(0, error)),
                 Ok(mut decoder) if is_tar(&head) => {
                     is_on.store(false, Ordering::Relaxed);
                     self.take_directory(archive, &found)?;
@@ -141,7 +142,7 @@ impl<S: Sink> Worker<S> {
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         let read = self.read_members(archive, tar, keys);
-        let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive.path, error)));
+        let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(archive, error)));
         read.or_else(|error| self.skip_or_fail(error))
     }
 
@@ -158,7 +159,7 @@ impl<S: Sink> Worker<S> {
         let last = components(&found.name).last().unwrap_or_default();
         let name = join(folder, last);
         let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
-        self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| damaged(archive, error))
+        self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| archive.damaged(0, error))
     }
 
     /// Takes the directory that stands for an archive within an archive.
@@ -186,7 +187,7 @@ impl<S: Sink> Worker<S> {
             if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
-            let count = input.read(&mut chunk).map_err(|error| damaged(archive, error))?;
+            let count = input.read(&mut chunk).map_err(|error| archive.damaged(0, error))?;
             if count == 0 {
                 break;
             }
@@ -195,8 +196,4 @@ impl<S: Sink> Worker<S> {
         file.rewind().map_err(StageInError::TempFile)?;
         self.read_whole_zip(archive, &file, keys)
     }
-}
-
-fn damaged(archive: &Archive<'_>, error: io::Error) -> StageInError {
-    StageInError::Damaged { path: archive.path.clone(), offset: 0, reason: error.to_string() }
 }

@@ -40,7 +40,7 @@ impl<S: Sink> Worker<S> {
             return Err(changed());
         }
         let mut reader = PlainReader::new(file, range.from, range.to, self.monitor.clone()).map_err(unreadable)?;
-        let archive = Archive { source: unit.source, path: path.clone(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
+        let archive = Archive::of_unit(unit, &path, false);
         let report = match &range.start {
             Some(start) => self.read_from(&archive, range, start, &mut reader),
             None => self.search(&archive, range, &mut reader),
@@ -58,10 +58,8 @@ impl<S: Sink> Worker<S> {
         start: &TarPosition,
         reader: &mut PlainReader,
     ) -> Result<RangeReport, StageInError> {
-        let damaged =
-            |reason: &str| StageInError::Damaged { path: archive.path.clone(), offset: start.offset, reason: reason.to_owned() };
         let mut globals = Extension::default();
-        globals.parse(&start.globals).map_err(damaged)?;
+        globals.parse(&start.globals).map_err(|reason| archive.damaged(start.offset, reason))?;
         reader.seek(start.offset);
         let mut first = Some(start.offset);
         let end = self.read_members_of(archive, range, TarReader::at(&mut *reader, start.offset, globals), &mut first);
@@ -137,8 +135,7 @@ impl<S: Sink> Worker<S> {
             let offset = tar.next_start();
             if offset >= range.to {
                 if offset > tar.input().size() {
-                    let (path, reason) = (archive.path.clone(), "the archive is truncated".to_owned());
-                    let error = StageInError::Damaged { path, offset: tar.input().size(), reason };
+                    let error = archive.damaged(tar.input().size(), "the archive is truncated");
                     if first.is_none() {
                         return Err(error);
                     }
@@ -160,7 +157,7 @@ impl<S: Sink> Worker<S> {
                     return Ok(RangeEnd::Archive);
                 }
                 Err(error) => {
-                    let error = self.tar_error(&archive.path, error);
+                    let error = self.tar_error(archive, error);
                     if first.is_none() {
                         return Err(error);
                     }

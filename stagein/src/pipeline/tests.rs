@@ -205,7 +205,7 @@ fn run_within(
                 verdict.accepted.into_iter().for_each(|counts| staged.counts.add(counts));
                 if let Some(reason) = verdict.failure {
                     let (path, offset) = (Path::new("failed").to_owned(), 0);
-                    return Err(StageInError::Damaged { path, offset, reason });
+                    return Err(StageInError::Damaged { path, offset, is_decompressed: false, reason });
                 }
             }
             NextUnits::Finished => break,

@@ -30,7 +30,7 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? != part.version {
             return Err(changed());
         }
-        let archive = Archive { source: unit.source, path: path.clone(), prefix: &unit.prefix, inner: Vec::new(), depth: 0 };
+        let archive = Archive::of_unit(unit, &path, false);
         let records =
             Record::read_all(&part.records, part.offset, part.shift).map_err(|error| error.into_stage_in_error(&path))?;
         let again = file.try_clone().map_err(unreadable)?;
@@ -60,8 +60,8 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         records.sort_by_key(|record| record.local);
         let start = records.first().map_or(0, |record| record.local);
-        // Local headers may have extra fields of unknown length. The reader may read beyond `end`
-        // on demand, only not ahead.
+        // The last local header may have extra fields, so its data may end behind `end`. The reader
+        // still returns those bytes; it only reads nothing ahead there.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
         let mut reader = PlainReader::new(file, start, end, self.monitor.clone())
             .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;
@@ -71,8 +71,7 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             let taken = if record.local < free {
-                let reason = "members overlap".to_owned();
-                Err(StageInError::Damaged { path: archive.path.clone(), offset: record.local, reason })
+                Err(archive.damaged(record.local, "members overlap"))
             } else {
                 self.take_record(archive, &record, &mut reader, keys)
             };
@@ -113,11 +112,7 @@ impl<S: Sink> Worker<S> {
         data::seek(reader, record).map_err(name_source)?;
         let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
-        let damaged = |error: io::Error| StageInError::Damaged {
-            path: archive.path.clone(),
-            offset: record.local,
-            reason: format!("'{name}': {error}"),
-        };
+        let damaged = |error: io::Error| archive.damaged(record.local, format_args!("'{name}': {error}"));
         if kind == ZipKind::Symlink {
             let mut target = Vec::new();
             (&mut data).take(SYMLINK_LEN_MAX as u64 + 1).read_to_end(&mut target).map_err(damaged)?;

@@ -35,8 +35,8 @@ pub(super) fn expand_with_rivals(
         let paths = std::mem::take(&mut expanded.paths);
         let are_rivals = paths.len() > 1 && selection.on_conflict == OnConflict::Error;
         for path in paths {
-            let source_match = all.len() as u32 + 1;
-            let rivalry = if are_rivals { Rivalry { pattern: number, source_match } } else { Rivalry::default() };
+            let match_number = all.len() as u32 + 1;
+            let rivalry = if are_rivals { Rivalry { pattern: number, match_number } } else { Rivalry::default() };
             all.push((path, rivalry));
         }
     }

@@ -81,7 +81,7 @@ fn sources_of_one_pattern_are_rivals_and_may_get_directories_of_their_own() {
     let list = PathBuf::from(format!("@{}", at("list").display()));
     let check = |patterns: &[&Path], selection: &Selection, expect: &[(u32, u32)]| {
         let (plan, _) = units(patterns, selection).unwrap();
-        let found: Vec<(u32, u32)> = plan.rivalries.iter().map(|rivalry| (rivalry.pattern, rivalry.source_match)).collect();
+        let found: Vec<(u32, u32)> = plan.rivalries.iter().map(|rivalry| (rivalry.pattern, rivalry.match_number)).collect();
         assert_eq!(found, expect, "{patterns:?}");
     };
     let selection = Selection { on_conflict: OnConflict::Error, ..Selection::default() };

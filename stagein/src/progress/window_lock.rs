@@ -1,5 +1,5 @@
-//! The permit for decoders with a large window. A node runs one such decoder at a time, because a
-//! window can take most of the memory that stage-ins may use.
+//! The permit for decoders with a large window. A stage-in runs one such decoder at a time on each
+//! node, because its window can take much of the memory that the stage-in may use there.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 

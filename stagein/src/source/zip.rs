@@ -42,7 +42,9 @@ impl ZipError {
         let path = path.to_owned();
         match self {
             Self::Read(error) => StageInError::Read { path, error },
-            Self::Damaged { offset, reason } => StageInError::Damaged { path, offset, reason: reason.to_owned() },
+            Self::Damaged { offset, reason } => {
+                StageInError::Damaged { path, offset, is_decompressed: false, reason: reason.to_owned() }
+            }
             Self::Unsupported { offset, reason } => StageInError::Unsupported { path, offset, reason },
         }
     }

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dayfly_client::locate::{self, Location};
+use dayfly_client::locate::{self, SessionFolder};
 use dayfly_client::{ClientError, Session};
 use dayfly_launch::cleanup;
 use dayfly_launch::units::counted;
@@ -53,7 +53,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
 ///
 /// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of
 /// `run` then ends its command too.
-fn end_supervisor(location: &Location, is_partial: bool) {
+fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
     let mut was_signaled = false;
@@ -78,7 +78,7 @@ pub(super) struct EndedServers {
 
 /// Ends a session's servers on all nodes. A server of this machine that does not end in time is
 /// killed.
-pub(super) fn end_servers(location: &Location) -> Result<EndedServers, Failure> {
+pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
     let ending: Vec<_> = local
@@ -108,7 +108,7 @@ pub(super) fn end_servers(location: &Location) -> Result<EndedServers, Failure> 
 }
 
 /// Waits until all servers of this machine have ended, and kills those that do not.
-fn wait_or_kill(location: &Location) -> Result<(), Failure> {
+fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     let deadline = Instant::now() + DOWN_TIMEOUT;
     let mut was_killed = false;
     while !location.live_nodes().is_empty() {
@@ -133,7 +133,7 @@ fn wait_or_kill(location: &Location) -> Result<(), Failure> {
 
 /// Asks one server to end, and with `but` all others too, except these. Returns how many nodes
 /// ended, the bytes that they freed, and a message for each node that could not be reached.
-fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
+fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());
     session.control(Command::Down { except: but }, &mut |event| {
@@ -144,7 +144,7 @@ fn end_node(location: &Location, node: NodeId, but: Option<Vec<u16>>) -> Result<
     Ok(ended)
 }
 
-fn kill_all(location: &Location) {
+fn kill_all(location: &SessionFolder) {
     for node in location.live_nodes() {
         if let Some(pid) = location.pid(node) {
             complain(format_args!("node {node} did not end in time, so process {pid} is killed"));

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use dayfly_client::Session;
-use dayfly_client::locate::{Location, NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE};
+use dayfly_client::locate::{NODE_VARIABLE, PREFIX_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE, SessionFolder};
 use dayfly_meta::id::NodeId;
 
 use crate::args::{EnvArguments, ExecArguments};
@@ -65,7 +65,7 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
 /// Returns the variables that make a process part of a session: the preload library, what the
 /// library needs to find the session, and a PATH that begins with this program's folder. They are
 /// repeated with the names that Apptainer passes into containers.
-pub(super) fn variables(location: &Location, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
+pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,
         Some(node) => Some(NodeId(node))

@@ -10,7 +10,7 @@ use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
 use std::time::Duration;
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_launch::units::counted;
 use dayfly_launch::{SessionPlan, preflight};
 use dayfly_meta::wire::control::Selection;
@@ -141,7 +141,7 @@ fn split(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
 
 /// Runs CMD, and passes signals on to it. If the session is lost, CMD is asked to end.
 async fn run_command(
-    location: &Location,
+    location: &SessionFolder,
     command: &[OsString],
     interruptions: &mut Interruptions,
     mut loss: Pin<&mut impl Future<Output = String>>,

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dayfly_client::Session;
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::OnConflict as ConflictPolicy;
 use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageInRequest};
@@ -101,7 +101,7 @@ impl ProgressDisplay {
 /// Runs a stage-in and shows its progress. Returns how many archive members or sources were left
 /// out.
 pub(super) fn perform(
-    location: &Location,
+    location: &SessionFolder,
     sources: &[OsString],
     target: &OsStr,
     options: &StageInOptions,
@@ -169,7 +169,7 @@ pub(super) fn perform(
 
 /// Whether the session has ended in the meantime. Servers end one after another, so once one of
 /// this machine's is gone, the others get some time to follow.
-fn is_ended(location: &Location, before: &[NodeId], patience: Duration) -> bool {
+fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
         let live = location.live_nodes();

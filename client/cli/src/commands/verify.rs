@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{ClientError, Dataset, Session, View};
 use dayfly_launch::units::counted;
 use dayfly_meta::id::{BlockId, NodeId};
@@ -97,7 +97,7 @@ struct Tally {
 
 /// Reads blocks through all nodes of this machine, on one thread per node.
 struct Checker<'a> {
-    location: &'a Location,
+    location: &'a SessionFolder,
     nodes: &'a [NodeId],
     path: Option<&'a [u8]>,
     from_every_node: bool,

@@ -3,7 +3,7 @@
 use std::ffi::{CString, c_char, c_int};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use dayfly_client::locate::Location;
+use dayfly_client::locate::SessionFolder;
 use dayfly_client::{FileKind, Stat, View};
 use libc::size_t;
 
@@ -153,7 +153,7 @@ fn left(result: c_int) -> c_int {
 fn put_kernel_nowhere() {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let before = memory::errno();
-    let session = Location::of_environment().ok().map(|location| location.folder);
+    let session = SessionFolder::of_environment().ok().map(|location| location.folder);
     let folders = session.into_iter().chain([std::env::temp_dir(), "/dev/shm".into(), "/tmp".into()]);
     for folder in folders {
         let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));

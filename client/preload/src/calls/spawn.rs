@@ -3,8 +3,9 @@
 //! glibc's own does not call our hooks between the fork and the `exec`. So everything is prepared before: the open files are
 //! handed over (see `exec_handoff`), and the working directory goes along in the environment.
 //!
-//! A *list of file actions* (`posix_spawn_file_actions_t`) is libc's. What it says about the namespace, libc could not carry
-//! out; it is recorded here, by the list's address: as a copy that replaces an open, or as a [`Need`] for the time of the spawn.
+//! A *list of file actions* (`posix_spawn_file_actions_t`) belongs to libc, which cannot carry out actions on the namespace.
+//! Such an action is recorded here, by the list's address: an open becomes the duplication of a kernel copy, and the rest a
+//! [`Need`] that is met before the spawn.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};

@@ -1,8 +1,8 @@
 //! How path conflicts are found while sources are read.
 //!
 //! Samples of one path in several archives of one pattern are a conflict. No node sees all samples, so the search is
-//! divided: owners compare hashes of paths and report a *question* when one hash has come from two sources; the
-//! coordinator hands questions to all workers; workers answer with *sightings*, which name the path.
+//! divided: owners compare hashes of paths and report a *suspect path* when one hash has come from two sources; the
+//! coordinator sends the suspect paths to all nodes; workers report *sightings*, which name the path.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ pub struct Rivalry {
     /// Number of the pattern or list, from 1; 0 for a source that has no rivals.
     pub pattern: u32,
     /// Number of the file or directory that matched the pattern.
-    pub source_match: u32,
+    pub match_number: u32,
 }
 
 /// What an owner compares of a sample's path.
@@ -22,23 +22,23 @@ pub struct Rival {
     pub hash: u64,
     /// See [`Rivalry::pattern`].
     pub pattern: u32,
-    /// See [`Rivalry::source_match`].
-    pub source_match: u32,
+    /// See [`Rivalry::match_number`].
+    pub match_number: u32,
 }
 
-/// Asks workers which samples have a path with this hash.
+/// The hash of a path that samples of two rival sources may share.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Question {
+pub struct SuspectPath {
     /// Hash of the path.
     pub hash: u64,
     /// The pattern that seeds the hash.
     pub pattern: u32,
 }
 
-/// A sample whose path has the hash of a question.
+/// A sample that a worker found, and whose path has the hash of a suspect path.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Sighting {
-    /// The hash of the question.
+    /// The hash of the suspect path.
     pub hash: u64,
     /// The sample's path.
     pub path: Vec<u8>,

@@ -2,7 +2,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::{Question, Rejection, Sighting, Unit, UnitReport};
+use super::{Rejection, Sighting, SuspectPath, Unit, UnitReport};
 use crate::wire::control::{Counted, Event, StageInRequest};
 
 /// A request to the coordinator.
@@ -40,7 +40,7 @@ pub enum CoordinatorRequest {
         /// What the node's threads wait for, if nothing was counted.
         waits: Vec<String>,
         /// Path conflicts that this node suspects as an owner.
-        suspects: Vec<Question>,
+        suspects: Vec<SuspectPath>,
         /// Samples that its workers found with the paths in question.
         sightings: Vec<Sighting>,
     },
@@ -78,7 +78,7 @@ pub enum CoordinatorReply {
         /// Files found on all nodes so far. Each takes room in the catalog, of which every node will hold a copy.
         files: u64,
         /// Paths to look for.
-        questions: Vec<Question>,
+        suspects: Vec<SuspectPath>,
     },
     /// The stage-in has become a dataset on all nodes: free what it replaced.
     Settle,

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::thread;
 
 use dayfly_client::ClientError;
-use dayfly_client::locate::{self, Location};
+use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{DECODERS_MAX, stage_in_workers_max};
 use nix::fcntl::Flock;
@@ -21,7 +21,7 @@ use crate::stage_in_memory;
 
 /// The machine as an invited server finds it. Nothing is taken yet except the session's folder.
 pub(super) struct ServerEnvironment {
-    pub(super) location: Location,
+    pub(super) location: SessionFolder,
     /// Holds the folder until the node has its own lock.
     pub(super) lock: Flock<File>,
     data_dirs: Vec<PathBuf>,

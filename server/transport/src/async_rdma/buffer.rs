@@ -1,4 +1,4 @@
-//! Buffers that the crate has registered, each for one operation at a time.
+//! Buffers in memory that the crate has registered. Each serves one operation at a time.
 
 use std::alloc::Layout;
 use std::io;
@@ -11,20 +11,21 @@ use async_rdma::{LocalMr, LocalMrReadAccess, LocalMrWriteAccess, MrToken, Rdma, 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use crate::Piece;
+use crate::contract::Piece;
+use crate::error::PieceError;
 
-/// A buffer's length; what is longer goes by the inner transport.
+/// Length of a buffer in bytes. Longer requests go by the inner transport.
 pub(super) const BUFFER_LEN: usize = 8 << 20;
-/// Alignment that the crate's allocator asks for.
+/// Alignment that the crate's allocator requires.
 const BUFFER_ALIGN: usize = 2 << 20;
-/// Buffers, and operations under way, on a queue pair.
+/// Number of buffers of a queue pair, which bounds its operations under way.
 const BUFFERS_MAX: usize = 8;
-/// Longest operation.
+/// Longest operation in bytes.
 const OPERATION_LEN_MAX: usize = 1 << 20;
-/// How long the far side may use a buffer.
+/// How long the peer may use a buffer.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// Bytes that the card has moved.
+/// Counts the bytes that the card has moved.
 #[derive(Default)]
 pub(super) struct Counters {
     pub(super) written_bytes: AtomicU64,
@@ -34,14 +35,14 @@ pub(super) struct Counters {
 /// A queue pair and its buffers.
 pub(super) struct Buffers {
     free: Mutex<Vec<LocalMr>>,
-    /// What far sides may still write to: registered for as long as the queue pair lives, and nobody's.
+    /// Buffers to which the peer may still write. They stay registered, and unused, as long as the queue pair lives.
     lent: Mutex<Vec<(LocalMr, OwnedSemaphorePermit)>>,
     permits: Arc<Semaphore>,
     counters: Arc<Counters>,
     rdma: Rdma,
 }
 
-/// A buffer; dropped, it is free again, unless it is lent to a far side that may still write.
+/// A buffer. Dropping it frees it, unless it is lent to a peer that may still write to it.
 pub(super) struct Buffer {
     memory: Option<LocalMr>,
     home: Arc<Buffers>,
@@ -60,7 +61,7 @@ impl Buffers {
         })
     }
 
-    /// A buffer, when one is free within `limit`.
+    /// Takes a buffer, if one is free within `limit`.
     pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Option<Buffer> {
         if self.lent.lock().unwrap_or_else(PoisonError::into_inner).len() == BUFFERS_MAX {
             return None;
@@ -91,26 +92,26 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// By which the far side may touch it.
+    /// The token by which the peer accesses the buffer.
     pub(super) fn token(&self) -> Option<MrToken> {
         self.memory.as_ref()?.token_with_timeout(TOKEN_TIMEOUT)
     }
 
-    /// Copies bytes out of it. No operation is under way on it.
+    /// Copies bytes out of the buffer, on which no operation is under way.
     pub(super) fn read(&self, at: usize, into: &mut [u8]) {
         if let Some(memory) = &self.memory {
             into.copy_from_slice(&memory.as_slice()[at..at + into.len()]);
         }
     }
 
-    /// Copies bytes into it. No operation is under way on it.
+    /// Copies bytes into the buffer, on which no operation is under way.
     pub(super) fn write(&mut self, at: usize, bytes: &[u8]) {
         if let Some(memory) = &mut self.memory {
             memory.as_mut_slice()[at..at + bytes.len()].copy_from_slice(bytes);
         }
     }
 
-    /// Reads pieces into it, one behind the other.
+    /// Reads pieces into the buffer, back to back.
     pub(super) async fn fill(mut self, pieces: Vec<Piece>) -> io::Result<Self> {
         let filling = move || {
             let mut at = 0;
@@ -123,7 +124,7 @@ impl Buffer {
                             file.read_exact_at(&mut memory.as_mut_slice()[at..at + len], offset)?;
                         }
                         if revoked.load(Ordering::Acquire) {
-                            return Err(io::Error::other("it has just been given up"));
+                            return Err(io::Error::other(PieceError::Revoked));
                         }
                     }
                 }
@@ -134,7 +135,7 @@ impl Buffer {
         tokio::task::spawn_blocking(filling).await.map_err(io::Error::other)?
     }
 
-    /// Writes its first `len` bytes to the far side.
+    /// Writes the first `len` bytes of the buffer into the peer's buffer.
     pub(super) async fn write_to(self, mut far: RemoteMr, len: usize) -> io::Result<Self> {
         let moving = async move {
             if let Some(memory) = &self.memory {
@@ -147,11 +148,11 @@ impl Buffer {
             }
             Ok(self)
         };
-        // The crate's operations are not to be dropped before they end.
+        // The crate's operations must not be dropped before they end.
         tokio::spawn(moving).await.map_err(io::Error::other)?
     }
 
-    /// Reads `len` bytes of the far side into it.
+    /// Reads `len` bytes of the peer's buffer into this one.
     pub(super) async fn read_from(mut self, far: RemoteMr, len: usize) -> io::Result<Self> {
         let moving = async move {
             let home = self.home.clone();
@@ -170,5 +171,5 @@ impl Buffer {
 }
 
 fn out_of_range() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "more than a buffer holds")
+    io::Error::new(io::ErrorKind::InvalidInput, "the range is longer than the buffer")
 }

@@ -28,7 +28,7 @@ pub(super) enum Outcome {
     Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The peer refused.
     Refused(Refusal),
-    /// The request or its answer does not fit here, so it must go by the inner transport. It was not answered.
+    /// The request or its answer does not fit here, so the request must go by the inner transport.
     Unfit(Vec<Slot>),
     /// The queue pair ended while the request, of this number, was under way. The peer may or may not have answered it.
     Failed(Vec<Slot>, u32),

@@ -1,5 +1,5 @@
-//! RDMA under faults and for long. These run where there is a card: in a virtual machine with Soft-RoCE, by `tests/vm/rdma`, one after
-//! another, as root, for some take the card's link down and look at the kernel's memory.
+//! RDMA under faults and under load. These tests run only where there is a card. `tests/vm/rdma` runs them in a virtual machine with
+//! Soft-RoCE, one at a time and as root, because some take the card's link down and read the kernel's memory statistics.
 
 mod figures;
 
@@ -22,17 +22,17 @@ use crate::conformance::{Echo, pattern, tcp};
 use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// Tells a child of these tests what it is.
+/// The variable that tells a child process of these tests what to do.
 const ROLE: &str = "DAYFLY_TEST_ROLE";
 
-/// Whether there is a card to test with; says so where there is none, past the test harness.
+/// Whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
 pub(crate) fn has_card() -> bool {
     let is_there = !device::names().is_empty();
     if !is_there {
-        assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "a card was promised by DAYFLY_TEST_RDMA, and there is none");
-        let words = "RDMA was NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
+        assert!(std::env::var_os("DAYFLY_TEST_RDMA").is_none(), "DAYFLY_TEST_RDMA is set, but there is no card");
+        let notice = "RDMA was NOT tested: there is no card here. Run tests/vm/rdma, which has one in a virtual machine.";
         static ONCE: std::sync::Once = std::sync::Once::new();
-        ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{words}")));
+        ONCE.call_once(|| drop(writeln!(std::io::stderr(), "{notice}")));
     }
     is_there
 }
@@ -43,8 +43,8 @@ fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
     rdma
 }
 
-/// Two nodes of one process: who asks, and who answers.
-struct Two {
+/// NodePair nodes in one process: the asker (`ours`) and the owner (`theirs`).
+struct NodePair {
     ours: Rdma<Tcp>,
     theirs: Rdma<Tcp>,
     connection: Arc<dyn Connection>,
@@ -52,7 +52,7 @@ struct Two {
     _serving: Serving,
 }
 
-impl Two {
+impl NodePair {
     async fn new(limits: Limits) -> Self {
         let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
         let (ours, theirs) = (rdma(ours, limits), rdma(theirs, limits));
@@ -85,11 +85,12 @@ async fn pull(connection: &Arc<dyn Connection>, region: &Region, message: &[u8],
     }
 }
 
-/// What must be as it was: descriptors, and the kernel's objects in caches that verbs use.
+/// Number of open descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
+/// Number of objects in the kernel's caches that verbs use.
 fn slabs() -> BTreeMap<String, i64> {
     let text = std::fs::read_to_string("/proc/slabinfo").unwrap();
     let line = |line: &str| {
@@ -102,27 +103,27 @@ fn slabs() -> BTreeMap<String, i64> {
     text.lines().filter_map(line).collect()
 }
 
-/// By how much the cache that grew most has grown, in objects.
+/// The cache that has grown most, and its growth in objects.
 fn growth(before: &BTreeMap<String, i64>) -> (String, i64) {
     let grown = slabs().into_iter().map(|(name, count)| (name.clone(), count - before.get(&name).copied().unwrap_or(0)));
     grown.max_by_key(|(_, grown)| *grown).unwrap_or_default()
 }
 
-/// What is as it was once, and is to be again.
-struct Before {
+/// The state of this process and the kernel before a test, to which both must return.
+struct Baseline {
     descriptors: usize,
     slabs: BTreeMap<String, i64>,
 }
 
-impl Before {
+impl Baseline {
     fn take() -> Self {
         Self { descriptors: descriptors(), slabs: slabs() }
     }
 
-    async fn is_again(&self) {
-        until("no descriptor more", || descriptors() <= self.descriptors).await;
+    async fn assert_restored(&self) {
+        until("no descriptor is leaked", || descriptors() <= self.descriptors).await;
         let (cache, grown) = growth(&self.slabs);
-        assert!(grown < 500, "{cache} has {grown} objects more");
+        assert!(grown < 500, "{cache} has grown by {grown} objects");
     }
 }
 
@@ -138,10 +139,10 @@ async fn until_within(limit: Duration, what: &str, mut is_so: impl FnMut() -> bo
     }
 }
 
-/// A child of these tests, killed with them.
-struct Role(Child);
+/// A child process of these tests, killed when it is dropped.
+struct ChildProcess(Child);
 
-impl Role {
+impl ChildProcess {
     fn start(role: &str) -> (Self, BufReader<std::process::ChildStdout>) {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, role);
@@ -151,7 +152,7 @@ impl Role {
     }
 }
 
-impl Drop for Role {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -160,19 +161,19 @@ impl Drop for Role {
 
 fn line_with(output: &mut impl BufRead, word: &str) -> String {
     for line in output.lines() {
-        // The harness writes before it, on the same line.
+        // The test harness may have written to the same line before.
         if let Some((_, rest)) = line.unwrap().split_once(word) {
             return rest.trim().to_owned();
         }
     }
-    panic!("the child has ended without '{word}'");
+    panic!("the child exited without printing '{word}'");
 }
 
 fn on_runtime(future: impl Future<Output = ()>) {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(future);
 }
 
-/// Not a test by itself: what children of the others do.
+/// Not a test by itself: the child processes of the other tests run this.
 #[test]
 fn role_of_a_child_process() {
     let role = std::env::var(ROLE).unwrap_or_default();
@@ -191,9 +192,9 @@ fn role_of_a_child_process() {
             let owner = rdma(tcp, Limits::default());
             let _serving = owner.serve(Echo::new(owner.region(16 << 20).unwrap())).await.unwrap();
             println!("listening at {address}");
-            let Some(sign) = words.next() else { return std::future::pending().await };
-            // As if its power had gone: nothing is told to anyone.
-            until_within(Duration::from_secs(200), "the sign", || std::path::Path::new(sign).exists()).await;
+            let Some(signal_file) = words.next() else { return std::future::pending().await };
+            // Resets the machine at once, as a power failure would: no connection is closed.
+            until_within(Duration::from_secs(200), "the signal file", || std::path::Path::new(signal_file).exists()).await;
             std::fs::write("/proc/sysrq-trigger", "b").unwrap();
         }),
         "asker" => on_runtime(async {
@@ -211,7 +212,7 @@ fn role_of_a_child_process() {
             setrlimit(Resource::RLIMIT_MEMLOCK, limit, limit).unwrap();
             let (tcp, _) = tcp(0).await;
             let auto = Rdma::new(tcp, Preference::Auto, &Choice::default(), Deadlines::DEFAULT);
-            assert!(auto.region(128 << 20).is_ok(), "TCP does without");
+            assert!(auto.region(128 << 20).is_ok(), "TCP needs no locked memory");
             println!("ability {:?}", auto.ability().rdma);
         }),
         _ => {}
@@ -223,12 +224,12 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
     if !has_card() {
         return;
     }
-    let (owner, mut output) = Role::start("owner");
+    let (owner, mut output) = ChildProcess::start("owner");
     let address = line_with(&mut output, "listening at").parse().unwrap();
     let (tcp, _) = tcp(0).await;
     let ours = rdma(tcp, Limits::default());
     let region = ours.region(64 << 20).unwrap();
-    let before = Before::take();
+    let before = Baseline::take();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     pull(&connection, &region, b"bulk", &[100_000; 8]).await;
     let waiting: Vec<_> = (0..64)
@@ -244,13 +245,13 @@ async fn a_killed_owner_with_64_requests_under_way_is_lost_at_once() {
         assert!(matches!(request.await.unwrap(), Err(TransportError::Lost { .. })));
     }
     assert!(start.elapsed() < Deadlines::DEFAULT.peer_lost, "{:?}", start.elapsed());
-    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
+    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are free again");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
-/// `tests/vm/rdma` runs the owner in another virtual machine, and tells where it is.
+/// `tests/vm/rdma` runs the owner in another virtual machine and passes its address.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_to_a_host_that_is_reset_fail_in_time() {
     let Some(address) = std::env::var("DAYFLY_TEST_OWNER").ok().filter(|_| has_card()) else { return };
@@ -267,14 +268,14 @@ async fn requests_to_a_host_that_is_reset_fail_in_time() {
         sleep(Duration::from_millis(500)).await;
     };
     assert_eq!(ours.fallen_back(), []);
-    let before = Before::take();
+    let before = Baseline::take();
     for _ in 0..10 {
         pull(&connection, &region, b"bulk", &[110_000; 64]).await;
     }
     let payload = region.slot(1 << 20).unwrap();
     let received = ours.status();
     assert_eq!((received.failed, received.queue_pairs), (0, 1), "by RDMA");
-    // In the middle of a transfer of which nothing is told any more.
+    // The owner is reset in the middle of a transfer, and closes no connection.
     std::fs::write(reset, "now").unwrap();
     let start = Instant::now();
     let error = loop {
@@ -288,10 +289,10 @@ async fn requests_to_a_host_that_is_reset_fail_in_time() {
     assert!(matches!(error, TransportError::Lost { .. }), "{error}");
     let offered = connection.offer(b"take".to_vec(), payload, 100, TIMEOUT).await;
     assert!(matches!(offered, Err(TransportError::Lost { .. })));
-    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are back");
+    assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some(), "all slots are free again");
     drop(connection);
     until("no queue pair", || ours.status().queue_pairs == 0).await;
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -303,12 +304,12 @@ async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
     let theirs = rdma(tcp, Limits::default());
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let staging = theirs.shared.card().unwrap().staging.clone();
-    let mut before = Before::take();
+    let mut before = Baseline::take();
     for round in 0..4 {
         if round == 1 {
-            before = Before::take();
+            before = Baseline::take();
         }
-        let (asker, mut output) = Role::start(&format!("asker {address}"));
+        let (asker, mut output) = ChildProcess::start(&format!("asker {address}"));
         line_with(&mut output, "asking");
         let written = theirs.status().written_bytes;
         until("it writes", || theirs.status().written_bytes > written + (8 << 20)).await;
@@ -317,10 +318,10 @@ async fn a_killed_asker_leaves_nothing_behind_at_its_owner() {
         until("no queue pair", || theirs.status().queue_pairs == 0).await;
         assert!(
             staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN - (1 << 20), TIMEOUT).await.is_some(),
-            "nothing is under way"
+            "no answer is under way"
         );
     }
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -328,12 +329,12 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[100_000; 16]).await;
-    let before = Before::take();
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    let before = Baseline::take();
     let link = |state: &str| assert!(Command::new("ip").args(["link", "set", "dummy0", state]).status().unwrap().success());
     let reading = tokio::spawn({
-        let (connection, region) = (two.connection.clone(), two.region.clone());
+        let (connection, region) = (nodes.connection.clone(), nodes.region.clone());
         async move {
             for _ in 0..40 {
                 pull(&connection, &region, b"bulk", &[100_000; 16]).await;
@@ -343,18 +344,18 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     });
     sleep(Duration::from_millis(300)).await;
     link("down");
-    until("it says so", || !two.ours.fallen_back().is_empty()).await;
-    let written = two.written();
-    two.pull(b"bulk", &[100_000; 16]).await;
-    assert_eq!(two.written(), written, "by TCP");
+    until("the fallback is reported", || !nodes.ours.fallen_back().is_empty()).await;
+    let written = nodes.written();
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    assert_eq!(nodes.written(), written, "by TCP");
     link("up");
     reading.await.unwrap();
-    until("RDMA again", || two.ours.fallen_back().is_empty()).await;
-    two.pull(b"bulk", &[100_000; 16]).await;
-    assert!(two.written() > written + 1_500_000, "by RDMA");
-    assert!(two.ours.status().failed > 0);
-    before.is_again().await;
-    assert!(two.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are back");
+    until("RDMA again", || nodes.ours.fallen_back().is_empty()).await;
+    nodes.pull(b"bulk", &[100_000; 16]).await;
+    assert!(nodes.written() > written + 1_500_000, "by RDMA");
+    assert!(nodes.ours.status().failed > 0);
+    before.assert_restored().await;
+    assert!(nodes.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are free again");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -367,7 +368,7 @@ async fn unregistered_memory_is_served_too() {
     let echo = Echo::new(Region::new(16 << 20).unwrap());
     let _serving = theirs.serve(echo).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
-    // Where the owner could not register what offers land in: they are read by way of what it could.
+    // The owner's memory for offers is not registered, so their bytes pass through memory that is.
     for len in [100, 1 << 20, (2 << 20) + 7] {
         let mut slot = ours.region(4 << 20).unwrap().slot(len as u64).unwrap();
         slot.copy_from_slice(&pattern(len));
@@ -375,7 +376,7 @@ async fn unregistered_memory_is_served_too() {
     }
     let read = theirs.status().read_bytes;
     assert!(read > 3 << 20, "{read}");
-    // Where the asker could not: TCP.
+    // The asker's memory is not registered, so its requests go by TCP.
     let region = Region::new(1 << 20).unwrap();
     let written = theirs.status().written_bytes;
     pull(&connection, &region, b"bulk", &[1000; 8]).await;
@@ -383,17 +384,17 @@ async fn unregistered_memory_is_served_too() {
     assert_eq!((offered.message, theirs.status().written_bytes), (b"take".to_vec(), written));
 }
 
-/// Takes note of what happens.
+/// Records the events of a queue pair.
 #[derive(Clone, Default)]
-struct Noted(Arc<Mutex<Notes>>);
+struct Recorder(Arc<Mutex<RecordedEvents>>);
 
 #[derive(Default)]
-struct Notes {
+struct RecordedEvents {
     messages: Vec<Vec<u8>>,
     ended: Option<String>,
 }
 
-impl Events for Noted {
+impl Events for Recorder {
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str> {
         lock(&self.0).messages.push(message.to_vec());
         Ok(())
@@ -418,35 +419,35 @@ async fn a_wrong_key_ends_only_that_queue_pair() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[100_000; 8]).await;
-    let before = Before::take();
-    let (card, other) = (two.ours.shared.card().unwrap(), two.theirs.shared.card().unwrap());
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[100_000; 8]).await;
+    let before = Baseline::take();
+    let (card, other) = (nodes.ours.shared.card().unwrap(), nodes.theirs.shared.card().unwrap());
     let (near, far) = (card.engine.queue_pair(8).unwrap(), other.engine.queue_pair(8).unwrap());
     near.join(&far.endpoint()).unwrap();
     far.join(&near.endpoint()).unwrap();
-    let (noted, far_noted) = (Noted::default(), Noted::default());
-    let queue = card.engine.add(near, Box::new(noted.clone()));
-    other.engine.add(far, Box::new(far_noted.clone()));
+    let (recorder, far_recorder) = (Recorder::default(), Recorder::default());
+    let queue = card.engine.add(near, Box::new(recorder.clone()));
+    other.engine.add(far, Box::new(far_recorder.clone()));
     let free = card.staging.slot(dayfly_meta::limits::RDMA_STAGING_LEN / 2).is_some();
-    let target = two.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
+    let target = nodes.theirs.region(1 << 20).unwrap().slot(4096).unwrap();
     let place = |key| Remote { address: target.address(), key };
     let mut slot = card.staging.slot(100).unwrap();
     slot.fill(7);
     post(card, queue, slot, Action::Write(place(target.keys().unwrap().remote)), 100);
     until("it is written", || target[..100] == [7; 100]).await;
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    until("it is received", || lock(&far_noted.0).messages.len() == 1).await;
+    until("it is received", || lock(&far_recorder.0).messages.len() == 1).await;
     post(card, queue, card.staging.slot(100).unwrap(), Action::Write(place(target.keys().unwrap().remote ^ 0x55)), 100);
-    until("it ends", || lock(&noted.0).ended.is_some()).await;
-    assert!(lock(&noted.0).ended.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&noted.0).ended);
-    // What comes after is dropped, and the others do not notice.
+    until("it ends", || lock(&recorder.0).ended.is_some()).await;
+    assert!(lock(&recorder.0).ended.as_deref().unwrap().contains("remote access error"), "{:?}", lock(&recorder.0).ended);
+    // Later work on that queue pair is dropped, and other queue pairs are not affected.
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    two.pull(b"bulk", &[100_000; 8]).await;
+    nodes.pull(b"bulk", &[100_000; 8]).await;
     assert!(free && card.staging.slot_within(dayfly_meta::limits::RDMA_STAGING_LEN / 2, TIMEOUT).await.is_some());
-    assert_eq!(two.ours.fallen_back(), []);
+    assert_eq!(nodes.ours.fallen_back(), []);
     drop(target);
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -454,28 +455,28 @@ async fn messages_wait_for_receives_but_not_forever() {
     if !has_card() {
         return;
     }
-    // Many more requests than receives: the card sends them again.
-    let two = Two::new(Limits { receives: 2, ..Limits::default() }).await;
-    let (connection, region) = (&two.connection, &two.region);
-    let before = Before::take();
+    // There are many more requests than receives, so the card sends requests again.
+    let nodes = NodePair::new(Limits { receives: 2, ..Limits::default() }).await;
+    let (connection, region) = (&nodes.connection, &nodes.region);
+    let before = Baseline::take();
     let requests = (0..200).map(|_| pull(connection, region, b"bulk", &[2000, 100]));
     futures_util::future::join_all(requests).await;
-    assert!(two.written() > 200 * 2000);
-    // None at all, and never one: the queue pair ends by itself.
-    let card = two.ours.shared.card().unwrap();
+    assert!(nodes.written() > 200 * 2000);
+    // There is no receive at all and never will be, so the queue pair ends by itself.
+    let card = nodes.ours.shared.card().unwrap();
     let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
     let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();
     let near = card.engine.queue_pair(8).unwrap();
     near.join(&far.endpoint()).unwrap();
     far.join(&near.endpoint()).unwrap();
-    let noted = Noted::default();
-    let queue = card.engine.add(near, Box::new(noted.clone()));
+    let recorder = Recorder::default();
+    let queue = card.engine.add(near, Box::new(recorder.clone()));
     post(card, queue, card.staging.slot(100).unwrap(), Action::Send, 100);
-    until("it ends", || lock(&noted.0).ended.is_some()).await;
-    assert!(lock(&noted.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&noted.0).ended);
-    two.pull(b"bulk", &[100_000; 8]).await;
+    until("it ends", || lock(&recorder.0).ended.is_some()).await;
+    assert!(lock(&recorder.0).ended.as_deref().unwrap().contains("RNR"), "{:?}", lock(&recorder.0).ended);
+    nodes.pull(b"bulk", &[100_000; 8]).await;
     drop(far);
-    before.is_again().await;
+    before.assert_restored().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -484,14 +485,14 @@ async fn work_waits_for_room_in_the_completion_queue() {
         return;
     }
     let small = Limits { receives: 16, completions: 90, send_depth: 64, ..Limits::default() };
-    let two = Two::new(small).await;
-    let (connection, region) = (&two.connection, &two.region);
-    let before = Before::take();
+    let nodes = NodePair::new(small).await;
+    let (connection, region) = (&nodes.connection, &nodes.region);
+    let before = Baseline::take();
     let requests = (0..64).map(|_| pull(connection, region, b"bulk", &[1000; 100]));
     futures_util::future::join_all(requests).await;
-    before.is_again().await;
-    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
-    assert!(Card::open(&Choice::default(), Limits { completions: 40, ..small }).is_err(), "less than one queue pair needs");
+    before.assert_restored().await;
+    assert_eq!((nodes.ours.status().failed, nodes.theirs.status().failed), (0, 0));
+    assert!(Card::open(&Choice::default(), Limits { completions: 40, ..small }).is_err(), "too few for one queue pair");
 }
 
 #[test]
@@ -499,13 +500,13 @@ fn too_little_locked_memory_is_reported_with_a_remedy() {
     if !has_card() {
         return;
     }
-    // Too little for what is always registered, and too little for an arena.
+    // The first limit is too low for the memory that is always registered, and the second is too low for an arena.
     for limit in [8 << 20, 100 << 20_u64] {
         let mut child = Command::new("setpriv");
         child.args(["--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"]).arg(std::env::current_exe().unwrap());
         child.args(["--exact", "rdma::tests::role_of_a_child_process", "--nocapture"]).env(ROLE, format!("memlock {limit}"));
         let output = String::from_utf8(child.output().unwrap().stdout).unwrap();
-        let told = line_with(&mut output.as_bytes(), "ability");
-        assert!(told.contains(&format!("limited to {limit} bytes")) && told.contains("ulimit -l unlimited"), "{told}");
+        let ability = line_with(&mut output.as_bytes(), "ability");
+        assert!(ability.contains(&format!("limited to {limit} bytes")) && ability.contains("ulimit -l unlimited"), "{ability}");
     }
 }

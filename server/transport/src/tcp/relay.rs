@@ -1,4 +1,4 @@
-//! A test double for a network: passes the connections of one peer on, and lets flows of them go black.
+//! A network for tests: forwards the TCP streams to one peer, and can drop, slow down or close each of them.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -9,39 +9,40 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-/// What becomes of a flow's bytes.
+/// What happens to the bytes of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum StreamState {
+    /// They pass.
     Open,
-    /// Nothing goes by, either way, and nobody is told: as over a failed member of a bundle of links.
+    /// They are held back in both directions and neither end notices, as over a failed member of a bundle of network links.
     Black,
-    /// Both ends find it closed.
+    /// The stream is closed at both ends.
     Closed,
-    /// 400 KB a second go by, each way.
+    /// They pass at 400 KB a second in each direction.
     Slow,
 }
 
 pub(crate) struct Relay {
     pub(crate) address: SocketAddr,
-    flows: Arc<Mutex<Vec<watch::Sender<Way>>>>,
-    /// What becomes of new flows.
-    next: Arc<Mutex<Way>>,
+    streams: Arc<Mutex<Vec<watch::Sender<StreamState>>>>,
+    /// The state of new streams.
+    next: Arc<Mutex<StreamState>>,
     _accepting: JoinSet<()>,
 }
 
 impl Relay {
     pub(crate) async fn to(address: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let (near, flows) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
-        let next = Arc::new(Mutex::new(Way::Open));
-        let (all, new, mut accepting) = (flows.clone(), next.clone(), JoinSet::new());
+        let (near, streams) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
+        let next = Arc::new(Mutex::new(StreamState::Open));
+        let (all, new, mut accepting) = (streams.clone(), next.clone(), JoinSet::new());
         accepting.spawn(async move {
             let mut passing = JoinSet::new();
             loop {
                 let near = listener.accept().await.unwrap().0;
                 let Ok(far) = TcpStream::connect(address).await else { continue };
-                let (way, seen) = watch::channel(*new.lock().unwrap());
-                all.lock().unwrap().push(way);
+                let (state, seen) = watch::channel(*new.lock().unwrap());
+                all.lock().unwrap().push(state);
                 let ((near_read, near_write), (far_read, far_write)) = (near.into_split(), far.into_split());
                 for (mut from, mut to) in [(near_read, far_write), (far_read, near_write)] {
                     let mut seen = seen.clone();
@@ -49,14 +50,14 @@ impl Relay {
                         let mut buffer = vec![0; 20_000];
                         loop {
                             let got = tokio::select! {
-                                _ = seen.wait_for(|way| *way == Way::Closed) => return,
+                                _ = seen.wait_for(|state| *state == StreamState::Closed) => return,
                                 got = from.read(&mut buffer) => got,
                             };
                             let Ok(got @ 1..) = got else { return };
-                            if *seen.borrow() == Way::Slow {
+                            if *seen.borrow() == StreamState::Slow {
                                 tokio::time::sleep(Duration::from_micros(got as u64 * 5 / 2)).await;
                             }
-                            if seen.wait_for(|way| *way != Way::Black).await.is_err()
+                            if seen.wait_for(|state| *state != StreamState::Black).await.is_err()
                                 || to.write_all(&buffer[..got]).await.is_err()
                             {
                                 return;
@@ -66,24 +67,24 @@ impl Relay {
                 }
             }
         });
-        Self { address: near, flows, next, _accepting: accepting }
+        Self { address: near, streams, next, _accepting: accepting }
     }
 
-    /// How many flows there have been.
+    /// Number of streams so far.
     pub(crate) fn count(&self) -> usize {
-        self.flows.lock().unwrap().len()
+        self.streams.lock().unwrap().len()
     }
 
-    /// Decides what becomes of a flow, by its number in the order in which they were made.
-    pub(crate) fn set(&self, flow: usize, way: Way) {
-        self.flows.lock().unwrap()[flow].send_replace(way);
+    /// Sets the state of a stream. Streams are numbered in the order in which they were made.
+    pub(crate) fn set(&self, stream: usize, state: StreamState) {
+        self.streams.lock().unwrap()[stream].send_replace(state);
     }
 
-    /// Decides it for all flows, those to come among them.
-    pub(crate) fn set_all(&self, way: Way) {
-        *self.next.lock().unwrap() = way;
-        self.flows.lock().unwrap().iter().for_each(|flow| {
-            let _ = flow.send_replace(way);
+    /// Sets the state of all streams, including future ones.
+    pub(crate) fn set_all(&self, state: StreamState) {
+        *self.next.lock().unwrap() = state;
+        self.streams.lock().unwrap().iter().for_each(|stream| {
+            let _ = stream.send_replace(state);
         });
     }
 }

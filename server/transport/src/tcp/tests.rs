@@ -1,4 +1,4 @@
-//! Links under faults: drives that fail while the kernel sends from them, flows that go black, drives that hang.
+//! Links under faults: drives that fail while the kernel sends from them, streams that die, and drives that hang.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 
-use super::relay::{Relay, Way};
+use super::relay::{Relay, StreamState};
 use super::seal::split;
 use super::stream::{FileRange, Outgoing, Timestamp, writer};
 use super::*;
@@ -18,14 +18,14 @@ use crate::conformance::{Echo, pattern, tcp, tcp_for, tcp_with};
 use crate::contract::{Answer, Incoming, Piece};
 use crate::error::{PieceError, Refusal};
 
-/// `docs/PROTOCOL.md`: bytes that a drive does not give are made up with zeros, and the stream goes on.
+/// `docs/PROTOCOL.md`: bytes that a drive does not return are replaced by zeros, and the stream continues.
 #[tokio::test]
 async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     std::fs::write(&path, vec![7; 3 << 20]).unwrap();
     let good = Arc::new(std::fs::File::open(&path).unwrap());
-    // It cannot be read: EBADF.
+    // Reading this file fails with EBADF.
     let unreadable = Arc::new(OpenOptions::new().write(true).open(&path).unwrap());
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -39,7 +39,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
         got
     });
     let mut results = Vec::new();
-    // Short by half a frame, unreadable, and whole.
+    // A file that is too short by half a frame, an unreadable one, and an intact one.
     for (file, offset) in [(&good, (1 << 20) + (1 << 19)), (&unreadable, 0), (&good, 0)] {
         let (done, sent) = oneshot::channel();
         let range = FileRange { file: file.clone(), offset, len: 2 << 20, revoked: Arc::new(AtomicBool::new(false)) };
@@ -64,7 +64,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Readers that ask one after another until they are told to end; they tell how long the longest answer took.
+/// Reads in a loop until `end` is set. Returns the number of reads and the longest time that one took.
 async fn read_on(connection: Arc<dyn Connection>, region: Region, end: watch::Receiver<bool>) -> (usize, Duration) {
     let (mut reads, mut longest) = (0, Duration::ZERO);
     while !*end.borrow() {
@@ -72,14 +72,14 @@ async fn read_on(connection: Arc<dyn Connection>, region: Region, end: watch::Re
         let start = Instant::now();
         let pulled = connection.pull(b"give".to_vec(), vec![slot], TIMEOUT).await.unwrap();
         longest = longest.max(start.elapsed());
-        assert!(pulled.slots[0][..] == pattern(300_000)[..], "right bytes, whatever way they came");
+        assert!(pulled.slots[0][..] == pattern(300_000)[..], "the bytes are right");
         reads += 1;
     }
     (reads, longest)
 }
 
-/// `docs/SEMANTICS.md`: one dead flow of a peer is noticed, and no reader sees an error.
-async fn a_flow_ends(purpose: Purpose, flow: usize, way: Way) {
+/// `docs/SEMANTICS.md`: one dead stream of a peer is noticed, and no reader sees an error.
+async fn a_stream_fails(purpose: Purpose, stream: usize, state: StreamState) {
     let ((ours, _), (theirs, address)) = (tcp_for(0, purpose).await, tcp_for(1, purpose).await);
     let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
     let relay = Relay::to(address).await;
@@ -92,11 +92,11 @@ async fn a_flow_ends(purpose: Purpose, flow: usize, way: Way) {
         readers.spawn(read_on(connection.clone(), region.clone(), ended.clone()));
     }
     tokio::time::sleep(Duration::from_millis(200)).await;
-    relay.set(flow, way);
-    // Until it is replaced.
+    relay.set(stream, state);
+    // Waits until the link is replaced.
     let start = Instant::now();
     while relay.count() < 4 {
-        assert!(start.elapsed() < 6 * TIMEOUT, "it is not replaced");
+        assert!(start.elapsed() < 6 * TIMEOUT, "the link is not replaced");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     tokio::time::sleep(Duration::from_millis(200)).await;
@@ -106,25 +106,25 @@ async fn a_flow_ends(purpose: Purpose, flow: usize, way: Way) {
         let read = read.unwrap();
         (reads, longest) = (reads + read.0, longest.max(read.1));
     }
-    let _ = writeln!(std::io::stderr(), "{purpose:?}, flow {flow} {way:?}: {reads} reads, the longest took {longest:?}");
+    let _ = writeln!(std::io::stderr(), "{purpose:?}, stream {stream} {state:?}: {reads} reads, the longest took {longest:?}");
     assert!(!connection.is_lost());
     connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
     drop(connection);
-    // All slots have come back.
+    // All slots are free again.
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_link_is_replaced_and_no_reader_notices() {
     for purpose in [Purpose::Peer, Purpose::SealedPeer] {
-        for way in [Way::Black, Way::Closed] {
-            // For small messages, and for bulk.
-            tokio::join!(a_flow_ends(purpose, 0, way), a_flow_ends(purpose, 1, way), a_flow_ends(purpose, 2, way));
+        for state in [StreamState::Black, StreamState::Closed] {
+            // The first stream is for small messages, and the others are for bulk bytes.
+            tokio::join!(a_stream_fails(purpose, 0, state), a_stream_fails(purpose, 1, state), a_stream_fails(purpose, 2, state));
         }
     }
 }
 
-/// `docs/PROTOCOL.md`: a link that is slow is not one that is dead, also while pings wait behind bulk.
+/// `docs/PROTOCOL.md`: a slow link is not mistaken for a dead one, even while pings wait behind bulk bytes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_link_is_not_replaced() {
     const LEN: usize = 1 << 20;
@@ -133,7 +133,7 @@ async fn a_slow_link_is_not_replaced() {
     let relay = Relay::to(address).await;
     let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
     let region = ours.region(16 << 20).unwrap();
-    relay.set_all(Way::Slow);
+    relay.set_all(StreamState::Slow);
     let pull = connection.pull(b"give".to_vec(), vec![region.slot(LEN as u64).unwrap()], 4 * TIMEOUT);
     let mut payload = region.slot(LEN as u64).unwrap();
     payload.copy_from_slice(&pattern(LEN));
@@ -143,30 +143,30 @@ async fn a_slow_link_is_not_replaced() {
     assert_eq!(relay.count(), 3, "no link was replaced");
 }
 
-/// `docs/PROTOCOL.md`: the peer is lost when all its links are silent, or have ended.
+/// `docs/PROTOCOL.md`: the peer is lost when all of its links are silent or have ended.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_peer_is_lost_when_all_of_its_links_are_dead() {
-    for way in [Way::Black, Way::Closed] {
+    for state in [StreamState::Black, StreamState::Closed] {
         let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
         let _serving = theirs.serve(Echo::new(theirs.region(16 << 20).unwrap())).await.unwrap();
         let relay = Relay::to(address).await;
         let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
         let region = ours.region(1 << 20).unwrap();
-        relay.set_all(way);
+        relay.set_all(state);
         let error = connection.pull(b"give".to_vec(), vec![region.slot(9).unwrap()], 4 * TIMEOUT).await.err();
-        assert!(matches!(error, Some(TransportError::Lost { .. })), "{way:?}: {error:?}");
+        assert!(matches!(error, Some(TransportError::Lost { .. })), "{state:?}: {error:?}");
         assert!(connection.is_lost() && region.slot_within(1 << 20, TIMEOUT).await.is_some());
     }
 }
 
-/// Never answers a pull into slots until it is told to; refuses all else.
+/// Answers pulls into slots only after the flag is set. Refuses offers.
 struct Hung(watch::Receiver<bool>);
 
 #[async_trait]
 impl Service for Hung {
     async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
-        let mut told = self.0.clone();
-        if !room.is_empty() && told.wait_for(|told| *told).await.is_err() {
+        let mut flag = self.0.clone();
+        if !room.is_empty() && flag.wait_for(|is_set| *is_set).await.is_err() {
             return Err("it ends".into());
         }
         Ok(Answer { message: Vec::new(), pieces: room.iter().map(|&len| Piece::Bytes(vec![1; len as usize])).collect() })
@@ -182,13 +182,13 @@ impl Service for Hung {
 async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still_read() {
     let (ours, _) = tcp(0).await;
     let ((hung, hung_address), (good, good_address)) = (tcp(1).await, tcp(2).await);
-    let (answer, told) = watch::channel(false);
+    let (answer, flag) = watch::channel(false);
     let _serving =
-        [hung.serve(Arc::new(Hung(told))).await.unwrap(), good.serve(Echo::new(good.region(1 << 20).unwrap())).await.unwrap()];
+        [hung.serve(Arc::new(Hung(flag))).await.unwrap(), good.serve(Echo::new(good.region(1 << 20).unwrap())).await.unwrap()];
     let hung = ours.connect(NodeId(1), hung_address).await.unwrap();
     let good = ours.connect(NodeId(2), good_address).await.unwrap();
     let region = ours.region(16 << 20).unwrap();
-    // As many as like to ask the node whose drive hangs, again and again, with a deadline of their own.
+    // Many readers ask the node whose drive hangs again and again, each with a deadline of its own.
     let (end, ended) = watch::channel(false);
     let (mut readers, stuck) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
     for _ in 0..16 {
@@ -226,8 +226,8 @@ async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still
         "{reads} reads of the healthy node, {} requests failed at once",
         stuck.load(Ordering::Relaxed)
     );
-    assert!(free.is_some(), "more than a quarter is held by the hung node");
-    // Small messages go on, and so does all else once the drive answers.
+    assert!(free.is_some(), "the hung node holds more than a quarter");
+    // Small messages are still answered, and so are all others once the drive answers.
     hung.pull(Vec::new(), vec![], TIMEOUT).await.unwrap();
     drop(free);
     answer.send_replace(true);
@@ -242,7 +242,7 @@ async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still
     assert!(!hung.is_lost() && region.slot_within(15 << 20, TIMEOUT).await.is_some());
 }
 
-/// Lends its only slot to an offer once it is told to.
+/// Reserves its only slot for an offer, once `go` is notified.
 struct Lender {
     region: Region,
     asked: tokio::sync::Notify,
@@ -264,7 +264,7 @@ impl Service for Lender {
     }
 }
 
-/// `docs/PROTOCOL.md`, "Offers": one that is given up after it was accepted is withdrawn, so that its room is free again.
+/// `docs/PROTOCOL.md`, "Offer": an offer that is given up after it was accepted is withdrawn, so that its slot is free again.
 #[tokio::test]
 async fn a_slot_reserved_for_an_offer_is_free_again_after_the_offer_was_given_up() {
     let len = 1 << 20;
@@ -284,7 +284,7 @@ async fn a_slot_reserved_for_an_offer_is_free_again_after_the_offer_was_given_up
     given_up.abort();
     assert!(given_up.await.is_err());
     lender.go.notify_one();
-    // Another has its turn, in the only slot that there is, and on the same links.
+    // A second offer gets the only slot, over the same links.
     let second = offer(b"second");
     lender.asked.notified().await;
     lender.go.notify_one();

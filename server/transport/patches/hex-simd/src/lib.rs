@@ -1,32 +1,35 @@
-//! Stands in for hex-simd 0.5, all releases of which depend on a withdrawn crate: the three names that async-rdma 0.5 uses, for
-//! showing the identifier of a card.
+//! A replacement for hex-simd 0.5, all releases of which depend on a withdrawn crate. It has the three items that async-rdma 0.5
+//! uses to display the identifier of a card.
 
 use std::mem::MaybeUninit;
 
-/// Case of the digits.
+/// Case of the hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsciiCase {
-    /// 0-9, a-f.
+    /// Digits `0-9` and `a-f`.
     Lower,
-    /// 0-9, A-F.
+    /// Digits `0-9` and `A-F`.
     Upper,
 }
 
-/// Room for digits.
+/// A buffer for the digits.
 pub struct OutBuf<'a>(&'a mut [MaybeUninit<u8>]);
 
 impl<'a> OutBuf<'a> {
-    /// Takes the room.
+    /// Wraps a buffer that may be uninitialized.
     pub fn from_uninit_mut(room: &'a mut [MaybeUninit<u8>]) -> Self {
         Self(room)
     }
 }
 
-/// There is less room than two digits a byte.
+/// The buffer is too short for two digits a byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Error;
 
-/// Writes two digits for each byte.
+/// Encodes each byte as two digits.
+///
+/// # Errors
+/// The buffer is too short.
 pub fn encode_as_str<'a>(bytes: &[u8], room: OutBuf<'a>, case: AsciiCase) -> Result<&'a mut str, Error> {
     let digits = if case == AsciiCase::Lower { b"0123456789abcdef" } else { b"0123456789ABCDEF" };
     let room = room.0.get_mut(..bytes.len() * 2).ok_or(Error)?;
@@ -34,7 +37,7 @@ pub fn encode_as_str<'a>(bytes: &[u8], room: OutBuf<'a>, case: AsciiCase) -> Res
         pair[0].write(digits[usize::from(byte >> 4)]);
         pair[1].write(digits[usize::from(byte & 15)]);
     }
-    // SAFETY: all of `room` was written just now, with ASCII.
+    // SAFETY: all of `room` was initialized above, with ASCII digits.
     Ok(unsafe { std::str::from_utf8_unchecked_mut(&mut *(std::ptr::from_mut(room) as *mut [u8])) })
 }
 
@@ -43,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_digits_a_byte() {
+    fn each_byte_becomes_two_digits() {
         let mut room = [MaybeUninit::uninit(); 6];
         let text = encode_as_str(&[0, 0x9a, 0xff], OutBuf::from_uninit_mut(&mut room), AsciiCase::Lower).unwrap();
         assert_eq!(text, "009aff");

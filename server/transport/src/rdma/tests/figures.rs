@@ -1,4 +1,4 @@
-//! What work by RDMA costs, counted; and where its bytes come from.
+//! The cost of RDMA operations, in counts of work and kernel memory, and the sources of the bytes they move.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -10,46 +10,46 @@ async fn a_hundred_thousand_operations_leave_kernel_memory_unchanged() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
+    let nodes = NodePair::new(Limits::default()).await;
     let lens = [1000; 64];
     let rounds = async |count: usize| {
         let mut longest = Duration::ZERO;
         for _ in 0..count {
             let start = Instant::now();
-            two.pull(b"bulk", &lens).await;
+            nodes.pull(b"bulk", &lens).await;
             longest = longest.max(start.elapsed());
         }
         longest
     };
     rounds(100).await;
-    let (before, works, wake_ups) = (slabs(), two.theirs.status().works, two.theirs.status().wake_ups);
+    let (before, works, wake_ups) = (slabs(), nodes.theirs.status().works, nodes.theirs.status().wake_ups);
     let longest = rounds(100_000 / 64 + 1).await;
-    let works = two.theirs.status().works - works;
+    let works = nodes.theirs.status().works - works;
     let (cache, grown) = growth(&before);
-    let words = format!(
+    let figures = format!(
         "{works} operations: {} wake-ups, longest batch {longest:?}, {cache} grew most: by {grown} objects",
-        two.theirs.status().wake_ups - wake_ups
+        nodes.theirs.status().wake_ups - wake_ups
     );
-    let _ = writeln!(std::io::stderr(), "{words}");
-    assert!(works >= 100_000 && longest < Duration::from_secs(1) && grown < 200, "{words}");
-    assert_eq!((two.ours.status().failed, two.theirs.status().failed), (0, 0));
+    let _ = writeln!(std::io::stderr(), "{figures}");
+    assert!(works >= 100_000 && longest < Duration::from_secs(1) && grown < 200, "{figures}");
+    assert_eq!((nodes.ours.status().failed, nodes.theirs.status().failed), (0, 0));
 }
 
-/// What a batch costs, counted.
+/// Counts the work for one batch on both sides.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
     if !has_card() {
         return;
     }
-    let two = Two::new(Limits::default()).await;
-    two.pull(b"bulk", &[110_000; 64]).await;
-    let (ours, theirs) = (two.ours.status(), two.theirs.status());
+    let nodes = NodePair::new(Limits::default()).await;
+    nodes.pull(b"bulk", &[110_000; 64]).await;
+    let (ours, theirs) = (nodes.ours.status(), nodes.theirs.status());
     let batches = 20;
     for _ in 0..batches {
-        two.pull(b"bulk", &[110_000; 64]).await;
+        nodes.pull(b"bulk", &[110_000; 64]).await;
     }
     let each = |before: u64, after: u64| (after - before) as f64 / f64::from(batches);
-    let told = |name: &str, before: &Network, after: &Network| {
+    let counts = |name: &str, before: &Network, after: &Network| {
         let counts = [
             each(before.posts, after.posts),
             each(before.works, after.works),
@@ -57,24 +57,24 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
             each(before.wake_ups, after.wake_ups),
         ];
         let [posts, works, completions, wake_ups] = counts;
-        let words = format!("{name}: {posts} posts of {works} operations, {completions} completions, {wake_ups} wake-ups");
-        let _ = writeln!(std::io::stderr(), "a batch of 64 of 110 KB, {words}");
+        let figures = format!("{name}: {posts} posts of {works} operations, {completions} completions, {wake_ups} wake-ups");
+        let _ = writeln!(std::io::stderr(), "a batch of 64 of 110 KB, {figures}");
         counts
     };
-    let asker = told("asker", &ours, &two.ours.status());
-    let owner = told("owner", &theirs, &two.theirs.status());
-    // A request and its answer; 64 writes in chains of 1 MiB at most.
+    let asker = counts("asker", &ours, &nodes.ours.status());
+    let owner = counts("owner", &theirs, &nodes.theirs.status());
+    // The asker posts one request. The owner posts 64 writes, in chains of at most 1 MiB, and the answer.
     assert!(asker[0] == 1.0 && asker[1] == 1.0 && asker[2] == 2.0, "{asker:?}");
     assert!(owner[0] <= 9.0 && owner[1] <= 66.0 && owner[2] <= 10.0, "{owner:?}");
 }
 
-/// Large pieces of a cold file, of all lengths, come past the page cache.
+/// Large pieces of all lengths that are not in the page cache are read past it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cold_pieces_are_read_past_the_page_cache() {
-    struct Cold(Arc<std::fs::File>);
+    struct FileService(Arc<std::fs::File>);
 
     #[async_trait]
-    impl Service for Cold {
+    impl Service for FileService {
         async fn pulled(&self, _from: NodeId, _message: Vec<u8>, room: Vec<u64>) -> Result<crate::Answer, crate::Refusal> {
             let piece = |(at, &len): (usize, &u64)| {
                 let (offset, revoked) = (at as u64 * (3 << 20), Arc::default());
@@ -91,7 +91,7 @@ async fn cold_pieces_are_read_past_the_page_cache() {
     if !has_card() {
         return;
     }
-    // A file system of its own, on which there is something to be cold: the guest's is memory.
+    // The guest's own file system is in memory, so this makes one on which files can be uncached.
     let folder = tempfile::tempdir().unwrap();
     let script = "truncate -s 100M disk && mkfs.ext4 -q disk && mkdir mnt && mount -o loop disk mnt";
     let mounted = Command::new("sh").args(["-c", script]).current_dir(&folder).status().unwrap();
@@ -106,7 +106,7 @@ async fn cold_pieces_are_read_past_the_page_cache() {
     let second = direct::DirectFiles::default().get(&file, 31 << 20).unwrap();
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
     let (ours, theirs) = (rdma(ours, Limits::default()), rdma(theirs, Limits::default()));
-    let serving = theirs.serve(Arc::new(Cold(file.clone()))).await.unwrap();
+    let serving = theirs.serve(Arc::new(FileService(file.clone()))).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     let region = ours.region(48 << 20).unwrap();
     let lens = [70_000, 1 << 20, (2 << 20) + 5000, 110_000, 65_536, 4000, 1_100_001, 110_000, 3 << 20, 99_999];
@@ -121,7 +121,7 @@ async fn cold_pieces_are_read_past_the_page_cache() {
         (0..lens.len())
             .for_each(|at| drop(std::os::unix::fs::FileExt::read_at(&*file, &mut vec![0; 4 << 20], at as u64 * (3 << 20))));
     }
-    // More answers than places at the drives, each with pieces that are read past the cache and by way of it.
+    // More answers than there are permits to read from the drives, with pieces that are read past the cache and through it.
     rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let mixed = (0..2 * dayfly_meta::limits::DRIVE_READERS_MAX).map(|_| async {
         let slots = [110_000, 3000, 110_000, 5000].map(|len| region.slot(len).unwrap()).into();
@@ -160,7 +160,7 @@ async fn registered_memory_does_not_grow_with_peers() {
     until("no queue pair", || theirs.status().queue_pairs == 0).await;
 }
 
-/// For `docs/DECISIONS.md`: the same requests by either provider.
+/// Measures the same requests with both providers, for `docs/DECISIONS.md`.
 #[cfg(feature = "async-rdma")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_two_providers_compared() {
@@ -172,7 +172,7 @@ async fn the_two_providers_compared() {
         let provider = |tcp: Tcp| -> Box<dyn Transport> {
             match name {
                 "verbs" => Box::new(rdma(tcp, Limits::default())),
-                _ => Box::new(crate::async_rdma::AsyncRdma::new(tcp, &Choice::default())),
+                _ => Box::new(crate::async_rdma::AsyncRdma::new(tcp, &Choice::default(), Deadlines::DEFAULT)),
             }
         };
         let (ours, theirs) = (provider(ours), provider(theirs));
@@ -194,11 +194,11 @@ async fn the_two_providers_compared() {
         let (rate, longest) = run(10_000, &[4000]).await;
         let (cache, grown) = growth(&before);
         let (batches, longest_batch) = run(20, &[110_000; 64]).await;
-        let words = format!(
-            "{name}: {rate:.0} reads of 4 KB a second, one at a time, the longest {longest:?}; after 10,000 {cache} has {grown} objects \
-             more; {:.0} MiB/s in batches of 64 of 110 KB, the longest {longest_batch:?}",
+        let figures = format!(
+            "{name}: {rate:.0} reads of 4 KB a second, one at a time, the longest {longest:?}; after 10,000 reads {cache} has grown by \
+             {grown} objects; {:.0} MiB/s in batches of 64 of 110 KB, the longest {longest_batch:?}",
             batches * 64.0 * 110_000.0 / f64::from(1 << 20)
         );
-        let _ = writeln!(std::io::stderr(), "{words}");
+        let _ = writeln!(std::io::stderr(), "{figures}");
     }
 }

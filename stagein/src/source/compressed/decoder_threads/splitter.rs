@@ -74,29 +74,20 @@ impl<'scope> Splitter<'scope, '_> {
     /// Splits the file. Returns early when the reader of the decoded stream is gone.
     pub(super) fn run(self, mut input: PlainReader, mut boundaries: Boundaries) {
         let monitor = self.monitor.clone();
-        let permit;
         let mut threads = self.limits.threads;
-        let start = input.peek(64).map(<[u8]>::to_vec).unwrap_or_default();
-        let mut needs_large_window = self.compression == Compression::Xz && xz_dictionary_len(&start) > WINDOW_LEN_SHARED_MAX;
         let mut chunk = self.pool.take();
         let mut read = input.read(&mut chunk);
-        if let (Ok(count), Some(mut scanner)) = (&read, FrameScanner::new(self.compression))
-            && self.compression == Compression::Zstd
-        {
-            scanner.scan(&chunk[..*count]);
-            needs_large_window = scanner.window() > WINDOW_LEN_SHARED_MAX;
-        }
-        if needs_large_window {
-            // The permit is held until the whole file is decoded, by one decoder.
-            permit = monitor.wait_for_large_window();
-            if permit.is_none() {
-                // The stage-in was cancelled, which the worker notices by itself.
-                return;
-            }
+        let needs_large_window = read.as_ref().is_ok_and(|&count| self.window_len(&chunk[..count]) > WINDOW_LEN_SHARED_MAX);
+        let permit = if needs_large_window {
+            // The stage-in may be cancelled before there is a permit. The worker notices that by
+            // itself.
+            let Some(permit) = monitor.wait_for_large_window() else { return };
+            // One decoder decodes the whole file, and the permit is held until it is done.
             (boundaries, threads) = (Boundaries::None, 1);
+            Some(permit)
         } else {
-            permit = None;
-        }
+            None
+        };
         let is_independent = matches!(boundaries, Boundaries::Markers(_));
         let kind = |is_first| if is_independent { PieceKind::Part { is_first } } else { PieceKind::Streams };
         let Some((mut piece, decoder)) = self.start_piece(threads, kind(true)) else { return };
@@ -139,6 +130,19 @@ impl<'scope> Splitter<'scope, '_> {
         if permit.is_some() {
             // The decoder ends once its output is taken, or nobody wants it any more.
             let _ = decoder.join();
+        }
+    }
+
+    /// The window in bytes that a decoder will need, according to the first bytes of the file. 0 for
+    /// formats whose windows are always small.
+    fn window_len(&self, start: &[u8]) -> u64 {
+        match self.compression {
+            Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),
+            Compression::Zstd => FrameScanner::new(Compression::Zstd).map_or(0, |mut scanner| {
+                scanner.scan(start);
+                scanner.window()
+            }),
+            Compression::None | Compression::Gzip | Compression::Bzip2 | Compression::Lz4 => 0,
         }
     }
 
