@@ -58,6 +58,8 @@ exec sh -c "$*"
     }
 }
 
+/// SEMANTICS: "A session lives as long as its supervisor is heard: if the supervisor, which is `run` or
+/// a process that `up` leaves behind, is killed, cut off for 6 s or has exited, its servers exit."
 #[test]
 fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     let (cluster, _) = Hosts::new().up(&["--hosts", "h[01-40]"]);
@@ -78,6 +80,8 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     cluster.ground.assert_clean();
 }
 
+/// SEMANTICS: "A session whose nodes do not all arrive does not start, and leaves nothing behind,
+/// unless `--min-nodes` allows fewer."
 #[test]
 fn a_node_that_does_not_join_is_named_in_time() {
     let hosts = Hosts::new();
@@ -131,6 +135,8 @@ fn a_server_that_fails_to_start_reports_why() {
     hosts.0.assert_clean();
 }
 
+/// SEMANTICS: "A session lives as long as its supervisor is heard: if the supervisor, which is `run` or
+/// a process that `up` leaves behind, is killed, cut off for 6 s or has exited, its servers exit."
 #[test]
 fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     let cluster = Ground::new().up(2);
@@ -189,6 +195,7 @@ fn an_interrupted_start_leaves_nothing() {
     }
 }
 
+/// SEMANTICS: "Within a job, commands use that job's session, and never another job's."
 #[test]
 fn commands_in_a_job_use_the_session_of_that_job() {
     let ground = Ground::new();
@@ -213,6 +220,7 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     ground.assert_clean();
 }
 
+/// SEMANTICS: "With `up --keep`, they exit after that time."
 #[test]
 fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     let ground = Ground::new();
@@ -430,6 +438,9 @@ const REMOVALS: [Removal; 7] = [
     }),
 ];
 
+/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
+/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, also if another is
+/// put in its place. Servers and the supervisor check each second."
 #[test]
 fn a_session_ends_and_leaves_nothing_when_its_folder_or_lock_is_removed() {
     for nodes in [1, 4] {
@@ -446,6 +457,8 @@ fn a_session_ends_and_leaves_nothing_when_its_folder_or_lock_is_removed() {
     }
 }
 
+/// SEMANTICS: "When the session's folder is removed, `run` asks its command to exit (SIGTERM, 30 s),
+/// prints the reason and exits with 125."
 #[test]
 fn run_ends_its_command_and_prints_why_when_the_sessions_folder_is_removed() {
     let script = "trap 'echo ended > ended; exit 0' TERM; echo > ready; while :; do sleep 0.05; done";
@@ -484,6 +497,7 @@ fn run_ends_its_command_and_prints_why_when_the_sessions_folder_is_removed() {
     }
 }
 
+/// SEMANTICS: "`up --foreground` prints the reason and exits with 1."
 #[test]
 fn up_in_the_foreground_prints_why_it_ends() {
     let ground = Ground::new();
@@ -502,6 +516,10 @@ fn up_in_the_foreground_prints_why_it_ends() {
 
 /// Each server lives in a mount namespace of its own, with another file system at the runtime
 /// folder, as on separate machines.
+///
+/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
+/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, also if another is
+/// put in its place. Servers and the supervisor check each second."
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     if !nix::unistd::geteuid().is_root() {
@@ -555,6 +573,9 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
 
 /// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in
 /// advance.
+///
+/// SEMANTICS: "Node 0 reads the sources. `run` checks them beforehand if node 0 is this machine, which
+/// it is if this machine is one of the nodes; otherwise the stage-in reports those that are missing."
 #[test]
 fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();

@@ -452,6 +452,7 @@ fn a_program_in_other_pid_and_user_namespaces_reads_the_namespace() {
 /// The variable that names a root file system with an older glibc, which `.ci/run` makes.
 const FOREIGN_ROOT: &str = "DAYFLY_TEST_FOREIGN_ROOT";
 
+/// SEMANTICS: "Containers: the library needs glibc 2.28 or newer, in the container as outside."
 #[test]
 fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     let Some(foreign) = std::env::var_os(FOREIGN_ROOT).map(PathBuf::from) else {

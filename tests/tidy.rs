@@ -174,6 +174,26 @@ fn files_have_a_purpose_a_bound_and_a_parent() {
 }
 
 #[test]
+fn doc_comments_say_more_than_the_name() {
+    let mut short = Vec::new();
+    for (path, file) in sources().shipped() {
+        let mut lines = file.shipped.lines().map(str::trim).peekable();
+        while let Some(line) = lines.next() {
+            let Some(first) = line.strip_prefix("///") else { continue };
+            let mut text = first.to_owned();
+            while let Some(next) = lines.next_if(|line| line.starts_with("///")) {
+                text.push_str(&next[3..]);
+            }
+            // A comment with code in it refers to another item.
+            if text.split_whitespace().count() < 3 && !text.contains('`') {
+                short.push(format!("{}: {line}", path.display()));
+            }
+        }
+    }
+    assert!(short.is_empty(), "doc comments of one or two words; say something, or delete them: {short:#?}");
+}
+
+#[test]
 fn the_top_level_holds_what_the_readme_says() {
     let folders: BTreeSet<String> = fs::read_dir(root())
         .unwrap()

@@ -126,6 +126,7 @@ mod tests {
         assert_eq!(client.missed_polls.load(Ordering::Relaxed), 0);
     }
 
+    /// SEMANTICS: "Time during which the reader itself was stopped does not count."
     #[test]
     fn a_server_that_stands_still_fails_after_enough_polls_and_recovers_at_once() {
         let (server, client) = pair();

@@ -221,6 +221,9 @@ fn mix(value: u64) -> u64 {
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "Global shuffling. `Samples::epoch` in Rust and `dayfly_epoch` in C return all
+    /// samples in an order that seed and epoch determine. The order is the same on every node and takes
+    /// no memory to compute; reader *r* of *n* takes every *n*-th sample."
     #[test]
     fn each_number_comes_once_and_epochs_differ() {
         for count in [0, 1, 2, 3, 7, 64, 1000, 4097] {
@@ -238,6 +241,9 @@ mod tests {
         }
     }
 
+    /// SEMANTICS: "Global shuffling. `Samples::epoch` in Rust and `dayfly_epoch` in C return all
+    /// samples in an order that seed and epoch determine. The order is the same on every node and takes
+    /// no memory to compute; reader *r* of *n* takes every *n*-th sample."
     #[test]
     fn golden_order() {
         let permutation = Permutation::new(10, 7, 1);

@@ -178,6 +178,10 @@ mod tests {
         (0..1000).map(on_nodes).collect()
     }
 
+    /// SEMANTICS: "A hash of a sample's path and of `--seed` chooses its owner, whichever node read it.
+    /// Nodes get shares in proportion to their space. The same seed and the same space distribute the
+    /// same dataset in the same way. Owner and class are independent, by a chi-square test over 1,000
+    /// classes of 100 samples on 8 nodes (plot)."
     #[test]
     fn class_and_node_are_independent() {
         type Name = fn(usize, usize) -> String;

@@ -187,6 +187,9 @@ impl Counters {
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "A lease that has ended is never mistaken for one that holds. Before the server
+    /// revokes leases, it announces that in shared memory; a client checks there after each copy out of
+    /// leased memory, before it hands out a view, and in `is_good`."
     #[test]
     fn a_revoked_token_never_holds_again() {
         let file = tempfile::tempfile().unwrap();

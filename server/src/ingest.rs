@@ -334,6 +334,8 @@ mod tests {
     }
 
     /// Promise: "an owner compares every block and piece before it takes it".
+    ///
+    /// SEMANTICS: "The owner checks every block before it accepts it, its own worker's blocks too."
     #[test]
     fn a_bit_that_flips_before_landing_is_refused_and_nothing_of_the_batch_is_stored() {
         let (ingest, region, _folder) = ingest(1 << 24);
@@ -357,6 +359,8 @@ mod tests {
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 
+    /// SEMANTICS: "A failed sync is not retried, because the second one would succeed and prove
+    /// nothing."
     #[test]
     fn an_error_of_any_call_fails_the_stage_in_for_good() {
         for call in 0..2 {

@@ -103,7 +103,7 @@ impl Peers {
         Self { node, transport, roster: OnceLock::new(), loopback: OnceLock::new(), exchange, damage, deadlines }
     }
 
-    /// This node.
+    /// Returns the number of this node.
     pub(crate) fn own_node(&self) -> NodeId {
         self.node
     }

@@ -97,7 +97,7 @@ pub enum StageInError {
         path: PathBuf,
         /// Offset in the archive.
         offset: u64,
-        /// The feature.
+        /// The feature that is not supported.
         reason: String,
     },
     /// A source is not the same as when it was planned or opened.

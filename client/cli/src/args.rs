@@ -78,7 +78,7 @@ pub(crate) enum Command {
 /// For example: dayfly completions bash > ~/.local/share/bash-completion/completions/dayfly
 #[derive(Args)]
 pub(crate) struct CompletionsArguments {
-    /// The shell.
+    /// The shell that will run the completions.
     pub(crate) shell: CompletionShell,
 }
 

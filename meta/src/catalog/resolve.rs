@@ -360,6 +360,10 @@ mod tests {
         assert_eq!(unpack(script), (expect.iter().map(|line| (*line).to_owned()).collect(), refused), "{script}");
     }
 
+    /// SEMANTICS: "A later file replaces an earlier one, and a directory replaces a file. Nothing
+    /// replaces a directory that is not empty, and nothing can be placed below a path that is not a
+    /// directory. Archive members that would do so are refused, counted, and named in the summary; the
+    /// rest is staged in, as tar also continues."
     #[test]
     fn conflicts_come_out_as_gnu_tar_leaves_them() {
         check("f a\nf a", &["a=1x1"], 0);
@@ -377,6 +381,8 @@ mod tests {
         check("f a\nf a/b/c\nd a/b\nf a/z", &["a=0x1"], 3);
     }
 
+    /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
+    /// links than fit there are an error."
     #[test]
     fn hard_links_take_no_more_memory_than_there_is() {
         let mut collector = LinkCollector::new(10_000);
@@ -388,6 +394,7 @@ mod tests {
         assert!(error.to_string().contains("--stage-in-memory"));
     }
 
+    /// SEMANTICS: "A hard link refers to the file that its target was at that point of the order."
     #[test]
     fn hard_links_mean_what_their_target_was_then() {
         check("f a\nh b a", &["a=0x2", "b=0x2"], 0);

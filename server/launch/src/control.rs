@@ -31,7 +31,7 @@ pub(crate) enum FromServer {
     Met { fallen_back: Vec<String> },
     /// From node 0: all nodes use the transport that was agreed on.
     Ready,
-    /// Heartbeat.
+    /// A heartbeat of the server.
     Alive,
     /// The server ends because it was asked to.
     Ended,

@@ -59,7 +59,7 @@ pub fn chosen_data_dirs(given: &[PathBuf]) -> Vec<PathBuf> {
 pub enum FileSystemKind {
     /// A file system of this machine, most likely on a drive.
     Local,
-    /// Memory.
+    /// A file system in memory.
     Tmpfs,
     /// A network file system, by name.
     Network(&'static str),

@@ -97,7 +97,7 @@ pub enum LaunchError {
     /// A host is listed twice.
     #[error("'{host}' is listed twice; a host runs one server of a session, so list it once")]
     DuplicateHost {
-        /// The host.
+        /// The name that is listed twice.
         host: String,
     },
     /// A list of hosts cannot be parsed.
@@ -112,35 +112,35 @@ pub enum LaunchError {
     /// A variable that a job of this manager has is missing.
     #[error("{variable} is not set, so this is not a job of {manager}; name the nodes with --hosts")]
     NoJobVariable {
-        /// The variable.
+        /// The environment variable that is not set.
         variable: &'static str,
-        /// The manager.
+        /// The name of the workload manager.
         manager: &'static str,
     },
     /// The user's hostfile cannot be read.
     #[error("cannot read the hostfile '{}': {source}", .path.display())]
     Hostfile {
-        /// The file.
+        /// The path that the user gave.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The manager's list of nodes cannot be read.
     #[error("cannot read the list of nodes '{}' ({variable}): {source}", .path.display())]
     ManagerList {
-        /// The file.
+        /// The path that the manager gave.
         path: PathBuf,
         /// The variable that names it.
         variable: &'static str,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A command cannot be started.
     #[error("cannot run '{command}': {source}")]
     Command {
-        /// The command.
+        /// The command without its arguments.
         command: String,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A command ran and failed.
@@ -156,7 +156,7 @@ pub enum LaunchError {
     CommandTimeout {
         /// The command with its arguments.
         command: String,
-        /// The timeout.
+        /// The time that was allowed, in seconds.
         seconds: u64,
     },
     /// The session's folder cannot be used.
@@ -167,7 +167,7 @@ pub enum LaunchError {
     DataDir {
         /// The data dir.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A data dir is on a network file system.
@@ -189,7 +189,7 @@ pub enum LaunchError {
         path: PathBuf,
         /// Its owner and mode, if known, as a clause.
         owner: String,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// Others could read or replace the user's folder in a data dir.
@@ -201,9 +201,9 @@ pub enum LaunchError {
     /// A node's folder in a data dir cannot be created or locked.
     #[error("cannot create '{}': {source}; name another data dir with --data-dir", .path.display())]
     NodeFolder {
-        /// The folder.
+        /// The path of the folder.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The node already has a server.
@@ -217,23 +217,23 @@ pub enum LaunchError {
     /// The network interface has no usable address.
     #[error("the network interface '{name}' does not exist, is down, or has no address; 'ip addr' lists the interfaces")]
     Interface {
-        /// The interface.
+        /// The interface that the user named.
         name: String,
     },
     /// The key file cannot be written.
     #[error("cannot write the key file '{}': {source}; all nodes must see this file, and --key-file names another", .path.display())]
     WriteKeyFile {
-        /// The file.
+        /// The path of the key file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The key file cannot be read.
     #[error("cannot read the key file '{}': {source}", .path.display())]
     ReadKeyFile {
-        /// The file.
+        /// The path of the key file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// `dayfly serve` got no invitation.
@@ -246,7 +246,7 @@ pub enum LaunchError {
     Rendezvous {
         /// The address as given.
         address: String,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The path of this program is not text, and so cannot be passed to other nodes.
@@ -274,7 +274,7 @@ pub enum LaunchError {
         "not all nodes reach each other within {seconds} s (--start-timeout); 'dayfly doctor --hosts ...' shows which do not"
     )]
     ConnectTimeout {
-        /// The timeout.
+        /// The time that was allowed, in seconds.
         seconds: u64,
     },
     /// The user interrupted the start.
@@ -294,7 +294,7 @@ pub enum LaunchError {
     SupervisorUnreachable {
         /// The server's host.
         host: String,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// The supervisor accepted the server and never answered.
@@ -326,7 +326,7 @@ pub enum LaunchError {
     Io {
         /// What was to be done, beginning with "cannot".
         action: String,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
 }

@@ -50,19 +50,19 @@ pub enum PreflightError {
     /// The report cannot be written.
     #[error("cannot write --report '{}': '{}': {source}", .path.display(), .blocked.display())]
     ReportNotWritable {
-        /// The report.
+        /// The path of the report.
         path: PathBuf,
         /// The file or folder that is not writable.
         blocked: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A source cannot be staged in.
     #[error("cannot stage in to '{}': {source}", display(.target))]
     Source {
-        /// The target.
+        /// The target of the stage-in.
         target: Vec<u8>,
-        /// Why.
+        /// Why the source was refused.
         source: StageInError,
     },
 }

@@ -44,7 +44,7 @@ pub(crate) struct LauncherProcesses {
 pub(crate) enum Event {
     /// It wrote a line.
     Line(String),
-    /// It exited.
+    /// The process has exited.
     Exit(Exit),
 }
 

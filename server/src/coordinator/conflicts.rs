@@ -23,7 +23,7 @@ pub(crate) struct PathConflict {
 /// Which sources must not contain the same path.
 #[derive(Default)]
 pub(super) struct Rivals {
-    /// By source.
+    /// The rivalry of each source.
     rivalries: Vec<Rivalry>,
     /// Paths of the sources.
     paths: Vec<Vec<u8>>,
@@ -156,6 +156,8 @@ mod tests {
         Sighting { hash: 7, path: path.as_bytes().to_vec(), source, ticket, content }
     }
 
+    /// SEMANTICS: "Neither equal hashes of different paths nor findings of an attempt that was
+    /// discarded end a stage-in."
     #[test]
     fn only_paths_of_rivals_that_count_and_differ_are_a_conflict() {
         let rivalry = |pattern, match_number| Rivalry { pattern, match_number };

@@ -254,6 +254,8 @@ async fn watch_progress<T>(
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "A panic of the coordinator ends its stage-in with an error and frees the stage-in's
+    /// space."
     #[tokio::test]
     async fn a_panic_of_the_coordinator_is_an_error_of_its_stage_in() {
         let panics = || -> Result<(), CoordinatorError> { std::panic::resume_unwind(Box::new("a defect")) };

@@ -174,6 +174,8 @@ mod tests {
     }
 
     /// Dialing counts toward the deadline of the request that needs it, and continues for later requests.
+    ///
+    /// SEMANTICS: "The time to connect to the owner counts toward the deadline."
     #[tokio::test]
     async fn askers_share_a_dial_that_goes_on_past_their_deadlines() {
         let (open, opened) = watch::channel(false);

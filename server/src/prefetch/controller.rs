@@ -217,6 +217,8 @@ mod tests {
         assert!(depth < 8.0 * possible * (2.0 * latency_s + 0.04) + 16.0 * LENGTH as f64, "{depth} is more than useful");
     }
 
+    /// SEMANTICS: "A controller finds how far to read ahead, within half of the arena or `tune
+    /// --prefetch-memory` (plot)."
     #[test]
     fn the_depth_converges_on_links_and_readers_of_any_speed() {
         for rate in [20e6, 200e6, 2e9] {

@@ -11,7 +11,7 @@ use dayfly_transport::Incoming;
 use crate::stage_in::NodeStageIns;
 use crate::stats::Damage;
 
-/// Answers offers.
+/// Answers the offers of peers.
 pub(crate) struct Offers {
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) damage: Arc<Damage>,

@@ -11,7 +11,7 @@ use crate::fetch::Fetcher;
 use crate::stage_in::NodeStageIns;
 use crate::store::{Dataset, Store};
 
-/// Answers reads.
+/// Answers the reads of peers.
 pub(crate) struct Reads {
     pub(crate) store: Arc<Store>,
     pub(crate) stage_ins: Arc<NodeStageIns>,

@@ -119,7 +119,7 @@ impl NodeStageIn {
         }
     }
 
-    /// Undoes everything.
+    /// Undoes everything that was published on this node.
     pub(super) fn abort(&self) {
         self.stop();
         let mut publication = self.publication();

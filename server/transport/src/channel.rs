@@ -93,7 +93,7 @@ impl Receiver {
     }
 }
 
-/// Accepts channels.
+/// Accepts channels from servers.
 pub struct Listener {
     limiter: HandshakeLimiter<Channel>,
     identity: Identity,

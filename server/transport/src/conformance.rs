@@ -429,6 +429,8 @@ async fn each_injected_fault_has_its_effect() {
     assert!(connection.is_lost());
 }
 
+/// SEMANTICS: "Peers prove the session's key to each other before any other exchange; a stranger gets
+/// no byte in answer."
 #[tokio::test]
 async fn a_stranger_gets_no_answer() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

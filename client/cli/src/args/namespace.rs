@@ -11,7 +11,7 @@ use crate::size;
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct LsArguments {
-    /// Print help.
+    /// Print this help.
     #[arg(long, action = clap::ArgAction::Help)]
     help: Option<bool>,
     /// Long format: type and permissions, links, owner, group, size, time.
@@ -60,7 +60,7 @@ pub(crate) struct CpArguments {
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct DuArguments {
-    /// Print help.
+    /// Print this help.
     #[arg(long, action = clap::ArgAction::Help)]
     help: Option<bool>,
     /// Print only the sum of each path.
@@ -77,7 +77,7 @@ pub(crate) struct DuArguments {
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct DfArguments {
-    /// Print help.
+    /// Print this help.
     #[arg(long, action = clap::ArgAction::Help)]
     help: Option<bool>,
     /// Print sizes with units, instead of in KiB.
@@ -103,7 +103,7 @@ pub(crate) struct VerifyArguments {
 /// down.
 #[derive(Args)]
 pub(crate) struct StatusArguments {
-    /// Print JSON.
+    /// Print the result as JSON.
     #[arg(long)]
     pub(crate) json: bool,
 }

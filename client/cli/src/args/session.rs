@@ -198,7 +198,7 @@ pub(crate) enum Transport {
     Auto,
     /// RDMA; the session fails to start without it.
     Rdma,
-    /// TCP.
+    /// TCP, even where RDMA is available.
     Tcp,
     /// RDMA by the crate async-rdma, a second provider to compare with.
     #[cfg(feature = "async-rdma")]
@@ -288,7 +288,7 @@ pub(crate) struct DoctorArguments {
     /// RDMA card to check, and its port. [default: the same as for 'dayfly up']
     #[arg(long, value_name = "NAME[:PORT]")]
     pub(crate) rdma_device: Option<String>,
-    /// Print JSON.
+    /// Print the result as JSON.
     #[arg(long)]
     pub(crate) json: bool,
     /// Be the side of a pair that answers; for --hosts.

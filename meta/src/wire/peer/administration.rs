@@ -29,12 +29,12 @@ pub enum AdministrationRequest {
 /// The network that all nodes use.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum AgreedNetwork {
-    /// RDMA.
+    /// All nodes use RDMA.
     Rdma {
         /// What is not as it should be, for the user.
         note: Option<String>,
     },
-    /// TCP.
+    /// All nodes use TCP.
     Tcp {
         /// Why RDMA is not used, for the user.
         why: String,

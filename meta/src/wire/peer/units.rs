@@ -28,7 +28,7 @@ pub enum Work {
     Tar {
         /// The archive's path.
         path: Vec<u8>,
-        /// Its compression.
+        /// The compression of the source.
         compression: Compression,
     },
     /// The members of a plain tar whose headers begin in a range.
@@ -128,7 +128,7 @@ pub struct TreeEntry {
     pub number: u64,
     /// Its path below the root; empty for a source that is a single file.
     pub path: Vec<u8>,
-    /// Permission bits.
+    /// The permission bits of its mode.
     pub mode: u32,
     /// Modification time, whole seconds.
     pub mtime_s: i64,
@@ -147,7 +147,7 @@ pub struct TreeEntry {
 pub enum TreeKind {
     /// A regular file with its length in bytes.
     File(u64),
-    /// A directory.
+    /// A directory, which has no data.
     Directory,
     /// A symlink with its target.
     Symlink(Vec<u8>),

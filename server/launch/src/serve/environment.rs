@@ -27,7 +27,7 @@ pub(super) struct ServerEnvironment {
     data_dirs: Vec<PathBuf>,
     /// Bytes that the server may take on its data dirs.
     pub(super) capacity: u64,
-    /// Stage-in workers.
+    /// Stage-in workers of this server.
     pub(super) workers: usize,
     /// Decoder threads for one compressed source.
     pub(super) decoders: usize,

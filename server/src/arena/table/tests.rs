@@ -82,6 +82,10 @@ fn check(iterations: usize, body: impl Fn() + Send + Sync + 'static) {
     shuttle::check_random(body, iterations);
 }
 
+/// SEMANTICS: "A block that another node owns comes through the node's server, in chunks of at most 4
+/// MiB, into the arena, which all processes of the node share. Requests for one chunk are joined:
+/// sixteen processes cause one transfer. While the chunk is in the arena, processes find it without
+/// asking the server."
 #[test]
 fn sixteen_readers_of_one_block_load_it_once() {
     check(300, || {

@@ -96,6 +96,8 @@ impl Fixture {
     }
 }
 
+/// SEMANTICS: "A cached block can be found on the drives once a sync has covered it, together with 64
+/// MiB of others or after a second. Until then it is read from the arena or fetched again."
 #[test]
 fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     let fixture = Fixture::new(5000);
@@ -113,6 +115,8 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     assert_eq!(fixture.dataset.segments().cached_room() / 5000, 40, "no block is written twice");
 }
 
+/// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
+/// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
 fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync() {
     for call in 0..2 {
@@ -138,6 +142,8 @@ fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync(
     }
 }
 
+/// SEMANTICS: "A slow reader never mistakes one block for another. An offset at which a cached block
+/// lay is not used again."
 #[test]
 fn the_offset_of_a_withdrawn_block_is_never_used_again() {
     for len in [3000, 70_000] {
@@ -161,6 +167,7 @@ fn the_offset_of_a_withdrawn_block_is_never_used_again() {
     }
 }
 
+/// SEMANTICS: "The cached blocks with the highest hashes are dropped first."
 #[test]
 fn a_lower_threshold_withdraws_some_blocks_and_frees_their_pages() {
     let fixture = Fixture::new(3000);

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 /// What happens to the bytes of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamState {
-    /// They pass.
+    /// Bytes pass unchanged.
     Open,
     /// They are held back in both directions and neither end notices, as over a failed member of a bundle of network links.
     Black,

@@ -30,7 +30,7 @@ const WRITTEN_TOGETHER: usize = 256 << 10;
 
 /// An entry of the queue.
 pub(super) enum Outgoing {
-    /// One frame.
+    /// A frame whose body is in memory.
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
     /// The last bytes of an answer, as a `Data` frame, and the `End` frame that names the pieces that could not be read.
     Last { request: u64, body: Vec<u8>, unread: Unread },

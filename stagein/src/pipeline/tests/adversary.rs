@@ -144,6 +144,9 @@ fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     rejected
 }
 
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
+/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
+/// beginning."
 #[test]
 fn a_tar_has_the_same_members_however_it_is_split() {
     let mut rejected = 0;
@@ -171,6 +174,9 @@ fn with_keep_going_a_truncated_tar_gives_its_whole_members_however_it_is_split()
     }
 }
 
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
+/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
+/// beginning."
 #[test]
 fn a_damaged_tar_has_the_same_result_however_it_is_split() {
     for seed in 0..40 {
@@ -187,6 +193,7 @@ fn a_damaged_tar_has_the_same_result_however_it_is_split() {
     }
 }
 
+/// SEMANTICS: "After damage in a tar, reading resumes at the next header."
 #[test]
 fn with_keep_going_damaged_members_are_skipped() {
     let member = |name: &[u8], data: &[u8]| [header(name, b'0', data.len() as u64, MAGICS[0]), padded(data.to_vec())].concat();

@@ -17,6 +17,8 @@ fn files(staged: &Staged) -> Vec<(String, String)> {
         .collect()
 }
 
+/// SEMANTICS: "`--nested` turns an archive within an archive or a tree into a directory, which has the
+/// archive's name without its ending, up to four levels deep."
 #[test]
 fn a_member_archive_becomes_a_directory() {
     let folder = tempfile::tempdir().unwrap();
@@ -76,6 +78,7 @@ fn a_member_archive_becomes_a_directory() {
     assert_eq!(names, ["n01_1.JPEG", "n02_1.JPEG", "n03_1.JPEG"]);
 }
 
+/// SEMANTICS: "The later one of two members with the same path wins within such directories too."
 #[test]
 fn the_later_member_of_a_path_wins_also_within_archives() {
     let folder = tempfile::tempdir().unwrap();
@@ -141,6 +144,7 @@ fn with_keep_going_sources_with_only_an_archive_name_are_skipped() {
     assert_eq!((plan.counts.skipped, plan.sources.len()), (3, 2), "{:?}", plan.counts.skipped_notes);
 }
 
+/// SEMANTICS: "A source that has changed since it was listed is an error that names it."
 #[test]
 fn an_archive_that_changed_is_an_error_that_names_it() {
     for name in ["a.tar", "a.zip"] {

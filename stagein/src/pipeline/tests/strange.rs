@@ -21,6 +21,9 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
     }
 }
 
+/// SEMANTICS: "A source has changed if its size, modification time or inode change time differs from
+/// that of its first inspection. Setting the modification time back hides no change, and a `chmod` or a
+/// new hard link counts as a change."
 #[test]
 fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -39,6 +42,8 @@ fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() 
     }
 }
 
+/// SEMANTICS: "A zip's member that has the mode of a FIFO, device or socket and has content is a file,
+/// because that is how `zip` packs its standard input."
 #[test]
 fn a_zip_member_with_the_mode_of_a_pipe_is_a_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -56,6 +61,8 @@ z.close()";
     assert_eq!((found.len(), staged.counts.special), (2, 1), "a FIFO without content is not a file");
 }
 
+/// SEMANTICS: "A symlink whose target contains a NUL byte is refused, and so is a name that contains
+/// one."
 #[test]
 fn a_symlink_whose_target_contains_a_nul_byte_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -75,6 +82,7 @@ z.writestr('file', b''); z.close()";
     }
 }
 
+/// SEMANTICS: "Under `--nested`, a file that is no archive by its content stays a file, in a tree too."
 #[test]
 fn with_nested_a_member_with_only_an_archive_name_stays_a_file() {
     let folder = tempfile::tempdir().unwrap();
