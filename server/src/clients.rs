@@ -128,7 +128,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
             let holder = context.arena.ledger().open(pid);
             let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
             tokio::select! {
-                // The end of the process counts, not that of the connection, which a forked child may keep open.
+                // The end of the process counts. A forked child may hold the connection open for longer.
                 () = exit_of(pid) => {}
                 served = client.serve() => if let Err(error) = served {
                     tracing::debug!(pid, %error, "the connection of a client failed");
@@ -148,7 +148,7 @@ struct Client {
     holder: LeaseHolder<Lease>,
     context: Arc<ClientContext>,
     read_ahead: ReadAhead,
-    /// A sample order of which not all parts have arrived yet.
+    /// A sample order that is still arriving, in parts.
     order: SampleOrder,
     /// Reading ahead along the connection's sample order. Ends with the connection.
     tasks: JoinSet<()>,

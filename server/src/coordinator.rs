@@ -1,6 +1,6 @@
 //! The coordinator's part in stage-ins: plan, assign units, merge what was found, and publish on all nodes or on none.
 //!
-//! Node 0 is the coordinator. A stage-in that a user asks for on any node reaches it as a message ([`stage_in`]), and its
+//! Node 0 is the coordinator. A stage-in that a user asks for on any node reaches it as a message ([`stage_in()`]), and its
 //! events go back one by one to the node that asked ([`subscriptions`]). The parts:
 //!
 //! - `run`: one stage-in from its request to its end, with what may end it early;
@@ -10,8 +10,8 @@
 //! - `rates`, `distribution`: figures for the summary.
 //!
 //! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be cancelled, by its user
-//! or by a failure on any node; from the commit on it is finished or undone. Two stage-ins never have targets of which one
-//! contains the other.
+//! or by a failure on any node; from the commit on it is finished or undone. The targets of two running stage-ins
+//! never overlap.
 //!
 //! This module reads no source and stores no block: nodes do, each in its [`crate::stage_in`]. It reaches nodes through
 //! messages only, this node included.

@@ -2,7 +2,7 @@
 //!
 //! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this
 //! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
-//! same messages, the same deadlines, the same errors, and no caller has to tell the two apart.
+//! same messages, the same deadlines and the same errors, and no caller distinguishes the two.
 //!
 //! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts towards it. The loopback
 //! refers to the service weakly, so that it does not keep a closed node alive.
@@ -65,7 +65,8 @@ pub(crate) enum PeerError {
 }
 
 impl PeerError {
-    /// Passes a peer's rejection on. Everything else is a failure of the peer, to whoever asked this node.
+    /// Converts the error for an answer to another node. A peer's rejection keeps its kind; most other errors mean that a
+    /// peer failed.
     pub(crate) fn into_rejection(self) -> Rejection {
         let kind = match &self {
             Self::Rejected { rejection, .. } => rejection.kind,

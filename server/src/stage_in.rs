@@ -5,12 +5,12 @@
 //!
 //! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
 //! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
-//! - `report`: tells the coordinator five times a second how far the node is, and notices when it must end;
+//! - `report`: reports progress to the coordinator five times a second, and ends the part when the answer says so;
 //! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
 //! - `memory`: divides the node's memory for stage-ins.
 //!
-//! Invariants: a part ends exactly once, by being removed from [`NodeStageIns`]; what follows is either settled (the dataset
-//! stays) or aborted (nothing of it stays). Once the dataset is visible here, only the coordinator may take that back,
+//! Invariants: a part ends exactly once, when it is removed from [`NodeStageIns`]. Then it is either settled (the dataset
+//! stays) or aborted (nothing stays). Once the dataset is visible here, only the coordinator may take that back,
 //! because other nodes may show it too. No wait of a worker outlasts the cancellation of its stage-in.
 //!
 //! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`], which it

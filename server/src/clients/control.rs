@@ -40,7 +40,7 @@ impl Client {
 
     async fn stage_in(&mut self, request: StageInRequest) -> io::Result<()> {
         let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        // On a task of its own, because the coordinator must be told when the client goes away.
+        // On a task of its own, because it must cancel the stage-in on the coordinator when the client goes away.
         tokio::spawn(coordinator::stage_in(self.context.peers.clone(), request, sender));
         loop {
             tokio::select! {

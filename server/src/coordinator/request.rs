@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
-/// Has the coordinator run a stage-in, and sends its events to `events`, the last of which says how it ended. If the
+/// Has the coordinator run a stage-in, and sends its events to `events`. The last event says how it ended. If the
 /// receiver goes away, the stage-in is cancelled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let timeout = peers.deadlines().request;

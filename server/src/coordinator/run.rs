@@ -38,7 +38,7 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Runs a stage-in and sends its events, the last of which says how it ended. If the receiver goes away before the dataset
+/// Runs a stage-in and sends its events. The last event says how it ended. If the receiver goes away before the dataset
 /// is committed, the stage-in is cancelled.
 pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let (node, target) = (coordinator.context.node, display(&request.target));

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::{NodeStageIn, NodeStageIns};
 use crate::peers::PeerError;
 
-/// Makes room, while the stage-in runs, for what it writes beside blocks, whatever other programs fill the drive with.
+/// Keeps room free, while the stage-in runs, for what it writes beside blocks. Other programs may fill the drive meanwhile.
 pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
     while stage_in.unless_cancelled(sleep(stage_in.deadlines().progress_interval)).await.is_ok() {
         if let Err(error) = stage_in.context.room.make_headroom(0).await {
@@ -31,12 +31,12 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
             false => stage_ins.abort(number).await,
         };
         if let Err(error) = ended {
-            tracing::warn!(%error, "nothing more is cached after a stage-in");
+            tracing::warn!(%error, "a stage-in did not end cleanly on this node; no more blocks are cached for now");
         }
     });
 }
 
-/// Reports until there is no more use in it. Returns whether the coordinator has the stage-in aborted.
+/// Reports until the stage-in has ended, or the coordinator is lost. Returns whether the answer was to abort.
 async fn report(stage_in: &NodeStageIn) -> bool {
     let deadlines = *stage_in.deadlines();
     let mut unanswered_since = None;

@@ -17,8 +17,8 @@ use super::{NodeStageIn, NodeStageInError};
 use crate::peers::PeerError;
 use crate::store::{Drive, unnamed_file};
 
-/// Runs all workers, then keeps their runs. The coordinator is told of the first failure at once, while other workers still
-/// run: otherwise it would wait for the failed worker's unit, and the other workers for the coordinator.
+/// Runs all workers, then stores their runs. Reports the first failure to the coordinator at once, while other workers still
+/// run: otherwise the coordinator would wait for the failed worker's unit, and the other workers for the coordinator.
 pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..stage_in.context.workers {
@@ -49,8 +49,9 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
 }
 
-/// Tells the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a report. If it
-/// cannot be reached at all, both sides end the stage-in by themselves: it hears no reports, and this node gets no answers.
+/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular
+/// report. If it cannot be reached at all, both sides end the stage-in by themselves: the coordinator receives no reports,
+/// and this node no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let (start, deadlines) = (Instant::now(), stage_in.deadlines());
     loop {
@@ -58,7 +59,7 @@ async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
         match stage_in.context.peers.ask(stage_in.coordinator, request, deadlines.request).await {
             Err(PeerError::Transport(_)) if start.elapsed() < deadlines.peer_lost => sleep(deadlines.progress_interval).await,
             Err(unreported) => {
-                tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be told");
+                tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
                 return;
             }
             Ok(_) => return,

@@ -75,7 +75,7 @@ pub enum CoordinatorReply {
     Over,
     /// The stage-in is still running.
     Continue {
-        /// Files found on all nodes so far. Each takes room in the catalog, of which every node will hold a copy.
+        /// Files found on all nodes so far. Each takes room in the catalog, and every node will hold a copy of it.
         files: u64,
         /// Paths to look for.
         suspects: Vec<SuspectPath>,
