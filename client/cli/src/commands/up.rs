@@ -106,7 +106,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
 
 /// Without its id nobody would find the session, and it would stay.
 fn id_not_printed(error: &io::Error) -> Failure {
-    Failure::new(format!("the session was ended because its id cannot be printed: {error}"))
+    Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }
 
 /// From now on nobody reads this process's output, so it goes to a log in the session's folder.
