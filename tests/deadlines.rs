@@ -40,7 +40,7 @@ enum Ask {
     Batch,
     /// An order is submitted.
     Order,
-    /// A client requests a nameless file to hand to another program.
+    /// A client requests an unnamed file to pass to another program.
     Spill,
     /// `dayfly status`: `Control`, and `Status` between servers.
     Status,
@@ -164,7 +164,7 @@ fn stage_in_over_a_dead_flow(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.node_silent + 4 * deadlines.request)
 }
 
-/// An owner's drive may be slow. In the end the stage-in makes no progress any more.
+/// An owner's drive may be slow. In the end, the stage-in no longer makes progress.
 fn stall(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.stall + deadlines.offer + deadlines.node_silent)
 }
