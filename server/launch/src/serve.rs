@@ -360,7 +360,7 @@ impl Serving {
         // Frees the space first, because a manager may kill this process soon.
         server.free_all();
         if loss.is_some() {
-            // The supervisor may be gone, and then nobody else ends the other nodes.
+            // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
         // A supervisor that is gone does not need to know.
