@@ -159,12 +159,12 @@ fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
 }
 
-/// The first message to the node is lost, or the coordinator hears too little of it.
+/// Either the first message to the node is lost, or the coordinator misses the node's reports.
 fn stage_in_over_a_dead_flow(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.node_silent + 4 * deadlines.request)
 }
 
-/// An owner's drive may be slow. In the end, the stage-in no longer makes progress.
+/// A hung drive looks like a slow one, so the stage-in ends only when it has made no progress for long enough.
 fn stall(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.stall + deadlines.offer + deadlines.node_silent)
 }

@@ -239,7 +239,7 @@ fn attributes_and_the_order_of_entries_are_the_same_on_every_node() {
     for node in ["0", "1"] {
         let show = "stat -c '%u %a' /dayfly/partial/sub/7.bin && cksum < /dayfly/partial/sub/7.bin";
         let shown = cluster.ok(&["exec", "--node", node, "--", "sh", "-c", show]);
-        assert!(shown.starts_with(&format!("{user} 0\n")), "permissions are shown: {shown}");
+        assert!(shown.starts_with(&format!("{user} 0\n")), "permissions must be shown: {shown}");
     }
     cluster.down();
 }

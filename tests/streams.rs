@@ -190,7 +190,7 @@ fn a_session_whose_id_cannot_be_printed_ends() {
             let status = wait_for(&mut child, LIMIT).expect("it exits");
             let message = text(&child.wait_with_output().unwrap().stderr);
             assert_eq!(status.code(), Some(1), "{message}");
-            assert!(message.contains("standard output") && message.contains("is ended"), "{message}");
+            assert!(message.contains("standard output") && message.contains("was ended"), "{message}");
             ground.assert_clean();
         }
     }

@@ -404,7 +404,7 @@ impl Run {
         let deadline = Instant::now() + deadlines::of_command();
         loop {
             let nodes = self.location.live_nodes();
-            let shown: Vec<Result<Option<Version>, String>> = nodes
+            let found: Vec<Result<Option<Version>, String>> = nodes
                 .iter()
                 .map(|node| {
                     let session = dayfly_client::Session::attach_to(&self.location, *node);
@@ -412,14 +412,14 @@ impl Run {
                     Ok(visible(&view)?.into_iter().find(|version| version.tag == tag))
                 })
                 .collect();
-            if let Some(Ok(first)) = shown.first()
-                && shown.iter().all(|other| other.as_ref().is_ok_and(|other| other == first))
+            if let Some(Ok(first)) = found.first()
+                && found.iter().all(|other| other.as_ref().is_ok_and(|other| other == first))
                 && may_be.contains(first)
             {
                 return Ok(*first);
             }
             if Instant::now() > deadline {
-                return Err(format!("HALF-VISIBLE: t{tag} is {shown:?} on nodes {nodes:?}, and may be {may_be:?}"));
+                return Err(format!("HALF-VISIBLE: t{tag} is {found:?} on nodes {nodes:?}, and may be {may_be:?}"));
             }
             self.look(&mut None, &mut None)?;
         }

@@ -119,7 +119,7 @@ impl NodeStageIn {
         }
     }
 
-    /// Undoes everything that was published on this node.
+    /// Undoes the stage-in on this node, however far it came.
     pub(super) fn abort(&self) {
         self.stop();
         let mut publication = self.publication();
