@@ -40,7 +40,7 @@ enum Ask {
     Batch,
     /// An order is submitted.
     Order,
-    /// A client requests a nameless file to hand to another program.
+    /// A client requests an unnamed file to pass to another program.
     Spill,
     /// `dayfly status`: `Control`, and `Status` between servers.
     Status,

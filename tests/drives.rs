@@ -1,5 +1,5 @@
-//! Drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive cannot be read,
-//! and the error says so. Everything else continues, also on that node.
+//! Drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive cannot be
+//! read, and the error says so. Everything else continues, even on that node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -64,7 +64,7 @@ fn ground(files: usize, len: usize) -> Ground {
     ground
 }
 
-/// Returns the nameless files on its drives that a server has open.
+/// Returns the unnamed files on its drives that a server has open.
 fn files_of(cluster: &Cluster, pid: i32) -> Vec<fs::File> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
     let is_ours = |path: &std::path::PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(cluster.data.path()));

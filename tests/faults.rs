@@ -206,7 +206,7 @@ fn with_the_own_server_dead_local_blocks_are_read_and_others_fail() {
     cluster.down();
 }
 
-/// Returns the bytes in nameless files that this process itself has open because it is attached to a session.
+/// Returns the bytes in unnamed files that this process itself has open because it is attached to a session.
 fn taken_by_nameless_files(ground: &Ground) -> u64 {
     let descriptors = fs::read_dir("/proc/self/fd").unwrap().flatten().map(|entry| entry.path());
     let in_data_dir = |path: &PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(ground.data.path()));

@@ -200,7 +200,7 @@ fn full_nodes_are_an_error_with_a_way_out() {
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("no node has room left") && message.contains("--capacity"), "{message}");
     assert_unharmed(&cluster, used);
-    // One full node is no error: the next node on the ring takes its blocks.
+    // One full node is not an error: the next node on the ring takes its blocks.
     fs::create_dir(cluster.at("some")).unwrap();
     (0..20).for_each(|number| fs::write(cluster.at(format!("some/{number}")), vec![1; 1 << 19]).unwrap());
     cluster.stage(&[&cluster.at("some")], "/dayfly/some");

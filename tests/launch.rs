@@ -408,7 +408,7 @@ impl Pids {
 impl Drop for Pids {
     fn drop(&mut self) {
         for &pid in self.0.iter().filter(|&&pid| runs(pid)) {
-            // The process may have ended just now.
+            // The process may have just ended.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
         }
     }

@@ -212,6 +212,9 @@ fn without_a_card_auto_uses_tcp_and_names_the_reason_and_rdma_fails() {
     cluster.down();
     let ground = Ground::new();
     let message = ground.fails(1, &[&["up", "--local", "2", "--transport", "rdma"], &absent[..]].concat());
-    assert!(message.contains("no session over RDMA, as --transport rdma demands: node 0 has no RDMA"), "{message}");
+    assert!(
+        message.contains("cannot start a session over RDMA, which --transport rdma requires: node 0 has no RDMA"),
+        "{message}"
+    );
     ground.assert_clean();
 }

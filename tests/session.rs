@@ -70,7 +70,7 @@ fn every_archive_comes_out_as_tar_unpacks_it() {
     ];
     for (name, format) in formats {
         pack(&ground.at(name), &ground.at("tree"), &[format]);
-        // The content decides about the format, not the name.
+        // The content determines the format, not the name.
         fs::copy(ground.at(name), ground.at(format!("{name}.dat"))).unwrap();
     }
     let cluster = ground.up(3);

@@ -243,7 +243,7 @@ fn sparse_members_are_expanded() {
         let len = file.metadata().unwrap().len();
         file.set_len(len + 100_000).unwrap();
     }
-    // So many pieces that their map does not fit one header.
+    // So many pieces that their map does not fit in one header.
     let mut many = fs::File::create(ground.at("tree/many")).unwrap();
     for piece in 0..100_u64 {
         std::io::Seek::seek(&mut many, std::io::SeekFrom::Start(piece * 65_536)).unwrap();

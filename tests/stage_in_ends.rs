@@ -145,7 +145,7 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     let (summary, _) = stage_in(&["--prefix-by-source", "col/*.tar"]);
     assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(21), Some(0)), "{summary}");
     assert_eq!(cluster.ok(&["cat", "/dayfly/x/b/3.txt"]), "3 of b");
-    // Equal files, and a path that one archive has twice, are no conflict.
+    // Equal files, and a path that one archive has twice, are not a conflict.
     let (summary, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
     assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(5), Some(0)), "{summary}");
     let append =
@@ -237,11 +237,11 @@ fn a_stage_in_reports_the_end_of_its_session() {
 /// is an error that names it, not an empty sample."
 fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let cluster = Ground::new().up(2);
-    // Its metadata show 0 bytes, and it has some.
+    // Its metadata says 0 bytes, but it has content.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // The metadata of a file in /sys show a page, and it has less.
+    // The metadata of a file in /sys says one page, but the file has less.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);

@@ -50,7 +50,7 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
-        // Not for its code, but so that Cargo builds the library beside the program.
+        // The dependency makes Cargo build the library beside the program; its code is not used.
         ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-launch", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
     ]);
     let packages = metadata().workspace_packages();
@@ -101,7 +101,7 @@ fn unsafe_code_is_where_the_design_says() {
         "meta/src/shared.rs",
         "server/src/store/write_back.rs",
         "server/transport/src/region.rs",
-        // The border to libibverbs: its structures, the objects made of them, and their ends.
+        // The border to libibverbs: its structures, and the objects that own them and destroy them.
         "server/transport/src/rdma/device.rs",
         "server/transport/src/rdma/direct.rs",
         "server/transport/src/rdma/queue.rs",
@@ -144,7 +144,7 @@ fn unsafe_code_is_where_the_design_says() {
     ];
     for allowed in allowed {
         let file = sources().get(Path::new(allowed)).unwrap_or_else(|| panic!("{allowed} does not exist"));
-        assert!(file.text.contains("unsafe"), "{allowed} has no unsafe code, and leaves this list");
+        assert!(file.text.contains("unsafe"), "{allowed} has no unsafe code; remove it from this list");
     }
     for (path, file) in sources().all() {
         let is_allowed = allowed.iter().any(|allowed| path == Path::new(allowed));
@@ -169,7 +169,7 @@ fn files_have_a_purpose_a_bound_and_a_parent() {
         let parents = [folder.join("lib.rs"), folder.join("main.rs"), folder.with_extension("rs")];
         let mut parents = parents.iter().filter_map(|parent| sources().get(parent));
         let is_named = parents.any(|parent| parent.text.contains(&format!("mod {name};")));
-        assert!(is_named, "{} is a module of no other file", path.display());
+        assert!(is_named, "{} is not a module of any other file", path.display());
     }
 }
 

@@ -130,7 +130,7 @@ impl Claimed {
 }
 
 impl Arena {
-    /// Makes an arena of `region`. Clients map it through a descriptor that cannot write, and read in `status_page` which
+    /// Creates an arena in `region`. Clients map it through a descriptor that cannot write, and read in `status_page` which
     /// leases still hold.
     pub(crate) fn new(region: Region, status_page: Arc<StatusPage>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;

@@ -45,7 +45,7 @@ use crate::store::{Store, unnamed_file};
 use read_ahead::ReadAhead;
 use socket::{Receiver, Sender};
 
-/// The wait after a failed `accept`, most likely for want of descriptors.
+/// The pause after a failed `accept`. Most likely the server is out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The parts of a node that its clients use.
@@ -205,7 +205,7 @@ impl Client {
                     self.refuse(&format!("more than {RECHECKED_CHUNKS_MAX} chunks to recheck in one request")).await
                 }
                 Some(dataset) => self.fetch(&dataset, &chunks, recheck).await,
-                None => self.refuse("the dataset is not there any more").await,
+                None => self.refuse("the dataset no longer exists").await,
             },
             FromClient::Release { leases } => {
                 self.holder.release(&leases);
@@ -253,8 +253,8 @@ impl Client {
         self.sender.send(&FromServer::DatasetsEnd { generation }, &[]).await
     }
 
-    /// Takes a part of a sample order. With the last part, starts to read ahead along it, and stops to do so along the
-    /// order before it.
+    /// Takes a part of a sample order. With the last part, starts to read ahead along the order, and stops reading ahead along
+    /// the previous one.
     async fn order(&mut self, dataset: DatasetId, samples: Vec<SampleId>, is_last: bool) -> io::Result<()> {
         if samples.len() > ORDER_PART_SAMPLES {
             return self.refuse(&format!("more than {ORDER_PART_SAMPLES} samples in one part of an order")).await;
@@ -269,7 +269,7 @@ impl Client {
         let order = std::mem::take(&mut self.order);
         self.tasks.abort_all();
         let Some(dataset) = self.context.store.dataset(dataset) else {
-            return self.refuse("the dataset is not there any more").await;
+            return self.refuse("the dataset no longer exists").await;
         };
         self.tasks.spawn(self.context.prefetcher.clone().run(dataset, order));
         self.sender.send(&FromServer::Ordered, &[]).await

@@ -112,7 +112,7 @@ impl Coordinator {
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
         let number = self.subscriptions.open(events)?;
         let coordinator = self.clone();
-        // On a task of its own, because the stage-in must undo what it did even if nobody asks for its events any more.
+        // On a task of its own, because the stage-in must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
             tokio::join!(run::run(&coordinator, request, sender), coordinator.subscriptions.expire(number));
         });

@@ -326,8 +326,8 @@ impl Fetcher {
         reply.verify(&*self.blocking, dataset, chunks).await
     }
 
-    /// Answers a peer that reads chunks of which this node is the owner. Returns which chunks are missing here, and a piece
-    /// for each chunk.
+    /// Answers a peer that reads chunks of blocks that this node owns. Returns which chunks are missing here, and a piece for
+    /// each chunk.
     pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> (Vec<u32>, Vec<Piece>) {
         let mut missing = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
@@ -368,7 +368,7 @@ async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, loa
     arena.find(&(dataset.id(), chunk)).map(|lease| (index, Fetched::Leased(lease))).into_iter().collect()
 }
 
-/// Fails all chunks of a group, also for the requests that joined.
+/// Fails all chunks of a group, for the requests that joined too.
 fn fail(dataset: &Dataset, group: LoadGroup, error: ReadError) -> FetchedChunks {
     let failed = group.fail(Arc::new(error.clone()));
     failed.into_iter().map(|(index, chunk)| (index, Fetched::Failed(read_error(dataset, chunk, error.clone())))).collect()

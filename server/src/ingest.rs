@@ -106,7 +106,7 @@ impl Ingest {
         &self.segments
     }
 
-    /// Where the block with this arrival number lies. `None` before [`Self::finish`].
+    /// Returns where the block with this arrival number lies. Returns `None` before [`Self::finish`].
     pub(crate) fn find(&self, arrival: u32) -> Option<DrivePosition> {
         self.arrivals.find(arrival)
     }
@@ -313,7 +313,7 @@ mod tests {
         assert!(read(&ingest, large, 3 << 20)[2 << 20..] == vec![2; 1 << 20]);
         let offsets: Vec<u64> = (0..sizes.len() as u32).map(|arrival| ingest.find(arrival).unwrap().offset).collect();
         let ascents = offsets.windows(2).filter(|pair| pair[0] < pair[1]).count();
-        assert!((800..1300).contains(&ascents), "{ascents} of {} blocks lie behind the one that arrived before", sizes.len());
+        assert!((800..1300).contains(&ascents), "{ascents} of {} blocks lie after the one that arrived before", sizes.len());
         assert_eq!(ingest.find(large + 1), None);
     }
 

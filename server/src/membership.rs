@@ -23,7 +23,7 @@ use crate::store::Store;
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct JoinError {
-    /// The node that could not reach a peer, or did not like its answer.
+    /// The node that could not reach a peer, or could not use its answer.
     node: NodeId,
     #[source]
     cause: PeerError,
@@ -46,10 +46,10 @@ impl From<JoinError> for Rejection {
     }
 }
 
-/// What the end of a session came to.
+/// The result of ending a session.
 #[derive(Default)]
 pub(crate) struct Ending {
-    /// Nodes that serve no longer.
+    /// Nodes that have stopped serving.
     pub(crate) nodes: u16,
     /// Bytes freed on their data dirs.
     pub(crate) freed_bytes: u64,

@@ -1,4 +1,4 @@
-//! One node of a session: makes its parts, connects them, and closes them in the end. Nothing else.
+//! One node of a session: creates its parts, connects them, and closes them at the end. It does nothing else.
 
 use std::io;
 use std::net::SocketAddr;
@@ -190,7 +190,7 @@ impl NodeParts {
         Ok((parts, caching))
     }
 
-    /// What answers peers.
+    /// Creates the service that answers peers.
     fn service(&self) -> NodeService {
         let (stage_ins, damage) = (self.stage_ins.clone(), self.damage.clone());
         NodeService {
@@ -207,7 +207,7 @@ impl NodeParts {
         }
     }
 
-    /// What answers processes.
+    /// Collects the parts that answer processes.
     fn client_context(&self) -> ClientContext {
         ClientContext {
             session: self.config.session,
@@ -328,13 +328,13 @@ impl Node {
         drop(self.parts.membership.end_others(&[]).await);
     }
 
-    /// Frees all room on the data dirs, even under open files, so that the node serves no bytes any more. Returns the
-    /// bytes freed.
+    /// Frees all room on the data dirs, even under open files, so that the node no longer serves any bytes. Returns the bytes
+    /// freed.
     pub fn free_all(&self) -> u64 {
         self.parts.store.free_all()
     }
 
-    /// Closes all connections, and stops to serve.
+    /// Closes all connections, and stops serving.
     pub fn close(&self) {
         drop(self.running.lock().unwrap_or_else(PoisonError::into_inner).take());
     }

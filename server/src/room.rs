@@ -31,7 +31,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
 /// each batch would take longer than writing the batch.
 const ROOM_STEPS: u64 = 64;
-/// How often the amount to evict doubles within one call. After that, everything is evicted.
+/// How many times the amount to evict doubles within one call. After that, everything is evicted.
 const ROUNDS_MAX: u32 = 16;
 
 /// Why room could not be made.
@@ -123,8 +123,8 @@ impl Room {
         Ok(self.store.release_headroom())
     }
 
-    /// Evicts cached blocks for what a stage-in writes beside blocks, `bytes` or somewhat more, where other programs have
-    /// filled the file system. If nothing is cached, the writes themselves meet the full drive.
+    /// Evicts cached blocks, so that a stage-in has `bytes` or somewhat more for what it writes beside blocks, even if other
+    /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
         let missing = move |room: &Self| room.store.headroom_missing(bytes);
         if self.on_drives(missing).await? == 0 {

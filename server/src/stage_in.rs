@@ -89,7 +89,7 @@ struct Running {
     _guard: StageInGuard,
 }
 
-/// What the coordinator announces of a stage-in when it begins.
+/// What the coordinator announces about a stage-in when it begins.
 pub(crate) struct StageInOrder {
     pub(crate) number: u64,
     pub(crate) coordinator: NodeId,
@@ -223,7 +223,7 @@ struct Publication {
 }
 
 impl NodeStageIn {
-    /// Reserves memory and creates the files of a stage-in. Blocks.
+    /// Reserves memory and creates the files of a stage-in. Blocks the calling thread.
     fn new(context: Arc<StageInContext>, order: StageInOrder) -> Result<Self, NodeStageInError> {
         let StageInOrder { number, coordinator, selection, seed, max_rate, capacities } = order;
         let (theirs, ours) = (capacities.len(), context.peers.count());
@@ -273,8 +273,8 @@ impl NodeStageIn {
         let _ = self.cancelled.set(());
     }
 
-    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. Through this, no
-    /// worker waits longer than that, whatever a drive or a peer does.
+    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. A worker that waits
+    /// through this waits no longer than that, whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {
             biased;

@@ -61,15 +61,15 @@ impl OwnerCounter {
     }
 }
 
-/// Counts damaged copies by the hop on which they were found.
+/// Counts damaged copies by the hop at which they were found.
 #[derive(Default)]
 pub(crate) struct Damage {
     counts: [AtomicU64; HOPS],
 }
 
 impl Damage {
-    /// Counts bytes of `what` that differ from what was staged in, and logs a warning. Only the first, second, fourth, eighth...
-    /// find of a hop is logged, so that a network or drive that damages much does not fill the log.
+    /// Counts bytes of `what` that differ from what was staged in, and logs a warning. Of the finds at one hop, only the first,
+    /// second, fourth, eighth and so on are logged, so that a network or drive that damages much does not fill the log.
     pub(crate) fn record(&self, hop: Hop, owner: NodeId, what: impl Display, Mismatch { expected, found }: Mismatch) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {

@@ -17,7 +17,7 @@
 //! - A block's location on a drive is published only after a sync has covered its bytes, and is withdrawn before its room is
 //!   reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
 //! - Room is reserved before it is written, so a stage-in learns that a drive is full before it takes a batch.
-//! - Cached blocks lie behind all blocks that the node owns. An offset at which a cached block lay is never used again.
+//! - Cached blocks lie after all blocks that the node owns. An offset at which a cached block lay is never used again.
 //! - After one failed write-back call, a drive's file is never trusted again: a later sync that succeeds proves nothing.
 //!
 //! The store does not talk to other nodes, and does not decide how much is cached or when copies are evicted (the server's
@@ -132,7 +132,7 @@ impl Store {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
 
-    /// Makes segments leave the headroom free, or no longer. They leave it while cached blocks can be evicted instead.
+    /// Makes segments leave the headroom free, or lets them use it. They leave it while cached blocks can be evicted instead.
     pub(crate) fn protect_headroom(&self, is_protected: bool) {
         self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
@@ -231,7 +231,7 @@ impl Store {
         }
     }
 
-    /// Frees the room of everything, also of files that processes still have open. Returns the bytes freed.
+    /// Frees the room of everything, including files that processes still have open. Returns the bytes freed.
     pub(crate) fn free_all(&self) -> u64 {
         let freed = self.used();
         self.status_page.set_gone();

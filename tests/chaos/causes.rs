@@ -47,7 +47,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("no live node", Cause::OwnServer),
     ("has no node", Cause::OwnServer),
     ("its bytes are gone", Cause::Gone),
-    ("the dataset is not there any more", Cause::Gone),
+    ("the dataset no longer exists", Cause::Gone),
     ("the session has ended", Cause::Gone),
     ("the session was ended", Cause::Gone),
     ("is not running", Cause::Gone),
@@ -61,7 +61,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
-    ("not there (any more)", Cause::Gone),
+    ("the dataset does not exist, or no longer exists", Cause::Gone),
     ("refused the request", Cause::Drive),
     ("No such file or directory", Cause::NoName),
     ("no such file or directory", Cause::NoName),
@@ -100,7 +100,7 @@ pub(crate) struct Observer {
 /// Whether `event` explains that `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
 pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], observer: Observer) -> bool {
     let fault = match event {
-        // No read of the new version may fail. A listing of all datasets may come upon a name that was just removed.
+        // No read of the new version may fail. A listing of all datasets may meet a name that was just removed.
         Event::Replaced(old) => {
             let is_old = what.contains(&old.path_of_all()) || what == "list";
             return is_old && matches!(cause, Cause::Gone | Cause::NoName | Cause::Io);

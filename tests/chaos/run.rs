@@ -39,7 +39,7 @@ pub(crate) struct Tally {
 pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
-    /// The session's location, kept also after its end.
+    /// The session's location, kept even after its end.
     pub(crate) location: SessionFolder,
     /// The mounted file system for data; `None` without root.
     pub(crate) drive: Option<PathBuf>,

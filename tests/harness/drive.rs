@@ -61,7 +61,7 @@ impl Drop for ThinDrive {
     }
 }
 
-/// Returns the nameless files below a folder that a process has open, each once.
+/// Returns the unnamed files below a folder that a process has open, each once.
 fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     let mut found = std::collections::BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {

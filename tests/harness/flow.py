@@ -29,7 +29,7 @@ for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         if flow.family == socket.AF_INET and flow.getpeername()[1] == port:
             flows.append(flow)
     except OSError:
-        pass  # It is a listener, or it is not connected any more.
+        pass  # It is a listener, or it is no longer connected.
 if len(flows) != 3:
     sys.exit(f"{len(flows)} connections instead of 3")
 drop_all = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))

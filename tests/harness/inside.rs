@@ -1,5 +1,5 @@
-//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process has all of their memory and
-//! nameless files, so a test can flip a bit wherever bytes rest.
+//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process has all of their
+//! memory and unnamed files, so a test can flip a bit wherever bytes rest.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};

@@ -52,7 +52,7 @@ pub(crate) fn with_workers(which: usize, test: fn()) {
     WORKERS.set(None);
 }
 
-/// The limit of any command in a test; a longer one hangs.
+/// The time limit of any command in a test. A command that takes longer is assumed to hang.
 pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The folders of a test, and the program to run in them.

@@ -15,7 +15,7 @@ const START: &str = "/// SEMANTICS: \"";
 
 /// A quotation of SEMANTICS.md above a test.
 struct Quotation {
-    /// Where it stands: the file and the test.
+    /// The file and the test below the quotation.
     place: String,
     text: String,
 }
@@ -100,7 +100,7 @@ fn quotations() -> Vec<Quotation> {
     let mut found = Vec::new();
     for (path, file) in sources().all() {
         let is_shipped = sources().shipped().any(|(shipped, _)| shipped == path);
-        assert!(!is_shipped || !file.shipped.contains(START), "{}: code that is no test quotes SEMANTICS.md", path.display());
+        assert!(!is_shipped || !file.shipped.contains(START), "{}: code outside tests quotes SEMANTICS.md", path.display());
         let mut texts = Vec::new();
         let mut lines = file.text.lines().map(str::trim);
         while let Some(line) = lines.next() {
@@ -108,7 +108,7 @@ fn quotations() -> Vec<Quotation> {
                 let mut text = start.to_owned();
                 while !text.ends_with('"') {
                     let next = lines.next().and_then(|line| line.strip_prefix("///"));
-                    text.push_str(next.unwrap_or_else(|| panic!("{}: a quotation does not end: {text}", path.display())));
+                    text.push_str(next.unwrap_or_else(|| panic!("{}: a quotation has no closing quote: {text}", path.display())));
                 }
                 texts.push(plain(text.trim_end_matches('"')));
             } else if let Some((_, rest)) = line.split_once("fn ") {
@@ -117,7 +117,11 @@ fn quotations() -> Vec<Quotation> {
                 found.extend(texts.drain(..).map(|text| Quotation { place: place.clone(), text }));
             } else {
                 let is_above_function = line.starts_with("///") || line.starts_with("#[");
-                assert!(texts.is_empty() || is_above_function, "{}: a quotation stands above no test: {texts:?}", path.display());
+                assert!(
+                    texts.is_empty() || is_above_function,
+                    "{}: a quotation is not directly above a test: {texts:?}",
+                    path.display()
+                );
             }
         }
     }

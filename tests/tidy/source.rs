@@ -53,7 +53,8 @@ impl Sources {
         self.files.iter().map(|(path, file)| (path.as_path(), file))
     }
 
-    /// The files that the program or a library is made of: no file of `tests/`, and no module that only tests build.
+    /// Returns the files that are built into the program or a library: not those in `tests/`, and not modules that only tests
+    /// build.
     pub(crate) fn shipped(&self) -> impl Iterator<Item = (&Path, &SourceFile)> {
         self.all().filter(|(path, _)| !self.is_test(path))
     }
@@ -82,7 +83,7 @@ fn test_modules(path: &Path, text: &str) -> Vec<PathBuf> {
     test_items(text).into_iter().filter_map(declared).collect()
 }
 
-/// `text` without each item to which a `#[cfg(test)]` applies.
+/// Returns `text` without the items to which a `#[cfg(test)]` applies.
 fn without_test_items(text: &str) -> String {
     let mut kept = String::with_capacity(text.len());
     let mut at = 0;
@@ -94,7 +95,7 @@ fn without_test_items(text: &str) -> String {
     kept
 }
 
-/// Where the items are to which a `#[cfg(test)]` applies, each with its attributes.
+/// Returns the ranges of the items to which a `#[cfg(test)]` applies, each with its attributes.
 fn test_items(text: &str) -> Vec<Range<usize>> {
     const ATTRIBUTE: &str = "#[cfg(test)]";
     let code = blanked(text, true);
@@ -109,7 +110,7 @@ fn test_items(text: &str) -> Vec<Range<usize>> {
     items
 }
 
-/// Where the item, statement or field ends that begins at `start`, behind one of its attributes.
+/// Returns the end of the item, statement or field whose remaining text begins at `start`, after one of its attributes.
 fn item_end(code: &str, start: usize) -> usize {
     let mut at = start;
     // Further attributes.
@@ -144,7 +145,7 @@ fn item_end(code: &str, start: usize) -> usize {
     code.len()
 }
 
-/// Where the bracket closes that opens at `open`.
+/// Returns the position of the bracket that closes the one at `open`.
 pub(crate) fn closing(code: &str, open: usize) -> usize {
     let mut depth = 0;
     for (at, letter) in code.bytes().enumerate().skip(open) {
@@ -157,11 +158,11 @@ pub(crate) fn closing(code: &str, open: usize) -> usize {
             return at;
         }
     }
-    panic!("a bracket does not close: {}", code[open..].lines().next().unwrap_or(""))
+    panic!("a bracket is not closed: {}", code[open..].lines().next().unwrap_or(""))
 }
 
-/// `text` with spaces in place of comments and, if `strings`, of what is between quotation marks. All positions and
-/// all line ends stay.
+/// Returns `text` with spaces in place of comments and, if `strings` is set, of the contents of strings. Positions and line ends
+/// stay the same.
 pub(crate) fn blanked(text: &str, strings: bool) -> String {
     let bytes = text.as_bytes();
     let mut out = bytes.to_vec();
@@ -215,7 +216,7 @@ pub(crate) fn blanked(text: &str, strings: bool) -> String {
     String::from_utf8(out).unwrap()
 }
 
-/// The length of the block comment that `rest` begins with; they nest.
+/// Returns the length of the block comment at the start of `rest`. Block comments nest.
 fn block_comment(rest: &str) -> usize {
     let mut depth = 0;
     let mut at = 0;
@@ -232,7 +233,7 @@ fn block_comment(rest: &str) -> usize {
     rest.len()
 }
 
-/// Where the content of the raw string begins and ends that `rest` begins with, and where the string itself ends.
+/// For the raw string at the start of `rest`, returns where its content begins and ends, and where the string itself ends.
 fn raw_string(rest: &str) -> Option<(usize, usize, usize)> {
     let prefix = ["r", "br", "cr"].into_iter().filter(|prefix| rest.starts_with(prefix)).max_by_key(|prefix| prefix.len())?;
     let hashes = rest[prefix.len()..].bytes().take_while(|byte| *byte == b'#').count();
@@ -244,7 +245,7 @@ fn raw_string(rest: &str) -> Option<(usize, usize, usize)> {
     Some((open, close, close + 1 + hashes))
 }
 
-/// The length of the literal that `rest` begins with, its quotation marks included.
+/// Returns the length of the literal at the start of `rest`, including its quotation marks.
 fn quoted(rest: &str, mark: u8) -> usize {
     let bytes = rest.as_bytes();
     let mut at = 1;
@@ -258,7 +259,7 @@ fn quoted(rest: &str, mark: u8) -> usize {
     rest.len()
 }
 
-/// Whether the quotation mark that `rest` begins with opens a character literal, and not a lifetime.
+/// Whether the quotation mark at the start of `rest` opens a character literal, and not a lifetime.
 fn is_character(rest: &str) -> bool {
     let mut letters = rest.chars().skip(1);
     match (letters.next(), letters.next()) {

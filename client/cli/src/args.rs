@@ -21,14 +21,14 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
-/// A session lives as long as its job. One server per node holds a data set, unpacked on the nodes'
-/// local drives, and shows it under one namespace. A whole job is one command:
+/// A session lives as long as its job. Its servers, one per node, hold a data set unpacked on the
+/// nodes' local drives, and show it under one namespace. A whole job is one command:
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
 /// CMD and all its children see the namespace below /dayfly (or --prefix), read-only and without
 /// any change to them: a library that is loaded before the C library shows it. The library does not
-/// reach static programs, programs for musl, set-user-ID programs and raw system calls.
+/// reach static programs, programs for musl, set-user-ID programs or raw system calls.
 ///
 /// Write a path of the namespace as programs see it, including the prefix (/dayfly/train). Every
 /// other path is a local file. Commands use the session that DAYFLY_SESSION names, otherwise that

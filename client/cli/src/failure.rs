@@ -31,7 +31,8 @@ pub(crate) const NOT_STARTED: u8 = 125;
 pub(crate) const NOT_EXECUTABLE: u8 = 126;
 /// CMD was not found.
 pub(crate) const NOT_FOUND: u8 = 127;
-/// The reader of standard output closed it, as after SIGPIPE (128 + 13).
+/// The reader of standard output closed it. A program that SIGPIPE kills has the same status (128 +
+/// 13).
 const BROKEN_PIPE: u8 = 141;
 
 /// A failed command: its message and its exit status.
@@ -121,8 +122,8 @@ pub(crate) fn complain(message: impl Display) {
 pub(crate) fn mention(message: impl Display) {
     let line = format!("{message}\n");
     let mut rest = line.as_bytes();
-    // Without the lock of standard error, because another thread may hold it while it waits for a
-    // terminal that was stopped (Ctrl-S).
+    // Does not take the lock of standard error, because another thread may hold it while it waits
+    // for a stopped terminal (Ctrl-S).
     let stderr = io::stderr();
     while !rest.is_empty() {
         if IS_ENDING.load(Ordering::Relaxed) && !is_writable(&stderr) {
@@ -139,8 +140,8 @@ pub(crate) fn mention(message: impl Display) {
 /// How long a message waits for its reader after a signal.
 const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 
-/// Whether a signal has asked this process to end. From then on, the end of a session waits for no
-/// reader.
+/// Whether a signal has asked this process to end. From then on, messages that nobody reads are
+/// dropped, so that they do not delay the end of a session.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
 /// From now on, messages that nobody reads are dropped.
@@ -157,15 +158,15 @@ fn is_writable(stderr: &Stderr) -> bool {
 /// Reports what the argument parser returned: help on standard output, and errors on standard
 /// error.
 ///
-/// Errors repeat arguments as they were given. The arguments are escaped first, and then each line,
-/// but not the line ends.
+/// An error repeats the arguments as they were given. This escapes first each argument and then
+/// each line of the message, but keeps the line ends.
 pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
     if !error.use_stderr() {
         error.print().map_err(name_stdout)?;
         return Ok(ExitCode::SUCCESS);
     }
-    // clap renders without colors by removing escape sequences, also those in arguments, so the
-    // arguments are escaped before.
+    // To render without colors, clap removes escape sequences, even those in arguments, so the
+    // arguments are escaped first.
     let given: Vec<_> = error.context().map(|(kind, value)| (kind, value.clone())).collect();
     for (kind, value) in given {
         let escaped = |text: String| display(text.as_bytes());
@@ -198,7 +199,8 @@ impl Write for Output {
     }
 }
 
-/// Keeps the error's kind, by which a closed reader is recognized.
+/// Adds the stream's name to an error. Keeps the error's kind, because callers recognize a closed
+/// reader by it.
 fn name_stdout(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::Interrupted => error,
@@ -210,7 +212,7 @@ fn name_stdout(error: io::Error) -> io::Error {
 static OUTPUT_ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
 /// Records that a `print_line!` failed, for the end of the command. A reader that has seen enough
-/// and closed the output is no failure.
+/// and closed the output is not a failure.
 pub(crate) fn record_output_error(error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
         OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

@@ -140,10 +140,10 @@ fn output_of(command: &[&str]) -> Result<String, LaunchError> {
         Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = started.map_err(failed)?;
     let deadline = Instant::now() + QUERY_TIMEOUT;
-    // The output is a few lines, which fit the pipe, so nothing has to read it meanwhile.
+    // The output is a few lines, which fit in the pipe, so nothing has to read them meanwhile.
     while child.try_wait().map_err(failed)?.is_none() {
         if Instant::now() > deadline {
-            // The command may have finished just now.
+            // The command may have just finished.
             let _ = child.kill();
             let _ = child.wait();
             return Err(LaunchError::CommandTimeout { command: words, seconds: QUERY_TIMEOUT.as_secs() });

@@ -1,4 +1,4 @@
-//! Removes the folders of sessions: at a session's end, and of sessions whose servers were killed.
+//! Removes the folders of sessions when they end, and the folders that killed sessions left behind.
 //!
 //! Several processes may clean up at once. Locks decide which sessions are dead, so a running
 //! session is never touched, and a folder that another process removed first counts as removed.
@@ -19,7 +19,7 @@ use crate::error::LaunchError;
 
 /// How long a server that has ended may take to disappear.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often the removal of a folder is retried while others create files in it.
+/// How many times the removal of a folder is retried while others create files in it.
 const REMOVE_ATTEMPTS_MAX: u32 = 10;
 /// The file in a session's folder that holds the path of the key file, if there is one.
 pub(crate) const KEY_FILE_NAME: &str = "key-file";
@@ -79,12 +79,13 @@ fn cannot_remove(location: &SessionFolder) -> impl FnOnce(io::Error) -> LaunchEr
 }
 
 /// Removes a session's folders in its data dirs, except those of live servers. Works even if the
-/// session's own folder, with the list of them, is gone.
+/// session's own folder, which contains the list of these folders, is gone.
 pub(crate) fn remove_data_folders(folders: &[PathBuf]) {
     data_dir::remove(folders);
 }
 
-/// Returns whether the folder is gone by the deadline.
+/// Removes a dead session's folders, and retries until the deadline. Returns whether the session's
+/// own folder is gone.
 fn remove_until(location: &SessionFolder, deadline: Instant) -> Result<bool, LaunchError> {
     while location.folder.exists() && !remove_if_dead(location)? && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(2));
@@ -104,7 +105,7 @@ fn remove_all(location: &SessionFolder) -> io::Result<()> {
     let mut attempts_left = REMOVE_ATTEMPTS_MAX;
     let removed = loop {
         match fs::remove_dir_all(&location.folder) {
-            // Another process that also removes the folder has created its lock anew.
+            // Another process that is also removing the folder has recreated its lock.
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && attempts_left > 0 => attempts_left -= 1,
             Err(error) if error.kind() == io::ErrorKind::NotFound => break Ok(()),
             removed => break removed,

@@ -81,7 +81,7 @@ pub enum LaunchError {
     #[error("--launcher manual needs --nodes N, the number of servers that you will start")]
     ManualNeedsNodes,
     /// More nodes are required than exist.
-    #[error("--min-nodes asks for {wanted}, and the session has only {}", counted(*.nodes as u64, "node"))]
+    #[error("--min-nodes asks for {wanted}, but the session has only {}", counted(*.nodes as u64, "node"))]
     MinNodes {
         /// The value of `--min-nodes`.
         wanted: u16,
@@ -89,7 +89,7 @@ pub enum LaunchError {
         nodes: usize,
     },
     /// No hosts, or more than a session can have.
-    #[error("a session has 1 to {NODES_MAX} nodes, and {nodes} are listed")]
+    #[error("a session has 1 to {NODES_MAX} nodes, but {nodes} are listed")]
     NodeCount {
         /// The number of hosts.
         nodes: usize,
@@ -152,7 +152,7 @@ pub enum LaunchError {
         output: String,
     },
     /// A command did not finish in time.
-    #[error("'{command}' does not answer within {seconds} s")]
+    #[error("'{command}' did not finish within {seconds} s")]
     CommandTimeout {
         /// The command with its arguments.
         command: String,
@@ -267,11 +267,11 @@ pub enum LaunchError {
     #[error("no session: {0}")]
     CannotConnect(String),
     /// RDMA was demanded and some node lacks it.
-    #[error("no session over RDMA, as --transport rdma demands: {0}")]
+    #[error("cannot start a session over RDMA, which --transport rdma requires: {0}")]
     NoRdma(#[source] Obstacle),
     /// Not all servers reached each other in time.
     #[error(
-        "not all nodes reach each other within {seconds} s (--start-timeout); 'dayfly doctor --hosts ...' shows which do not"
+        "not all nodes reached each other within {seconds} s (--start-timeout); 'dayfly doctor --hosts ...' shows which do not"
     )]
     ConnectTimeout {
         /// The time that was allowed, in seconds.
@@ -324,7 +324,7 @@ pub enum LaunchError {
     /// A call of the operating system failed.
     #[error("{action}: {source}")]
     Io {
-        /// What was to be done, beginning with "cannot".
+        /// What failed, beginning with "cannot".
         action: String,
         /// The error of the operating system.
         source: io::Error,
@@ -332,7 +332,7 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    /// Describes an I/O error by what was to be done.
+    /// Adds to an I/O error what failed.
     pub(crate) fn io<E: Into<io::Error>>(action: impl Into<String>) -> impl FnOnce(E) -> Self {
         move |source| Self::Io { action: action.into(), source: source.into() }
     }
@@ -378,8 +378,8 @@ fn version_mismatch(launcher: &str) -> String {
     format!("{difference}; use the same dayfly binary on all nodes")
 }
 
-/// Names the user who can remove a folder that stands where ours should be, as a clause in
-/// parentheses; empty if unknown.
+/// Names, in parentheses, the user who can remove a folder that is in the place of ours. Returns an
+/// empty string if the user is unknown.
 pub fn owner_hint(exposed: &NotPrivate) -> String {
     let Some(owner) = exposed.owner() else { return String::new() };
     let name = User::from_uid(owner.into()).ok().flatten().map_or_else(String::new, |user| format!(" ('{}')", user.name));

@@ -1,8 +1,8 @@
 //! Watches the folder of a running session, and ends the session when it disappears.
 //!
-//! Without its folder no process finds the session any more, and its servers would hold their space
-//! forever. While the folder is there, the watch also renews its times, so that cleaners that go by
-//! age leave it alone.
+//! Without its folder no process can find the session, and its servers would hold their space
+//! forever. While the folder is there, the watch also renews its times, so that cleaners that
+//! remove old files leave it alone.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(crate) async fn until_gone(watch: Watch) -> PathBuf {
 /// Explains why a session ends after `path` is gone, and what to do about it.
 pub(crate) fn gone_message(path: &Path) -> String {
     format!(
-        "the session ends because its '{}' was removed or replaced; without it no process can find the session. If a cleaner \
+        "the session ends because '{}' was removed or replaced; without it no process can find the session. If a cleaner \
          removes old files there, move the session's folders with DAYFLY_RUNTIME_DIR or --data-dir",
         path.display()
     )

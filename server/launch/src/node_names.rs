@@ -45,8 +45,9 @@ pub(crate) fn own_host_name() -> String {
 
 /// Finds a joining server's index in the list of hosts.
 ///
-/// A whole name counts more than a name's first part, and that more than an address. If nothing
-/// matches, the server gets the first free index that has no name, as with `--launcher manual`.
+/// A match of the whole name takes precedence over one of its first part, which takes precedence
+/// over one of an address. If nothing matches, the server gets the first free index that has no
+/// name, as with `--launcher manual`.
 pub(crate) fn host_index(
     hosts: &[String],
     names: &[String],
@@ -72,7 +73,7 @@ fn resolve(host: &str) -> Vec<IpAddr> {
         .collect()
 }
 
-/// Whether two names, of which one may lack its domain, are of the same host.
+/// Whether two names are of the same host, although one may lack its domain.
 pub(crate) fn is_same_host(one: &str, other: &str) -> bool {
     let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
     !one.is_empty()

@@ -222,7 +222,7 @@ async fn forward_lines(mut output: Box<dyn AsyncBufRead + Send + Unpin>, lines: 
             last.remove(0);
         }
         last.push(line.clone());
-        // If nobody listens any more, the output must still be drained, or the process would block.
+        // Even if nobody listens anymore, the output must be drained, or the process would block.
         let _ = lines.send(line).await;
     }
     last

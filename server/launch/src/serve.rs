@@ -95,7 +95,7 @@ impl InvitedServer {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
         let runtime = runtime.map_err(LaunchError::io("cannot start the server's runtime"))?;
         let served = runtime.block_on(join(self.session, self.invitation));
-        // Calls that still block have no use any more.
+        // The results of calls that still block are no longer needed.
         runtime.shutdown_background();
         served
     }
@@ -161,7 +161,7 @@ async fn join(session: SessionId, invitation: Invitation) -> Result<(), LaunchEr
     let (location, folders) = (environment.location.clone(), environment.session_folders());
     let supervisor = SupervisorLink { sender, receiver, local };
     let served = wait_and_serve(session, key, &invitation, environment, names, terminate, supervisor).await;
-    // Of several servers on this machine, the last one succeeds.
+    // If several servers share this machine, only the last one succeeds.
     cleanup::remove_if_dead(&location)?;
     cleanup::remove_data_folders(&folders);
     served
@@ -360,7 +360,7 @@ impl Serving {
         // Frees the space first, because a manager may kill this process soon.
         server.free_all();
         if loss.is_some() {
-            // The supervisor may be gone, and then nobody else ends the other nodes.
+            // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
         // A supervisor that is gone does not need to know.

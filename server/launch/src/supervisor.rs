@@ -119,6 +119,6 @@ impl Drop for Supervisor {
 /// then drops, and so kills, the others.
 async fn wind_down(processes: &mut LauncherProcesses, notices: &Notices) {
     if timeout(LAUNCHER_END_TIMEOUT, processes.all_exited()).await.is_err() {
-        notices.show("a process that started servers does not exit, so it is killed");
+        notices.show("a process that started servers does not exit; killing it");
     }
 }

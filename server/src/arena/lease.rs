@@ -27,7 +27,7 @@ impl ResidentChunk {
         Self { slot, published, marks }
     }
 
-    /// Withdraws its location, so that no process finds it any more.
+    /// Withdraws its location, so that processes no longer find it.
     pub(super) fn withdraw(&self) {
         if let Some((locations, block, location)) = &self.published {
             locations.withdraw(*block, *location);

@@ -4,9 +4,9 @@
 //! A lease ends when its client releases it, when its connection ends, or when it is revoked: because the client takes no
 //! bytes, or because other requests have waited for room too long.
 //!
-//! Invariant: before a lease of a connection ends by anything but a release, the connection's token on the status page
-//! changes. A client that still believes in such a lease checks the token after it has copied, so it never mistakes other
-//! bytes for the leased ones.
+//! Invariant: before a lease ends in any way other than a release, the token of its connection on the status page changes. A
+//! client that still believes in such a lease checks the token after it has copied, so it never mistakes other bytes for the
+//! leased ones.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -122,7 +122,7 @@ impl<L: Leased> LeaseLedger<L> {
         true
     }
 
-    /// Stops asking clients to release leases, because no request waits for room any more.
+    /// Stops asking clients to release leases, because no request waits for room anymore.
     pub(super) fn end_recall(&self) {
         for (&connection, account) in &mut self.accounts().connections {
             if account.recalled_at.take().is_some() {
@@ -299,7 +299,7 @@ mod tests {
         grant(&two, &status_page, 4 * MIB);
         assert_eq!((one.budget(), two.budget()), (None, None), "10 MiB of 8 MiB are leased");
         assert!(status_page.holds(one.connection(), token));
-        // Unknown processes share no budget, but the limit for all processes holds for them too.
+        // Unknown processes do not share a budget, but the limit for all processes applies to them too.
         let unknown: Vec<LeaseHolder<Spy>> = (0..3).map(|_| ledger.open(0)).collect();
         for holder in &unknown {
             grant(holder, &status_page, 4 * MIB);

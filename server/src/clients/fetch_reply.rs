@@ -1,4 +1,5 @@
-//! Answering a fetch: chunks go to the client as they arrive, in as few messages as it takes them.
+//! Answers a fetch: sends chunks to the client as they arrive. Those that arrive while the client takes a message go out together
+//! in the next one.
 
 use std::io;
 use std::sync::Arc;
@@ -115,7 +116,7 @@ impl Client {
     }
 }
 
-/// Takes from a part as much as fits one message. Errors name paths, which may be long.
+/// Takes from a part as much as fits in one message. Errors name paths, which may be long.
 fn split_message(part: &mut FetchedChunks) -> FetchedChunks {
     let mut room = LOCAL_MESSAGE_LEN_MAX / 2;
     let mut fits = |(_, fetched): &(u32, Fetched)| {

@@ -73,8 +73,8 @@ impl Sender {
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
-    /// Like [`Self::send`], but waits as long as it takes. The caller must see to it that the client holds nothing meanwhile
-    /// that others need.
+    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that the client meanwhile holds nothing that
+    /// others need.
     pub(super) async fn send_patiently(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let message = encode(message);
         let header = encode_local(message.len()).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;

@@ -20,7 +20,7 @@ pub(crate) struct PathConflict {
     second: String,
 }
 
-/// Which sources must not contain the same path.
+/// Knows which sources must not contain the same path.
 #[derive(Default)]
 pub(super) struct Rivals {
     /// The rivalry of each source.

@@ -10,11 +10,11 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// Classes times nodes that fit a summary.
+/// The most classes times nodes that fit in a summary.
 const SHARES_MAX: usize = 16 << 10;
-/// Classes that a reader of the summary can tell apart.
+/// The most classes that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;
-/// Top directories that are counted. Samples in further ones are of no class.
+/// The most top-level directories that are counted. Samples in any others belong to no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
 /// Figures of the whole catalog, for the summary.
@@ -27,7 +27,7 @@ pub(super) struct Distribution {
 }
 
 impl Distribution {
-    /// Reads the whole catalog. Blocks.
+    /// Reads the whole catalog. Blocks the calling thread.
     pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
         let catalog = dataset.catalog();
         let mut distribution =
@@ -51,7 +51,7 @@ impl Distribution {
                     continue;
                 }
                 node.samples += 1;
-                // A sample directly in the root is of no class.
+                // A sample directly in the root belongs to no class.
                 if top != id && (classes.len() < DIRECTORIES_MAX || classes.contains_key(&top)) {
                     classes.entry(top).or_insert_with(|| vec![0; nodes])[owner.index()] += 1;
                 }

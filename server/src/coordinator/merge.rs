@@ -50,7 +50,7 @@ pub(super) struct Merged {
 }
 
 impl MergeJob {
-    /// Merges all runs. Blocks.
+    /// Merges all runs. Blocks the calling thread.
     pub(super) fn run(self) -> Result<Merged, CoordinatorError> {
         let context = &self.coordinator.context;
         let drive = context.store.roomiest_drive();
@@ -122,7 +122,7 @@ struct RunReader<'a> {
     run: &'a Run,
     /// Bytes of the run that are in memory at a time.
     ahead_len: u64,
-    /// Offset behind the bytes in `buffer`.
+    /// The offset after the bytes in `buffer`.
     offset: u64,
     buffer: Vec<u8>,
     /// How much of `buffer` was read.

@@ -20,7 +20,7 @@ use crate::peers::PeerError;
 /// A merge writes at most about this many bytes for each byte of a run: the members that it sets aside, the catalog, and
 /// what it sorts for the catalog.
 const MERGED_PER_RUN: u64 = 4;
-/// Nodes to which one node gives the catalog at a time.
+/// The most nodes that one node gives the catalog to at a time.
 const CATALOG_FAN_OUT: usize = 4;
 
 /// A stage-in on its way to become a dataset.

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use dayfly_meta::id::NodeId;
 
-/// Intervals of all nodes together, so that they fit a summary.
+/// The most intervals of all nodes together, so that they fit in a summary.
 const ALL_INTERVALS_MAX: usize = 32 << 10;
-/// Intervals of one node, at most and at least.
+/// The most and the fewest intervals of one node.
 const INTERVALS_MAX: usize = 512;
 const INTERVALS_MIN: usize = 8;
 

@@ -17,7 +17,7 @@ pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events:
     let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {
         Ok(CoordinatorReply::Started { subscription }) => subscription,
         other => {
-            // The client that asked may be gone; here and below.
+            // Here and below, the client that asked may be gone.
             let _ = events.send(failure(other)).await;
             return;
         }
@@ -30,7 +30,7 @@ pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events:
     if let Some(last) = last {
         let _ = events.send(last).await;
     }
-    // If this message is lost, the coordinator notices that nobody asks any more.
+    // If this message is lost, the coordinator notices that nobody asks anymore.
     let _ = peers.ask(COORDINATOR, CoordinatorRequest::Unsubscribe { subscription }, timeout).await;
 }
 
@@ -64,7 +64,7 @@ fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
             format!("{error}: too many sources for one message; name them in a file, @LIST")
         }
-        Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset came about all the same"),
+        Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset exists nevertheless"),
         Ok(_) => PeerError::InvalidAnswer(COORDINATOR).to_string(),
     };
     Event::Failed { reason }

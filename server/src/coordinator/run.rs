@@ -156,7 +156,7 @@ async fn report_phase<T>(context: &CoordinatorContext, events: &mpsc::Sender<Eve
     }
 }
 
-/// Returns an error once planning makes no progress any more.
+/// Returns an error once planning no longer makes progress.
 async fn planning_stalls(context: &CoordinatorContext, monitor: &ProgressMonitor) -> CoordinatorError {
     let mut detector = StallDetector::new(context.deadlines());
     let mut steps = 0;

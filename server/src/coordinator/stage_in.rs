@@ -16,7 +16,7 @@ use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
 use super::{COORDINATOR, CoordinatorError};
 
-/// Nodes that are named when a stage-in stalls.
+/// The most nodes that the error of a stalled stage-in names.
 const WAITING_NODES_SHOWN_MAX: usize = 8;
 
 /// A node's regular report.
@@ -228,7 +228,7 @@ impl CoordinatedStageIn {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// What a stalled stage-in waits for, by node.
+    /// Returns what a stalled stage-in waits for, by node.
     pub(super) fn waits_for(&self) -> String {
         if self.progress().phase == Phase::Merging {
             return format!("node {COORDINATOR}: merging what was found into the catalog");

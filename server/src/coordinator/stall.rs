@@ -1,4 +1,4 @@
-//! Noticing that a stage-in makes no progress any more.
+//! Notices when a stage-in no longer makes progress.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use dayfly_meta::deadlines::Deadlines;
 
 use super::CoordinatorError;
 
-/// Counts looks without progress. It counts looks, not time, because a process that was stopped takes no looks meanwhile.
+/// Counts checks that saw no progress. It counts checks, not time, because a process that was stopped makes no checks meanwhile.
 pub(super) struct StallDetector {
     timeout: Duration,
     interval: Duration,
@@ -19,7 +19,8 @@ impl StallDetector {
         Self { timeout: deadlines.stall, interval: deadlines.progress_interval, steps: 0, looks: 0 }
     }
 
-    /// Takes one look, once per `interval`. `steps` counts all progress so far. Returns whether there was none for too long.
+    /// Makes one check; called once per `interval`. `steps` counts all progress so far. Returns whether there was none for too
+    /// long.
     pub(super) fn is_stalled(&mut self, steps: u64) -> bool {
         self.looks = if steps == self.steps { self.looks + 1 } else { 0 };
         self.steps = steps;

@@ -97,7 +97,8 @@ impl Subscriptions {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the subscription when nobody has asked about it for too long. Returns once it is closed, by this or otherwise.
+    /// Closes the subscription when nobody has asked about it for too long. Returns once it is closed, for this or another
+    /// reason.
     pub(super) async fn expire(&self, number: u64) {
         loop {
             sleep(self.deadlines.ping_interval).await;

@@ -54,8 +54,8 @@ impl Fetcher {
         Some(FetchError::BadCopy { owner, chunk: name, source: error })
     }
 
-    /// Caches the chunks of a withdrawn block again, as far as they are still in the arena. The others are cached when they are
-    /// fetched again.
+    /// Caches again those chunks of a withdrawn block that are still in the arena. The others are cached when they are fetched
+    /// again.
     fn cache_again(&self, dataset: &Arc<Dataset>, chunk: Chunk) {
         let len = dataset.catalog().block(chunk.block).map_or(0, |(_, len)| len);
         for chunk in Chunk::all(chunk.block, len) {

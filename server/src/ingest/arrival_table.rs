@@ -2,7 +2,7 @@
 //! number of blocks.
 //!
 //! The file is not synced. Each word is written only once, so a page that the drive loses reads as it was before, or as zeros.
-//! Zero is no position: the block then counts as missing, and the stage-in fails.
+//! Zero is not a valid position: the block then counts as missing, and the stage-in fails.
 
 use std::fs::File;
 use std::io;

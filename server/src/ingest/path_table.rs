@@ -106,7 +106,7 @@ mod tests {
         (0..1000).for_each(|hash| paths.record(rival(hash, 1), content(8)));
         assert!(paths.take_suspects().is_empty(), "one source may contain a path twice");
         (0..1000).for_each(|hash| paths.record(rival(hash, 2), content(7)));
-        assert!(paths.take_suspects().is_empty(), "equal content is no conflict");
+        assert!(paths.take_suspects().is_empty(), "equal content is not a conflict");
         paths.record(Rival::default(), content(9));
         paths.record(Rival { hash: 5, pattern: 2, match_number: 3 }, content(9));
         assert!(paths.take_suspects().is_empty(), "sources of two patterns are not rivals");

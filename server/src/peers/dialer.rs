@@ -65,7 +65,7 @@ impl Dialer {
         timeout(limit, dial.wait()).await.map_or_else(|_| Err(late()), |(_, outcome)| outcome.clone())
     }
 
-    /// Returns the last dial, or starts a new one if the last cannot be used any more.
+    /// Returns the last dial, or starts a new one if the last can no longer be used.
     fn usable_dial(&self, transport: &Arc<dyn Transport>) -> Arc<Dial> {
         let mut last_dial = self.last_dial();
         let LastDial { dial, task } = &mut *last_dial;

@@ -107,7 +107,7 @@ fn fill(pieces: &[Piece], mut slots: Vec<Slot>) -> Result<Filled, &'static str> 
         return Err("the answer has more pieces than there are slots");
     }
     for (number, (piece, slot)) in (0..).zip(pieces.iter().zip(&mut slots)) {
-        let room = slot.get_mut(..piece.len() as usize).ok_or("a piece of the answer does not fit its slot")?;
+        let room = slot.get_mut(..piece.len() as usize).ok_or("a piece of the answer does not fit in its slot")?;
         if let Err(error) = copy(piece, room) {
             if unread.pieces.is_empty() {
                 unread.reason = format!("its drive cannot be read: {error}");

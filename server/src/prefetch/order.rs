@@ -97,7 +97,7 @@ struct Upcoming<'a> {
 }
 
 impl Upcoming<'_> {
-    /// Takes the next chunks that are not local, as many as fit one request. Returns them and their bytes.
+    /// Takes the next chunks that are not local, as many as fit in one request. Returns them and their bytes.
     fn next_request(&mut self) -> (Vec<Chunk>, u64) {
         let (mut request, mut bytes) = (Vec::new(), 0);
         let mut samples = 0;
@@ -398,7 +398,7 @@ async fn fetch(
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
     for (index, lease) in fetching.leased() {
-        // A mark on a chunk that was resident before comes from an earlier epoch, unless a process asked for it just now.
+        // A mark on a chunk that was resident before comes from an earlier epoch, unless a process has just asked for it.
         if chunks.get(index as usize).is_some_and(|chunk| !order.demanded().contains(chunk)) {
             lease.clear_mark();
         }

@@ -24,7 +24,7 @@ impl Reads {
         let first_room = room.first().copied().unwrap_or(0);
         match request {
             ReadRequest::Chunks { dataset, chunks } => {
-                let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset is not there (any more)");
+                let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists");
                 let dataset = self.readable_dataset(dataset).ok_or_else(gone)?;
                 if chunks.len() != room.len() {
                     let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());

@@ -152,7 +152,7 @@ impl Session<'_> {
         }
         while readers.join_next().await.is_some() {}
 
-        // All faults end, and what is still in flight gets time to end.
+        // All faults end, and what is still in flight gets time to finish.
         self.net.heal();
         self.net.note("all faults end");
         sleep(QUIET).await;

@@ -10,7 +10,7 @@ use super::{NodeStageIn, NodeStageInError};
 use crate::ingest::{IngestError, Stored};
 use crate::store::room_for;
 
-/// How often room is made for one batch. Other batches may take the room that was made for this one.
+/// How many times room is made for one batch. Other batches may take the room that was made for this one.
 const ROOM_ATTEMPTS_MAX: usize = 8;
 
 impl NodeStageIn {
@@ -19,7 +19,8 @@ impl NodeStageIn {
         if let Some(slot) = self.landing.slot_within(len, self.deadlines().landing_patience).await {
             return Ok(slot);
         }
-        // The batches that wait to be written may be too few to be written yet, but lie so that no other fits between them.
+        // The batches that wait to be written may be too few to be written yet, but placed so that no other batch fits between
+        // them.
         let ingest = self.ingest.clone();
         self.context.blocking.run(move || ingest.flush()).await??;
         self.landing.slot_within(len, self.deadlines().landing).await.ok_or(NodeStageInError::Busy)

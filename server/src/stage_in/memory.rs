@@ -14,7 +14,7 @@ pub(super) struct MemoryShares {
     pub(super) shuffle_len: u64,
     /// Number of batches of each worker, open or on their way to other nodes.
     pub(super) batches: usize,
-    /// Found members of each worker that are not in a sorted run yet.
+    /// Bytes of archive members that each worker has found and not yet put into a sorted run.
     pub(super) run_len: usize,
     /// Bytes of each worker that are decoded and not consumed yet.
     pub(super) decoded_ahead_len: usize,

@@ -30,7 +30,7 @@ pub(crate) struct PreparedCatalog {
 }
 
 impl NodeStageIn {
-    /// Reserves room for the catalog of `files` files, as far as there is any. Returns how many bytes are missing.
+    /// Reserves room for the catalog of `files` files, or as much of it as is free. Returns how many bytes are missing.
     pub(super) fn reserve_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(room) = &mut *room else { return 0 };

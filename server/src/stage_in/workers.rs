@@ -67,7 +67,7 @@ async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     }
 }
 
-/// One worker. Blocks.
+/// Runs one worker. Blocks the calling thread.
 fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
     let drive = stage_in.context.store.roomiest_drive();
     work(stage_in, placement, drive.clone()).map_err(|error| match error {

@@ -44,7 +44,7 @@ pub(crate) struct CachedBlocks {
 /// Blocks that were allocated and are not published yet.
 #[derive(Default)]
 pub(super) struct Writing {
-    /// Blocks of which some chunks are still missing.
+    /// Blocks that still lack some of their chunks.
     partial: HashMap<BlockId, Partial>,
     /// Blocks that were written whole. They are published once a sync has covered their group.
     unsynced: HashMap<BlockId, Unsynced>,

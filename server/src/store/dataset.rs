@@ -1,4 +1,4 @@
-//! A dataset on this node: its catalog, of which every node has a copy, and the blocks of it that are on this node.
+//! A dataset on this node: its catalog, which every node has a copy of, and those of its blocks that are on this node.
 
 use std::fs::File;
 use std::io;
@@ -82,7 +82,7 @@ pub(crate) struct NewDataset<'a> {
     pub(crate) room: Reservation,
     /// The blocks that were shipped to this node.
     pub(crate) segments: Arc<Segments>,
-    /// The length of all these blocks, including those that the catalog does not contain in the end.
+    /// The length of all these blocks, including those that the catalog does not end up containing.
     pub(crate) stored_bytes: u64,
 }
 
@@ -188,7 +188,7 @@ impl Dataset {
         }
     }
 
-    /// What the catalog says about a chunk; `None` if the dataset has no such chunk.
+    /// Returns what the catalog says about a chunk, or `None` if the dataset has no such chunk.
     pub(crate) fn chunk(&self, chunk: Chunk) -> Option<ChunkInfo> {
         let (_, block_len) = self.catalog.block(chunk.block)?;
         Some(ChunkInfo {

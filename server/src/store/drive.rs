@@ -133,7 +133,7 @@ impl Drive {
         self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
     }
 
-    /// Makes segments leave the headroom free, or no longer.
+    /// Makes segments leave the headroom free, or lets them use it.
     pub(super) fn protect_headroom(&self, is_protected: bool) {
         self.protected_headroom.store(if is_protected { self.headroom() } else { 0 }, Ordering::Relaxed);
     }

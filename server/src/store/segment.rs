@@ -1,8 +1,8 @@
 //! Segments: the files in which a dataset packs its blocks, one on each drive.
 //!
-//! First come the blocks that the node owns, and behind them the *cached region* with copies of other nodes' blocks. Blocks
-//! go through three steps: their room is reserved, their positions are allocated in it, and their bytes are written.
-//! Reserving also makes the file system allocate the room, so that a write into it does not find the file system full.
+//! First come the blocks that the node owns, and after them the *cached region* with copies of other nodes' blocks. Blocks go
+//! through three steps: their room is reserved, their positions are allocated in it, and their bytes are written. Reserving also
+//! makes the file system allocate the room, so that a write into it does not find the file system full.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -34,7 +34,7 @@ struct Segment {
 }
 
 struct Room {
-    /// The offset behind the last allocated block.
+    /// The offset after the last allocated block.
     end: u64,
     /// Bytes behind `end` that are reserved, but not allocated to blocks yet.
     reserved: u64,
@@ -96,7 +96,7 @@ impl Segments {
         self.segment(drive)?.reserve(len)
     }
 
-    /// Allocates positions for blocks, one behind the other, in `reserved` bytes that were reserved for them. What they do not
+    /// Allocates positions for blocks, one after the other, in `reserved` bytes that were reserved for them. What they do not
     /// need of the reservation is freed.
     pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
@@ -184,7 +184,7 @@ impl Segments {
                 return Ok(());
             }
             match segment.file.set_len(wanted) {
-                // The file system does not support files of that length. Blocks that would lie behind its limit are not cached.
+                // The file system does not support files of that length. Blocks that would lie beyond its limit are not cached.
                 Err(error) if error.kind() == io::ErrorKind::FileTooLarge => Ok(()),
                 set => set,
             }
@@ -239,7 +239,7 @@ impl Segments {
         Ok(all_freed)
     }
 
-    /// Frees the preallocated room behind the last block, once all blocks were written.
+    /// Frees the preallocated room after the last block, once all blocks were written.
     pub(crate) fn trim(&self) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
@@ -295,7 +295,7 @@ impl Segments {
         self.segments.iter().map(|segment| &segment.file)
     }
 
-    /// Frees the room of the segments, also if processes still have them open.
+    /// Frees the room of the segments, even if processes still have them open.
     pub(crate) fn free(&self) {
         for segment in &self.segments {
             let mut room = segment.room();
@@ -388,7 +388,7 @@ impl Room {
         let gap = self.end.next_multiple_of(PAGE_SIZE) - self.end;
         let Some(cached) = &mut self.cached else { return };
         self.end += gap;
-        // If the capacity has no room for the gap, it has none for a block behind it either.
+        // If the capacity has no room for the gap, it has none for a block after it either.
         if self.reservation.as_mut().is_some_and(|reservation| reservation.grow(gap)) {
             cached.reserved += gap;
         }
@@ -400,7 +400,7 @@ fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
     fallocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, offset as i64, len as i64)
 }
 
-/// Writes blocks with zeros in the gaps. Returns the offset behind the last one.
+/// Writes blocks with zeros in the gaps. Returns the offset after the last one.
 fn write_blocks_at<'a>(
     file: &File,
     first: u64,

@@ -173,7 +173,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
             assert!(broken.slots[at][..] == pattern(len as usize + skip)[skip..], "slot {at} of {len} bytes");
         }
     }
-    assert!(!connection.is_lost(), "the failure of a drive is no loss of the peer");
+    assert!(!connection.is_lost(), "the failure of a drive does not make the peer lost");
 
     // A request fails at its deadline, and others are served meanwhile. Its slot is freed only when the connection ends.
     let start = Instant::now();

@@ -221,7 +221,7 @@ pub trait Transport: Send + Sync {
     fn status(&self) -> Network;
 }
 
-/// A [`Transport`] of which the kind is known only at run time, so that decorators take it too.
+/// A [`Transport`] whose kind is known only at run time, so that decorators can wrap it too.
 #[async_trait]
 impl Transport for Arc<dyn Transport> {
     fn region(&self, len: u64) -> io::Result<Region> {
@@ -259,7 +259,7 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Makes a listener of the tasks that run it.
+    /// Creates a listener from the tasks that run it.
     pub fn new(tasks: tokio::task::JoinSet<()>) -> Self {
         Self { _tasks: tasks }
     }

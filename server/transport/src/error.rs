@@ -76,7 +76,7 @@ pub enum TransportError {
 pub struct Refusal(String);
 
 impl Refusal {
-    /// Refuses for this reason: a text, or an error, of which the message is kept.
+    /// Refuses for this reason: a text, or an error, whose message is kept.
     ///
     /// ```
     /// use dayfly_transport::Refusal;

@@ -8,7 +8,7 @@ use zeroize::Zeroizing;
 pub struct Key(Zeroizing<[u8; 32]>);
 
 impl Key {
-    /// Makes a key of these bytes. The caller should overwrite its own copy.
+    /// Creates a key from these bytes. The caller should overwrite its own copy.
     pub fn new(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
     }

@@ -8,7 +8,7 @@
 //! - [`selection`]: all nodes use the same network; this module decides which.
 //! - [`fault`]: a transport that injects faults, for tests of what is built on top.
 //! - [`channel`]: a small encrypted connection for control messages, used between the supervisor and the servers.
-//! - [`probe`]: measures the way between two nodes, for `dayfly doctor`.
+//! - [`probe`]: measures the network between two nodes, for `dayfly doctor`.
 //!
 //! # Two operations
 //! A [`Connection`] has two operations. Each is a small message with bulk bytes beside it, and each has a deadline:

@@ -23,7 +23,7 @@ pub struct Options {
 /// Binds the listener and opens the RDMA card, if there is one. Peers reach this node at the returned address.
 ///
 /// # Errors
-/// The listener cannot be bound. A card that cannot be opened is no error here: see [`Transport::ability`].
+/// The listener cannot be bound. A card that cannot be opened is not an error here: see [`Transport::ability`].
 pub async fn open(identity: Identity, address: SocketAddr, options: &Options) -> io::Result<(Arc<dyn Transport>, SocketAddr)> {
     let is_sealed = identity.purpose == Purpose::SealedPeer;
     let deadlines = identity.deadlines;

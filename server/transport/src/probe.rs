@@ -130,6 +130,6 @@ mod tests {
         assert_eq!(reached.rdma.is_ok(), crate::rdma::tests::has_card());
         assert!(reach([2; 32], address, &Options::default()).await.tcp.is_err(), "the key differs");
         drop(answering);
-        assert!(reach([1; 32], address, &Options::default()).await.tcp.is_err(), "nothing listens there any more");
+        assert!(reach([1; 32], address, &Options::default()).await.tcp.is_err(), "nothing listens there anymore");
     }
 }

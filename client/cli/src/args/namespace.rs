@@ -56,7 +56,7 @@ pub(crate) struct CpArguments {
     pub(crate) paths: Vec<OsString>,
 }
 
-/// Show how many bytes the files below a directory have.
+/// Show the total size of the files below a directory.
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct DuArguments {
@@ -145,11 +145,11 @@ pub(crate) struct TuneArguments {
     /// samples.
     #[arg(long, value_name = "auto|off|N", value_parser = depth)]
     pub(crate) prefetch: Option<Depth>,
-    /// How much of each server's arena prefetch may take. [at first: half]
+    /// How much of each server's arena prefetch may take. [initially: half]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) prefetch_memory: Option<u64>,
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
-    /// space, 'off' or a size. [at first: all]
+    /// space, 'off' or a size. [initially: all]
     ///
     /// A node then chooses again which of its cached blocks to keep.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]

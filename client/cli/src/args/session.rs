@@ -34,12 +34,12 @@ pub(crate) struct UpArguments {
     /// Stay in the foreground until the session ends, and end the session when interrupted.
     #[arg(long, help_heading = "Lifetime")]
     pub(crate) foreground: bool,
-    /// Be the supervisor that `up` leaves in the background.
+    /// Run as the supervisor that `up` leaves in the background.
     #[arg(long, hide = true)]
     pub(crate) background: bool,
 }
 
-/// What each server gets.
+/// The resources and settings of each server.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Servers")]
 pub(crate) struct SessionArguments {
@@ -275,8 +275,8 @@ pub(crate) struct EnvArguments {
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
 pub(crate) struct DoctorArguments {
-    /// Check these hosts, each with a 'dayfly doctor' there, and each pair of them. Of more than 8,
-    /// each is paired with the next.
+    /// Check each of these hosts with a 'dayfly doctor' there, and each pair of them. If there are
+    /// more than 8, each host is paired only with the next.
     #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
     pub(crate) hosts: Vec<String>,
     /// Command that starts a program on a host; it is called as COMMAND HOST PROGRAM...
@@ -291,10 +291,10 @@ pub(crate) struct DoctorArguments {
     /// Print the result as JSON.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Be the side of a pair that answers; for --hosts.
+    /// Run as the side of a pair that answers; for --hosts.
     #[arg(long, hide = true)]
     pub(crate) answer: bool,
-    /// Be the side of a pair that connects; for --hosts.
+    /// Run as the side of a pair that connects; for --hosts.
     #[arg(long, hide = true, value_name = "ADDRESS")]
     pub(crate) reach: Option<String>,
 }

@@ -10,10 +10,10 @@ use crate::size;
 /// Stage sources in to the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
-/// relative to its own folder. Sources are placed as by cp: a single directory becomes TARGET, and
-/// several lie in it under their names; a file lies in TARGET under its name. A tar archive (plain
-/// or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its content) and a zip (named .zip,
-/// .whl, .egg, .jar or .cbz) are unpacked into TARGET.
+/// relative to its own folder. Sources are placed as cp places them: a single directory becomes
+/// TARGET, several directories go into TARGET under their names, and a file goes into TARGET under
+/// its name. A tar archive (plain or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its
+/// content) and a zip (named .zip, .whl, .egg, .jar or .cbz) are unpacked into TARGET.
 ///
 /// If sources overlap, the result is the same as if they had been unpacked one after another in the
 /// order given. The dataset appears on all nodes at once, or not at all. Blocks are stored in
@@ -50,24 +50,26 @@ pub(crate) struct StageInOptions {
     /// Keep each archive as one file, for loaders that read archives themselves.
     #[arg(long)]
     pub(crate) no_unpack: bool,
-    /// Also unpack archives within archives and directories. Each becomes a directory with its
-    /// name, without the extension.
+    /// Also unpack archives within archives and directories. Each becomes a directory that is named
+    /// after it, without the extension.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) nested: bool,
-    /// Store the files of one sample together, with one owner.
+    /// Give files that belong together one owner, and store them side by side.
     ///
-    /// By stem, the files of a directory whose names differ only after their last dot (k.jpg,
-    /// k.json) form one sample.
+    /// With 'stem', files in one directory whose names differ only after their last dot (k.jpg,
+    /// k.json) belong together.
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
     /// What to do if several sources of one glob or @LIST contain the same path with different
     /// content.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
     pub(crate) on_conflict: OnConflict,
-    /// Directories that the dataset may have. [default: 1 million, and 4 more for each file]
+    /// The most directories that the dataset may have. [default: 1 million, and 4 more for each
+    /// file]
     #[arg(long, value_name = "N")]
     pub(crate) max_directories: Option<u64>,
-    /// Unpack each archive into a directory of its own, which gets its name without the extension.
+    /// Unpack each archive into a directory of its own, which is named after it without the
+    /// extension.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) prefix_by_source: bool,
     /// Leave out and list whatever cannot be read, instead of failing.
@@ -83,7 +85,7 @@ pub(crate) struct StageInOptions {
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
     /// Seed of the placement and of the order in which blocks are stored. The same seed spreads the
-    /// same data set in the same way.
+    /// same sources in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.
@@ -91,7 +93,7 @@ pub(crate) struct StageInOptions {
     pub(crate) replace: bool,
 }
 
-/// What to do with samples of the same path.
+/// What to do if several samples have the same path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum OnConflict {
     /// Fail; nothing is staged in.
@@ -102,9 +104,9 @@ pub(crate) enum OnConflict {
     Replace,
 }
 
-/// Which files belong to one sample.
+/// Which files belong together.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Group {
-    /// Those with the same directory and the same name up to its last dot.
+    /// Files in one directory with the same name up to the last dot.
     Stem,
 }

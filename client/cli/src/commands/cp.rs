@@ -128,7 +128,7 @@ impl Copier<'_> {
         let from = self.view.open(source).map_err(io::Error::other)?;
         let mut file = create(to)?;
         if let Err(error) = copy(self.view, &from, &mut file) {
-            // Under the right name, a partial file would be mistaken for the whole one.
+            // A partial file under the right name would be mistaken for the whole file.
             remove_old(to)?;
             return Err(match error {
                 CopyError::Read(error) => io::Error::other(about(source, &error)),

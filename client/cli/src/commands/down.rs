@@ -61,7 +61,7 @@ fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     // Signal 0 only checks whether the process exists.
     while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < timeout {
         if is_partial && location.supervisor() == Some(pid.as_raw()) && !std::mem::replace(&mut was_signaled, true) {
-            // The supervisor may have ended just now.
+            // The supervisor may have just ended.
             let _ = kill(pid, Signal::SIGTERM);
         }
         thread::sleep(Duration::from_millis(2));
@@ -76,15 +76,14 @@ pub(super) struct EndedServers {
     pub(super) is_partial: bool,
 }
 
-/// Ends a session's servers on all nodes. A server of this machine that does not end in time is
-/// killed.
+/// Ends a session's servers on all nodes. Kills a server on this machine that does not end in time.
 pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
     let ending: Vec<_> = local
         .iter()
         .map(|&node| {
-            // The first server also ends the nodes of other machines.
+            // The first server also ends the nodes on other machines.
             let but = (Some(&node) == local.first()).then(|| numbers.clone());
             let location = location.clone();
             (node, thread::spawn(move || end_node(&location, node, but)))
@@ -107,7 +106,7 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
     Ok(EndedServers { nodes, freed_bytes, is_partial })
 }
 
-/// Waits until all servers of this machine have ended, and kills those that do not.
+/// Waits until all servers on this machine have ended, and kills those that do not end in time.
 fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     let deadline = Instant::now() + DOWN_TIMEOUT;
     let mut was_killed = false;
@@ -122,7 +121,7 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
                 .map(|&node| format!("node {node} (process {})", location.pid(node).unwrap_or(0)))
                 .collect::<Vec<_>>();
             return Err(Failure::new(format!(
-                "{} did not end even after SIGKILL; most likely a file system of the data dirs does not answer",
+                "{} did not end even after SIGKILL; most likely the file system of a data dir does not respond",
                 left.join(", ")
             )));
         }
@@ -131,8 +130,9 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks one server to end, and with `but` all others too, except these. Returns how many nodes
-/// ended, the bytes that they freed, and a message for each node that could not be reached.
+/// Asks one server to end. If `but` is given, the server also ends all other nodes except those
+/// listed there. Returns how many nodes ended, the bytes that they freed, and a message for each
+/// node that could not be reached.
 fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());
@@ -147,8 +147,8 @@ fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Re
 fn kill_all(location: &SessionFolder) {
     for node in location.live_nodes() {
         if let Some(pid) = location.pid(node) {
-            complain(format_args!("node {node} did not end in time, so process {pid} is killed"));
-            // The server may have ended just now.
+            complain(format_args!("node {node} did not end in time; killing process {pid}"));
+            // The server may have just ended.
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }

@@ -44,7 +44,7 @@ pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> R
     if preload::is_static(program) {
         let program = Path::new(program).display();
         complain(format_args!(
-            "'{program}' is a static program, which the preload library cannot reach, so it will not see the namespace"
+            "'{program}' is a static program: the preload library cannot reach it, so it will not see the namespace"
         ));
     }
     Ok((program.clone(), rest.to_vec()))
@@ -94,8 +94,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }
 
-/// Returns the PATH in which CMD is searched, which begins with this program's folder. If PATH is
-/// not set, it continues with the folders that the C library searches.
+/// Returns the PATH for finding CMD. It begins with this program's folder. If PATH is not set, it
+/// continues with the folders that the C library searches.
 pub(super) fn search_path() -> io::Result<OsString> {
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
@@ -109,8 +109,8 @@ pub(super) fn search_path() -> io::Result<OsString> {
 /// Both names of the program that is now called Apptainer.
 const CONTAINERS: [&str; 2] = ["APPTAINER", "SINGULARITY"];
 
-/// Makes paths visible in containers under the same names, in addition to those that the user asked
-/// for.
+/// Returns the variables that make paths visible in containers under the same names, in addition to
+/// the paths that the user asked for.
 fn binds(paths: &[&Path]) -> impl Iterator<Item = (String, OsString)> {
     let ours: Vec<&OsStr> = paths.iter().map(|path| path.as_os_str()).collect();
     let ours = ours.join(OsStr::new(","));

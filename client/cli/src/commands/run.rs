@@ -1,4 +1,5 @@
-//! `dayfly run`: a session around one command, which ends whatever that command does.
+//! `dayfly run`: runs one command in a session of its own, and ends the session however the command
+//! ends.
 //!
 //! Mistakes that can be known in advance are reported before anything starts.
 
@@ -29,8 +30,8 @@ use crate::size;
 
 /// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// How long after a failed stage-in to wait for the reason that the session was lost, which says
-/// more.
+/// After a stage-in has failed, how long to wait for the news that the session was lost, which
+/// explains the failure better.
 const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
@@ -47,7 +48,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
     check(&arguments, &plan, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // From here on, signals do not end this process, but what it runs.
+        // From here on, a signal ends what this process runs, not the process itself.
         let mut interruptions = Interruptions::new()?;
         let Some(mut session) = start(plan, &mut interruptions).await.map_err(own)? else {
             return Ok(ExitCode::from(interruptions.status()));
@@ -174,7 +175,7 @@ async fn run_command(
     let status = match timeout(GRACE, child.wait()).await {
         Ok(status) => status,
         Err(_) => {
-            complain(format_args!("CMD did not end within {} s of the signal, so it is killed", GRACE.as_secs()));
+            complain(format_args!("CMD did not end within {} s of the signal; killing it", GRACE.as_secs()));
             forward(&child, Signal::SIGKILL as i32);
             child.wait().await
         }
@@ -192,7 +193,7 @@ fn is_in_foreground() -> bool {
 /// Sends a signal to CMD.
 fn forward(child: &Child, number: i32) {
     if let (Some(pid), Ok(signal)) = (child.id(), Signal::try_from(number)) {
-        // CMD may have ended just now.
+        // CMD may have just ended.
         let _ = kill(Pid::from_raw(pid as i32), signal);
     }
 }

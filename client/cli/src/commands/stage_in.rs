@@ -24,11 +24,11 @@ use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
-/// If a stage-in fails because its session ends, some server of this machine disappears within this
-/// time.
+/// If a stage-in failed because its session is ending, at least one server on this machine exits
+/// within this time.
 const FIRST_EXIT_TIMEOUT: Duration = Duration::from_millis(100);
-/// After a server closed its connections, it and the others of this machine disappear within this
-/// time.
+/// Once a server has closed its connections, it and the other servers on this machine exit within
+/// this time.
 const ALL_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an interrupted stage-in waits for a message that is being written.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -146,7 +146,7 @@ pub(super) fn perform(
     let lost = ended.err().map(|error| format!("node {}: {error}", session.node()));
     let patience = match (&lost, session.node()) {
         (Some(_), _) => ALL_EXIT_TIMEOUT,
-        // Node 0 answered about itself.
+        // The answer came from the coordinator itself.
         (None, NodeId(0)) => Duration::ZERO,
         // The coordinator on node 0 may have ended first.
         (None, _) => FIRST_EXIT_TIMEOUT,
@@ -167,8 +167,8 @@ pub(super) fn perform(
     }
 }
 
-/// Whether the session has ended in the meantime. Servers end one after another, so once one of
-/// this machine's is gone, the others get some time to follow.
+/// Whether the session has ended in the meantime. Servers exit one after another, so once one on
+/// this machine has exited, the others get some time to follow.
 fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
@@ -180,8 +180,9 @@ fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> 
     }
 }
 
-/// Returns a source as the servers can find it. They do not know this process's working directory
-/// and descriptors. The path is not normalized, because a final `/.` has a meaning.
+/// Returns a source's path in a form that means the same to the servers, which do not know this
+/// process's working directory or descriptors. The path is not normalized, because a final `/.` has
+/// a meaning.
 pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
         return Err(Failure::usage("a SOURCE is empty; perhaps a variable is not set"));
@@ -189,7 +190,7 @@ pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     let folder = env::current_dir()?;
     let path = folder.join(source);
     if let Some(list) = source.as_bytes().strip_prefix(b"@").filter(|_| path.symlink_metadata().is_err()) {
-        // The coordinator reads the list, which may hold more names than fit a message.
+        // The coordinator reads the list, which may hold more names than fit in a message.
         return Ok([b"@", folder.join(OsStr::from_bytes(list)).as_os_str().as_bytes()].concat());
     }
     if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {

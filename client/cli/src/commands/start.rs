@@ -23,7 +23,8 @@ pub(super) fn protect_key() {
     }
 }
 
-/// Logs to standard error, by a filter as in `DAYFLY_LOG`, or else from level `info` on.
+/// Starts the log on standard error. `filter` has the syntax of `DAYFLY_LOG`; the default is level
+/// `info` and above.
 pub(super) fn start_log(filter: Option<&str>) {
     let filter = filter.and_then(|filter| filter.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
@@ -39,7 +40,7 @@ pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) 
     tokio::select! {
         started = &mut starting => Ok(Some(started.map_err(Failure::new)??)),
         _ = interruptions.next() => {
-            // The start may have finished just now.
+            // If the start has just finished, dropping its session ends the session.
             let _ = cancel.send(());
             drop(starting.await);
             Ok(None)

@@ -25,7 +25,7 @@ pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
     if has_failed { Err(Failure::silent()) } else { Ok(ExitCode::SUCCESS) }
 }
 
-/// The bytes that all nodes hold together.
+/// Returns the total bytes that all nodes hold.
 fn all_held(status: &SessionStatus) -> u64 {
     status.nodes.iter().filter_map(|entry| entry.status.as_ref().ok()).map(|node| node.held_bytes).sum()
 }
@@ -37,9 +37,9 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 /// Explains the first table's columns.
 const LEGEND: [&str; 4] = [
     "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
-    "taken: space of all nameless files on the data dirs, including cached blocks; du does not see it",
-    "workers: units of its sources that a node reads at the same time during a stage-in",
-    "Empty samples are on no node.",
+    "taken: space of all unnamed files on the data dirs, including cached blocks; du does not count it",
+    "workers: how many units of the sources a node reads at the same time during a stage-in",
+    "Empty samples are not stored on any node.",
 ];
 
 fn show_tables(session: &Session, status: &SessionStatus) {

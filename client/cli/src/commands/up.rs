@@ -42,7 +42,7 @@ fn start_supervisor() -> Result<ExitCode, Failure> {
         // The supervisor now writes to its log, so its standard error has ended.
         let _ = errors.map(thread::JoinHandle::join);
         let Err(error) = output().write_all(id.as_bytes()) else { return Ok(ExitCode::SUCCESS) };
-        // The supervisor ends its session when it ends.
+        // The supervisor ends its session before it exits.
         kill(Pid::from_raw(supervisor.id() as i32), Signal::SIGTERM).map_err(io::Error::from)?;
         supervisor.wait()?;
         return Err(id_not_printed(&error));
@@ -104,7 +104,8 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Without its id nobody would find the session, and it would stay.
+/// Explains why the session was ended: without its id, nobody would know about it, and it would run
+/// on.
 fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }

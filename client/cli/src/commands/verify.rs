@@ -83,7 +83,7 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
-/// What all readers have checked so far.
+/// The totals of what all readers have checked so far.
 #[derive(Default)]
 struct Tally {
     samples: AtomicU64,
@@ -106,7 +106,7 @@ struct Checker<'a> {
 }
 
 impl Checker<'_> {
-    /// Reads through one node the blocks that it is to read.
+    /// Reads, through one node, the blocks that are assigned to it.
     fn read_from(&self, node: NodeId) -> Result<(), ClientError> {
         let view = View::new(Session::attach_to(self.location, node)?);
         let below = match self.path {

@@ -32,7 +32,7 @@ use crate::region::{Region, Slot};
 const WORKS_TOGETHER: usize = 64;
 /// Shortest piece that is read past the page cache, if it is not cached and its offset allows it.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
-/// Most reads past the page cache at a time for one answer.
+/// The most reads past the page cache that one answer has under way.
 const DIRECT_READS_MAX: usize = 8;
 /// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
@@ -172,7 +172,7 @@ impl Answerer {
     /// Writes the answer and notifies the asker. Returns whether the answer arrived.
     async fn finish(&self, queue: QueueId, request: &WireRequest, answered: WireAnswer) -> bool {
         let bytes = answered.encode(request.answer_len as usize);
-        // Answers have memory of their own, so that they never wait for the bytes of pieces, nor the other way round.
+        // Answers have memory of their own, so that answers and the bytes of pieces never wait for each other.
         let slot = self.answers.slot_within(bytes.len() as u64, self.deadlines.request).await;
         let work = slot
             .as_ref()

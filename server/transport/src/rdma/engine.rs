@@ -279,7 +279,7 @@ impl EngineThread {
             let mut is_active = self.apply_commands();
             match self.take_completions() {
                 Ok(taken) => is_active |= taken > 0,
-                // Without completions the state of no operation is known, so the card cannot be used any more.
+                // Without completions the state of no operation is known, so the card can no longer be used.
                 Err(error) => {
                     tracing::error!(device = self.device.name, %error, "cannot take completions; the card is no longer used");
                     return;

@@ -14,12 +14,12 @@ use super::verbs::{self, Sge, Wc, done, made};
 
 /// The pause before a request that found no receive is sent again: the code for 40.96 ms.
 const RECEIVER_NOT_READY_TIMER: u8 = 24;
-/// How often a request that found no receive is sent again.
+/// How many times a request that found no receive is sent again.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 /// An unacknowledged packet is sent again after 4.096 us x 2^18, which is about 1.1 s. With [`RETRIES`], a dead peer is noticed
 /// within 4.3 s, unless its TCP connection shows it before. Shorter times ended queue pairs that were only busy.
 const ACKNOWLEDGE_TIMER: u8 = 18;
-/// How often an unacknowledged packet is sent again.
+/// How many times an unacknowledged packet is sent again.
 const RETRIES: u8 = 3;
 
 /// A completion queue, with the descriptor that announces completions.
@@ -39,7 +39,7 @@ impl Completions {
         let verbs = device.verbs;
         // SAFETY: the device is open.
         let channel = made(unsafe { (verbs.create_comp_channel)(device.context()) }, "ibv_create_comp_channel")?;
-        // SAFETY: as above; the channel was made just now.
+        // SAFETY: as above; the channel was just created.
         let queue = unsafe { (verbs.create_cq)(device.context(), entries as i32, ptr::null_mut(), channel.as_ptr(), 0) };
         let queue = made(queue, "ibv_create_cq").inspect_err(|_| {
             // SAFETY: nothing uses it.
@@ -337,7 +337,7 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: `self` is the only owner. Afterwards the card does no work for the queue pair any more.
+        // SAFETY: `self` is the only owner. Afterwards the card no longer works for the queue pair.
         let returned = unsafe { (self.device.verbs.destroy_qp)(self.queue.as_ptr()) };
         if returned != 0 {
             tracing::warn!(returned, "cannot destroy a queue pair");

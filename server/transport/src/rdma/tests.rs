@@ -43,7 +43,7 @@ fn rdma(tcp: Tcp, limits: Limits) -> Rdma<Tcp> {
     rdma
 }
 
-/// NodePair nodes in one process: the asker (`ours`) and the owner (`theirs`).
+/// Two nodes in one process: the asker (`ours`) and the owner (`theirs`).
 struct NodePair {
     ours: Rdma<Tcp>,
     theirs: Rdma<Tcp>,

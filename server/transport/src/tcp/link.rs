@@ -110,7 +110,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Makes a link of a stream, and the future that receives its answers until it ends. `limit` bounds every write.
+    /// Creates a link from a stream, and the future that receives its answers until it ends. `limit` bounds every write.
     pub(super) fn start(
         (read, write): (ReadHalf, WriteHalf),
         start: Instant,

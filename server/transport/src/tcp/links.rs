@@ -128,7 +128,7 @@ impl LinkMonitor {
             tokio::select! {
                 Some(ended) = self.running.join_next() => match ended {
                     Ok(number) => self.ended(number),
-                    // The link's task panicked, so the requests under way on it are in no table any more.
+                    // The link's task panicked, so the requests under way on it are no longer in any table.
                     Err(error) => self.links.lose(LossCause::ended(io::Error::other(error))),
                 },
                 Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),

@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 pub(crate) enum StreamState {
     /// Bytes pass unchanged.
     Open,
-    /// They are held back in both directions and neither end notices, as over a failed member of a bundle of network links.
+    /// They are held back in both directions and neither end notices, as when one member of a bonded network link fails.
     Black,
     /// The stream is closed at both ends.
     Closed,

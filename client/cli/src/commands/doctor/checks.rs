@@ -22,11 +22,11 @@ use crate::size::show;
 /// The oldest kernel that has all needed calls: process descriptors, sealed memory, and reads that
 /// do not wait.
 const KERNEL_MIN: (u32, u32) = (5, 4);
-/// Fewer descriptors are too few for many nodes and processes.
+/// With fewer descriptors than this, a server cannot serve many nodes and processes.
 const DESCRIPTORS_MIN: u64 = 16 << 10;
-/// A data dir with less free space holds no data set.
+/// A data dir with less free space than this is of no use.
 const FREE_MIN: u64 = 1 << 30;
-/// How much is written to a drive and read back.
+/// The test writes this much to a drive and reads it back.
 const DRIVE_TEST_LEN: u64 = 256 << 20;
 const DRIVE_TEST_CHUNK_LEN: usize = 1 << 20;
 /// Bytes per second. A node's own NVMe drive is faster.
@@ -105,7 +105,7 @@ fn shared_memory() -> Finding {
 fn drive(path: &Path) -> Finding {
     let what = format!("data dir {}", path.display());
     let unusable = |error: io::Error| {
-        let advice = "name a folder on a local drive with --data-dir; the site may have $SLURM_TMPDIR or /local";
+        let advice = "name a folder on a local drive with --data-dir; many sites provide $SLURM_TMPDIR or /local";
         Finding::missing(&what, error, advice).needed()
     };
     let (kind, free) = match file_system(path) {
@@ -128,7 +128,7 @@ fn drive(path: &Path) -> Finding {
     }
     match kind {
         FileSystemKind::Tmpfs => {
-            let advice = "a tmpfs is memory, which your program then lacks; name a drive with --data-dir";
+            let advice = "a tmpfs takes memory that your program may need; name a drive with --data-dir";
             Finding::slow(&what, detail, advice)
         }
         FileSystemKind::Network(_) => {
@@ -144,7 +144,7 @@ fn drive(path: &Path) -> Finding {
     .needed()
 }
 
-/// Measures the bytes per second that a drive writes to a nameless file, and reads back without the
+/// Measures the bytes per second that a drive writes to an unnamed file, and reads back without the
 /// page cache where possible.
 fn rates(path: &Path) -> io::Result<(f64, f64)> {
     let mut file = nameless(path)?;
@@ -175,7 +175,7 @@ fn nameless(path: &Path) -> io::Result<File> {
     })
 }
 
-/// Checks that the preload library exists and can be loaded, which [`preload::library`] tries.
+/// Checks that the preload library exists, and that a program can load it.
 fn preload_library() -> Finding {
     let advice = "install libdayfly_preload.so, built for this C library, beside the program or in ../lib/dayfly";
     match preload::library() {
@@ -211,7 +211,7 @@ fn rdma(arguments: &DoctorArguments) -> Finding {
 fn fuse() -> Finding {
     let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
     let helper = ["fusermount3", "fusermount"].into_iter().find_map(in_path);
-    let advice = "load the module fuse and install fuse3; only programs that LD_PRELOAD does not reach need them";
+    let advice = "load the kernel module fuse and install fuse3; only programs that LD_PRELOAD does not reach need them";
     match (device, helper) {
         (Ok(_), Some(helper)) => Finding::ok("FUSE", format!("/dev/fuse, {}", helper.display())),
         (Ok(_), None) => Finding::missing("FUSE", "there is no fusermount3", advice),

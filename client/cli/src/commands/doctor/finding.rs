@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How good a thing is.
+/// The state of something that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum State {
     /// As it should be.
     Ok,
-    /// It works, and could be faster.
+    /// It works, but could be faster.
     Slow,
     /// It does not exist or does not work.
     Missing,

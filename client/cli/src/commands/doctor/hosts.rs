@@ -14,11 +14,11 @@ use crate::args::DoctorArguments;
 use crate::failure::Failure;
 use crate::size::show;
 
-/// Clocks that differ by more spoil the order of log lines from several nodes.
+/// If clocks differ by more than this, log lines from several nodes cannot be put in order.
 const SKEW_MAX_S: f64 = 2.0;
-/// A host that has not answered by then is reported as unreachable.
+/// A host that has not answered within this time is reported as unreachable.
 const HOST_TIMEOUT: Duration = Duration::from_secs(120);
-/// With more nodes, each is paired only with the next.
+/// With more nodes than this, each is paired only with the next.
 const ALL_PAIRS_MAX: usize = 8;
 
 /// Checks all hosts, and pairs of them.
@@ -29,7 +29,7 @@ pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Fail
         .into_iter()
         .zip(&arguments.hosts)
         .map(|(result, host)| {
-            let late = |_| Failure::new(format!("{host} does not answer within {} s", HOST_TIMEOUT.as_secs()));
+            let late = |_| Failure::new(format!("{host} did not answer within {} s", HOST_TIMEOUT.as_secs()));
             let left = deadline.saturating_duration_since(Instant::now());
             match result.recv_timeout(left).map_err(late).and_then(|report| report) {
                 Ok(report) => Report { host: host.clone(), ..report },
@@ -126,7 +126,7 @@ fn probe_pair(arguments: &DoctorArguments, from: &str, to: &str) -> Result<Reach
     let mut reaching = Remote::start(arguments, from, &["--reach".to_owned(), format!("{name}:{port}")])?;
     reaching.write_line(&key)?;
     let reached = serde_json::from_str(&reaching.output()?).map_err(Failure::new)?;
-    // The end of its input ends the other side.
+    // The other side exits when its input ends.
     drop(answering.input.take());
     answering.output()?;
     Ok(reached)

@@ -21,7 +21,7 @@ const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;marg
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.15em 1em .15em 0;text-align:left}\
 svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#444}.note{color:#666;font-size:.9em}";
 
-/// Makes the page.
+/// Returns the page as HTML.
 pub(super) fn page(target: &str, summary: &Summary) -> String {
     let mut page = String::new();
     let title = format!("Stage-in of {}", escape(target));

@@ -13,10 +13,10 @@ use crate::args::StageInOptions;
 use crate::failure::{complain, mention, print_line};
 use crate::size;
 
-/// Without a terminal, a line of progress appears this often.
+/// Without a terminal, a line of progress is printed this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// With fewer samples, how evenly the nodes share them means nothing and is not shown.
+/// With fewer samples than this, their balance between the nodes means little and is not shown.
 const BALANCE_SAMPLES_MIN: u64 = 1000;
 
 /// With more nodes than this, there is only one bar for all.
@@ -209,7 +209,7 @@ impl Reporter {
                 counts.replaced,
                 "sample",
                 "samples",
-                "replaced by later ones of the same path (--prefix-by-source keeps the files of several archives apart)",
+                "replaced by later ones with the same path (--prefix-by-source keeps the files of several archives apart)",
             ),
             (counts.skipped, "unreadable archive member or source", "unreadable archive members or sources", "left out"),
         ];

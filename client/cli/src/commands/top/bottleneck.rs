@@ -3,8 +3,8 @@
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
-/// Readers that spend less of their time waiting for other nodes are not slowed down by them.
-/// Requests that wait for space in the arena count at any share.
+/// If readers spend a smaller share of their time waiting for other nodes, those nodes are not the
+/// bottleneck. Requests that wait for space in the arena count at any share.
 const WAITING_PERCENT: f64 = 20.0;
 /// An owner that sends this many times the mean is hot.
 const HOT: f64 = 1.5;
@@ -25,7 +25,7 @@ pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f6
     let queued = sum(&|node| node.queued_total);
     if queued > 0 {
         return format!(
-            "bottleneck: space in the arena, for which {} waited; start servers with more --memory, or hold fewer samples at once",
+            "bottleneck: space in the arena ({} waited for it); start servers with more --memory, or hold fewer samples at once",
             counted(queued, "request")
         );
     }
@@ -40,8 +40,9 @@ pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f6
     let what = match hottest(&pairs) {
         Some((owner, share)) => format!("node {owner}, which sends {share:.0} % of all bytes between nodes"),
         None if late > 0 => "the network and the other nodes, because prefetched samples arrive too late".to_owned(),
-        None => "the latency of other nodes; submit the order of reading (dayfly_order_epoch), or read many samples at once"
-            .to_owned(),
+        None => {
+            "the latency of other nodes; submit the reading order (dayfly_order_epoch), or read many samples at once".to_owned()
+        }
     };
     format!("bottleneck: {what}")
 }
@@ -99,7 +100,7 @@ mod tests {
             asks(node);
             node.owners[2].reads.bytes = 1750;
         });
-        check("space in the arena, for which 8 requests waited", |node| {
+        check("space in the arena (8 requests waited for it)", |node| {
             asks(node);
             node.queued_total = 2;
         });
