@@ -1,4 +1,4 @@
-//! Arguments of the commands that look into the namespace and at the nodes.
+//! Arguments of the commands that inspect the namespace and the nodes.
 
 use std::ffi::OsString;
 
@@ -56,14 +56,14 @@ pub(crate) struct CpArguments {
     pub(crate) paths: Vec<OsString>,
 }
 
-/// Show how many bytes the files below a directory have.
+/// Show the total size of the files below a directory.
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct DuArguments {
     /// Print help.
     #[arg(long, action = clap::ArgAction::Help)]
     help: Option<bool>,
-    /// Print only the sum of each path.
+    /// Print only a total for each path.
     #[arg(short)]
     pub(crate) summarize: bool,
     /// Print sizes with units, instead of in KiB.
@@ -87,8 +87,8 @@ pub(crate) struct DfArguments {
 
 /// Read blocks back, and check them against the checksums taken at stage-in.
 ///
-/// Each block is read once, from a node that does not own it, and so through the network and the
-/// arena, as a program on that node would read it.
+/// Each block is read once, through a node that does not own it. It therefore crosses the network
+/// and the arena, as it does for a program on that node.
 #[derive(Args)]
 pub(crate) struct VerifyArguments {
     /// Read every block from every node of this machine. 'srun --overlap dayfly verify
@@ -99,8 +99,7 @@ pub(crate) struct VerifyArguments {
     pub(crate) path: Option<OsString>,
 }
 
-/// Show what each node holds, its free space, what was read from where, and what slows readers
-/// down.
+/// Show what each node holds, its free space, where reads came from, and what slows readers down.
 #[derive(Args)]
 pub(crate) struct StatusArguments {
     /// Print JSON.
@@ -136,7 +135,7 @@ pub(crate) struct MetricsArguments {
     pub(crate) describe: bool,
 }
 
-/// Change how nodes prefetch and cache, on all nodes at once, and print the settings.
+/// Change how all nodes prefetch and cache, and print the settings.
 ///
 /// Example: dayfly tune --prefetch 512 --cache 20GiB
 #[derive(Args)]
@@ -145,13 +144,13 @@ pub(crate) struct TuneArguments {
     /// samples.
     #[arg(long, value_name = "auto|off|N", value_parser = depth)]
     pub(crate) prefetch: Option<Depth>,
-    /// How much of each server's arena prefetch may take. [at first: half]
+    /// How much of each server's arena prefetch may take. [initially: half]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) prefetch_memory: Option<u64>,
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
-    /// space, 'off' or a size. [at first: all]
+    /// space, 'off' or a size. [initially: all]
     ///
-    /// A node then chooses again which of its cached blocks to keep.
+    /// Each node then decides anew which of its cached blocks to keep.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
     pub(crate) cache: Option<u64>,
 }

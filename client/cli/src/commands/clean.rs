@@ -13,8 +13,8 @@ pub(super) fn run(arguments: &CleanArguments) -> Result<ExitCode, Failure> {
     let removed = cleanup::sweep_patiently(&locate::runtime_dir(), &chosen_data_dirs(&arguments.data_dir))?;
     let running = counted(locate::running()?.len() as u64, "session");
     match removed {
-        0 => print_line!("nothing was left over; {running} of yours running here"),
-        count => print_line!("removed {}; {running} of yours running here", counted(count as u64, "leftover folder")),
+        0 => print_line!("nothing was left over; you have {running} running here"),
+        count => print_line!("removed {}; you have {running} running here", counted(count as u64, "leftover folder")),
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -104,7 +104,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Without its id nobody would find the session, and it would stay.
+/// Without its id nobody could find the session and end it.
 fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed: {error}"))
 }

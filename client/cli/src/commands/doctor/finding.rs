@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How good a thing is.
+/// The state of a checked thing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum State {
