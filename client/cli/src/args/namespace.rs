@@ -91,7 +91,7 @@ pub(crate) struct DfArguments {
 /// and the arena, as it does for a program on that node.
 #[derive(Args)]
 pub(crate) struct VerifyArguments {
-    /// Read every block from every node of this machine. 'srun --overlap dayfly verify
+    /// Read every block from every node on this machine. 'srun --overlap dayfly verify
     /// --from-every-node' does so on all machines.
     #[arg(long)]
     pub(crate) from_every_node: bool,

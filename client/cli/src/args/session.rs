@@ -247,7 +247,7 @@ pub(crate) struct RunArguments {
 /// Example: dayfly exec -- ls /dayfly
 #[derive(Args)]
 pub(crate) struct ExecArguments {
-    /// Run CMD as a process of node K. [default: the lowest node of this machine]
+    /// Run CMD as a process of node K. [default: the lowest node on this machine]
     #[arg(long, value_name = "K")]
     pub(crate) node: Option<u16>,
     /// The command and its arguments.
@@ -261,7 +261,7 @@ pub(crate) struct ExecArguments {
 /// the shell's own cd, globs and < do not. They do in a shell that 'dayfly exec -- bash' starts.
 #[derive(Args)]
 pub(crate) struct EnvArguments {
-    /// Make the process part of node K. [default: the lowest node of this machine]
+    /// Make the process part of node K. [default: the lowest node on this machine]
     #[arg(long, value_name = "K")]
     pub(crate) node: Option<u16>,
 }
