@@ -27,4 +27,4 @@ for _ in $(seq "$runs"); do
     wait "$staging"
 done
 alone=$(median < "$work/alone"); beside=$(median < "$work/beside")
-echo "$alone $beside" | awk '{ printf "medians, ns per file: alone %d, beside the stage-in %d: %.1f %% slower\n", $1, $2, ($2 / $1 - 1) * 100 }'
+echo "$alone $beside" | awk '{ printf "medians, ns per file: alone %d, during the stage-in %d: %.1f %% slower\n", $1, $2, ($2 / $1 - 1) * 100 }'

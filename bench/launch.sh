@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures how long `dayfly up` and `dayfly down` take with 2, 16 and 64 servers on this machine: medians of RUNS (5).
-# Once with `--local`, which starts each server directly, and once with `ssh` along the tree, where a shell replaces ssh. The time of a
-# workload manager's own launcher is not included.
+# It measures `--local`, which starts each server directly, and then `ssh` along the tree, where a shell replaces ssh. The
+# time of a workload manager's own launcher is not included.
 # Usage: bench/launch.sh [RUNS]
 # Needs dayfly in PATH.
 set -euo pipefail
@@ -18,7 +18,8 @@ printf '%-8s %8s %10s %10s\n' launcher servers "up ms" "down ms"
 for servers in 2 16 64; do
     for how in local ssh; do
         options=(--local "$servers")
-        # Real machines have one server each. Here they share one memory, so each gets little of it.
+        # Real machines run one server each. Here all servers share one machine, so each gets a
+        # small capacity.
         [ "$how" = local ] || options=(--hosts "h[1-$servers]" --capacity 16MiB)
         : > "$work/up"; : > "$work/down"
         for _ in $(seq "$runs"); do

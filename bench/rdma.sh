@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Counts what a batch of 64 samples of 110 KB costs both servers, by RDMA and by TCP: system calls, and work for the card.
+# Counts what a batch of 64 samples of 110 KB costs both servers, over RDMA and over TCP: system calls, and work for the card.
 # It measures no rates, because those of Soft-RoCE say nothing about a real card.
 # Needs root, strace, python3 and an RDMA card, which this virtual machine emulates:
 #

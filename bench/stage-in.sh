@@ -55,7 +55,7 @@ print(f"{title}: {tool:.2f} s, stage-in {stage:.2f} s: {tool / stage:.2f} times 
 PYTHON
 }
 
-durable() { # TITLE TAR: a stage-in beside tar with and without a sync, and beside one file that is written sequentially and synced
+durable() { # TITLE TAR: compares a stage-in with tar, with and without a sync, and with one file that is written sequentially and synced
     local title=$1 tar=$2 tool
     rm -f "$work"/{json,time-*}
     for _ in $(seq "$runs"); do

@@ -225,7 +225,7 @@ fn more(ground: &Ground, name: &str, count: usize) {
 
 /// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during
 /// a stage-in, each node drops cached blocks until a sixteenth of the drive's share, at most 256 MiB,
-/// is free there for what is written beside blocks (plan, sorted runs, catalog), and blocks leave that
+/// is free there for what is written in addition to blocks (plan, sorted runs, catalog), and blocks leave that
 /// much free as long as there are cached blocks."
 #[test]
 fn cached_blocks_make_way_if_other_programs_fill_the_drive() {

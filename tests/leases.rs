@@ -103,7 +103,7 @@ fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked
 }
 
 /// SEMANTICS: "For views that were already delivered, `is_good` returns false and `get` returns
-/// nothing, also in a child that inherited them from a parent that has exited."
+/// nothing, even in a child that inherited them from a parent that has exited."
 #[test]
 fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
     let (cluster, target) = cluster_of_long_names();

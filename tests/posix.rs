@@ -199,7 +199,7 @@ fn every_call_returns_what_it_returns_on_a_plain_directory() {
     }
 }
 
-/// SEMANTICS: "The namespace is read-only; data enter it by stage-in only. Its errors are those of a read-only mount: a write is
+/// SEMANTICS: "The namespace is read-only; data enters it only through stage-in. Its errors are those of a read-only mount: a write is
 /// EROFS, creating a path that exists is EEXIST, changing a path that does not exist is ENOENT, and a rename or link from one file
 /// system to another is EXDEV."
 /// SEMANTICS: "statfs reports a full, read-only file system of its own type"
@@ -326,9 +326,9 @@ fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_d
     assert!(child.wait().unwrap().success());
 }
 
-/// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place is SIGBUS, and copied data stay."
+/// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place is SIGBUS, and copied data stays."
 /// SEMANTICS: "For every other fault, the program's own handling of SIGBUS applies."
-/// SEMANTICS: "down frees all blocks at once, also while processes still have files open: their reads fail with EIO."
+/// SEMANTICS: "down frees all blocks at once, even while processes still have files open: their reads fail with EIO."
 #[test]
 fn after_down_reads_and_mappings_fail_and_never_return_zeros() {
     let (twin, ()) = twin(sources_and_data, |_, _| ());

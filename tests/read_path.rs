@@ -181,7 +181,7 @@ fn a_batch_is_delivered_in_the_order_requested_or_as_samples_arrive() {
     cluster.down();
 }
 
-/// SEMANTICS: "A sample that cannot be read ends the batch, or is reported by itself, as the caller
+/// SEMANTICS: "A sample that cannot be read ends the batch, or is reported individually, as the caller
 /// chooses."
 #[test]
 fn a_missing_sample_ends_the_batch_or_is_reported() {

@@ -155,7 +155,7 @@ fn local_reads_send_no_message_and_are_counted() {
 
 /// SEMANTICS: "The namespace holds datasets. A dataset is an immutable subtree that one `stage-in`
 /// made. Datasets do not overlap, and the directories above them are synthetic."
-/// SEMANTICS: "`stage-in --replace` replaces a dataset by another. Until then, reads return the old
+/// SEMANTICS: "`stage-in --replace` replaces a dataset with another. Until then, reads return the old
 /// one; afterwards, reads of files of the old one that are still open fail with `EIO`."
 #[test]
 fn datasets_do_not_overlap_and_are_replaced_whole() {

@@ -111,7 +111,7 @@ fn run_exits_with_its_commands_status_even_if_standard_error_fails() {
 }
 
 /// SEMANTICS: "When a signal ends `run`, messages that nobody reads are dropped, and the session ends
-/// all the same."
+/// anyway."
 #[test]
 fn a_signal_ends_run_even_if_its_messages_are_not_read() {
     let ground = Ground::new();

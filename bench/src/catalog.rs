@@ -1,5 +1,5 @@
-//! Measures the catalog of a large dataset: bytes per sample, time to attach, time of a `stat` by
-//! path.
+//! Measures the catalog of a large dataset: bytes per sample, the time to attach, and the time of a
+//! `stat` by path.
 
 use std::hint::black_box;
 
@@ -47,11 +47,11 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     let built = built?;
     println!("samples                          {}", arguments.samples);
     println!("catalog                          {} bytes", built.len);
-    println!("a sample, beside its name        {:.1} bytes", (built.len - names) as f64 / arguments.samples as f64);
+    println!("a sample, besides its name       {:.1} bytes", (built.len - names) as f64 / arguments.samples as f64);
     println!("build from sorted members        {build_s:.2} s");
     let check_s = time(|| catalog::Catalog::open(&built.file).and_then(|catalog| catalog.check(4)));
     check_s.1?;
-    println!("whole check, once a server       {:.2} s", check_s.0);
+    println!("full check, once per server      {:.2} s", check_s.0);
     let attach: Vec<f64> =
         (0..arguments.runs).map(|_| time(|| black_box(catalog::Catalog::open(&built.file).is_ok())).0).collect();
     println!("attach                           {:.1} us", median(attach) * 1e6);
@@ -72,8 +72,8 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Paths back to back. A program that looks a path up has just built it, so reading the path must
-/// not be a cache miss.
+/// Paths back to back in one buffer. A real program has just built the path that it looks up, so
+/// reading the path must not cost a cache miss here either.
 struct Paths {
     bytes: Vec<u8>,
     ends: Vec<usize>,

@@ -69,7 +69,7 @@ fn make_tars(arguments: &Make, tars: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The header of an empty file, which is all that a tar contains of it.
+/// The header of an empty file. A tar contains nothing else for such a file.
 fn empty_member(name: &str) -> [u8; 512] {
     let mut block = [0; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());

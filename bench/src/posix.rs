@@ -27,8 +27,8 @@ pub(crate) struct Posix {
     /// Number of passes over the list; the last one is timed
     #[arg(long, default_value_t = 2)]
     passes: usize,
-    /// Print the time of the fastest pass instead, for calls that cost little beside the machine's
-    /// noise
+    /// Print the time of the fastest pass instead, for calls that cost little compared with the
+    /// machine's noise
     #[arg(long)]
     best: bool,
     /// Number of threads, which share the list

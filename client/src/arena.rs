@@ -1,4 +1,4 @@
-//! The server's arena, mapped read-only. Bytes are copied out of it, or looked at in place while
+//! The server's arena, mapped read-only. Bytes are copied from it, or looked at in place while
 //! they are leased, and marked as read.
 
 use std::fs::File;

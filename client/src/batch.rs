@@ -3,11 +3,11 @@
 //! A batch lends the samples that are on this node where they lie, in mapped segments. It requests all others from the server
 //! with one message, and lends them in the arena under a lease as they arrive.
 //!
-//! The server may revoke a lease when a batch makes no progress for long: because its process reads nothing from its socket, or
-//! because other processes wait for the room. The batch then reads a sample again if it was not delivered yet. For samples that
-//! were delivered, [`Batch::is_good`] returns `false`.
+//! The server may revoke a lease when a batch makes no progress for a long time, because its process reads nothing from its
+//! socket, or because other processes wait for the room. The batch then reads a sample again if it was not delivered yet. For
+//! samples that were delivered, [`Batch::is_good`] returns `false`.
 //!
-//! A batch belongs to one process: a forked child may look at what its parent's batch lent, but cannot read on in it.
+//! A batch belongs to one process: a forked child may look at what its parent's batch lent, but cannot continue to read from it.
 
 mod remote;
 

@@ -4,7 +4,7 @@
 //!
 //! If the program itself looks at missing bytes in place, the handler maps a page of zeros over
 //! them. That page stays for as long as the mapping does, so the whole mapping is poisoned first:
-//! it lends no further views, no copy out of it is believed, and a batch notices by the count of
+//! it lends no further views, no copy from it is believed, and a batch notices by the count of
 //! zeroed pages that the program may have seen zeros.
 //!
 //! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes

@@ -2,7 +2,7 @@
 //!
 //! The server answers a [`FromClient::Fetch`] in parts. A chunk in such a part is on this node's drives by now, or lies in
 //! the arena under a lease, or cannot be read. This module is the only one that interprets those answers. Its two users
-//! differ in how long they hold a lease: [`crate::read`] copies the bytes out of the arena and releases the lease at once,
+//! differ in how long they hold a lease: [`crate::read`] copies the bytes from the arena and releases the lease at once,
 //! [`crate::batch`] holds the lease and lends the bytes where they lie.
 //!
 //! Invariant: a caller believes leased bytes only if the lease still held *after* it looked at them. The server

@@ -35,10 +35,11 @@ pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
 pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
 /// Moves the folder of all sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
-/// How often a lock is tried, and the time between two attempts.
+/// Number of times that a lock is tried, and the time between two attempts.
 const LOCK_ATTEMPTS: usize = 50;
 const LOCK_INTERVAL: Duration = Duration::from_millis(2);
-/// How often the creation of a session's folder is tried while other sessions remove theirs.
+/// Number of times that the creation of a session's folder is tried while other sessions remove
+/// theirs.
 const CREATE_ATTEMPTS_MAX: usize = 10;
 /// The supervisor holds this lock for as long as it lives, and the file contains its process id. A
 /// process that creates or removes the folder holds the lock for a moment.

@@ -42,7 +42,7 @@ impl<T> Drop for Pool<T> {
         for slot in &mut self.slots {
             let left = *slot.get_mut();
             if !left.is_null() {
-                // SAFETY: as in `take`; nothing else can reach the pool any more.
+                // SAFETY: as in `take`; nothing else can reach the pool anymore.
                 drop(unsafe { Box::from_raw(left) });
             }
         }

@@ -83,7 +83,7 @@ pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
 
 /// Checks that other users cannot replace a folder: not all users may write to the folder above it,
 /// unless that has the sticky bit. That folder's owner, the members of its group, and root can
-/// replace it all the same, and are trusted.
+/// replace it anyway, and are trusted.
 ///
 /// # Errors
 ///

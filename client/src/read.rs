@@ -24,7 +24,7 @@ pub struct BlockData<'a> {
 /// Takes a chunk that arrived, by its index in the request: its lease, or `None` if the chunk is on this node by now.
 type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), ClientError>;
 
-/// How many chunks of a large block one request names. The server reads ahead behind them.
+/// How many chunks of a large block one request names. The server reads ahead beyond them.
 const WINDOW: usize = 4;
 
 impl Session {

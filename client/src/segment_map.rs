@@ -1,4 +1,4 @@
-//! A segment, mapped window by window as it is read. A copy out of mapped memory costs a quarter of
+//! A segment, mapped window by window as it is read. A copy from mapped memory costs a quarter of
 //! a `pread`. Mapping is only an optimization: a range that cannot be mapped, or that this process
 //! has not read before, is read with `pread`.
 
@@ -15,7 +15,8 @@ use nix::libc;
 use crate::fault;
 
 /// A range of this length, aligned to it, is first read with `pread`. Cold bytes then arrive
-/// through the kernel's read-ahead and not through page faults, each of which would wait by itself.
+/// through the kernel's read-ahead and not through page faults, each of which would wait
+/// separately.
 const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
 /// The processor cannot wait for more cache lines than this at once. It fetches what follows by
 /// itself.
@@ -191,7 +192,7 @@ impl Drop for SegmentMap {
             let window = *slot.get_mut();
             if !window.is_null() {
                 // SAFETY: the pointer was made by `Box::into_raw` in `map`; nothing else can reach
-                // it any more.
+                // it anymore.
                 drop(unsafe { Box::from_raw(window) });
             }
         }

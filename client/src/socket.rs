@@ -1,4 +1,4 @@
-//! Messages to and from the node's server, with descriptors beside them.
+//! Messages to and from the node's server, with their descriptors.
 //!
 //! Every wait is cut into polls. At each poll the client checks the server's heartbeat, and
 //! deadlines are counted in polls, so a process that was stopped does not find its deadlines
@@ -26,7 +26,7 @@ use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// The most descriptors beside one message: a catalog, locations, and one segment for each drive.
+/// The most descriptors with one message: a catalog, locations, and one segment for each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
@@ -110,7 +110,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Receives the next message, with the files beside it.
+    /// Receives the next message, with the files that came with it.
     pub(crate) fn receive(&mut self) -> Result<(FromServer, Vec<File>), ClientError> {
         let mut header = [0; LOCAL_HEADER_LEN];
         let (got, files) = self.receive_first(&mut header)?;

@@ -7,7 +7,7 @@ see_sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ct
 
 
 def samples(session, dataset, seed, epoch, rank, ranks):
-    """Yields (path, bytes) of this rank's share of a dataset, shuffled anew in each epoch."""
+    """Yields (path, bytes) of this rank's share of a dataset, reshuffled in each epoch."""
     paths = []
     collect = see_sample(lambda path, size, context: paths.append(path) or 0)
     number = [ctypes.c_uint64(seed), ctypes.c_uint64(epoch)]

@@ -129,7 +129,7 @@ mod tests {
             assert_eq!(catalog.attributes(&entry).unwrap().size, size);
         }
         let beside_names = built.len - paths.keys().map(|path| path.len() as u64).sum::<u64>();
-        assert!(beside_names <= 96 * 20_000, "{beside_names} bytes beside the names");
+        assert!(beside_names <= 96 * 20_000, "{beside_names} bytes besides the names");
     }
 
     #[test]

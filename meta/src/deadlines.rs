@@ -44,7 +44,7 @@ deadlines! {
     connect = Duration::from_secs(2);
     /// The handshake of a new connection.
     handshake = Duration::from_secs(2);
-    /// How long a peer that could not be reached is not dialed again.
+    /// How long to wait before dialing a peer again that could not be reached.
     redial = Duration::from_secs(1);
     /// A request to a peer, counted from its last progress.
     request = Duration::from_secs(5);
@@ -77,7 +77,7 @@ deadlines! {
     recall = Duration::from_secs(5);
     /// How often the supervisor renews its lease over each server, and each server answers.
     lease_interval = Duration::from_secs(1);
-    /// How long a server serves without a renewal of that lease before it exits. Counted in
+    /// How long a server serves without a renewal of its lease before it exits. Counted in
     /// intervals, so a server that was stopped does not find the time expired when it continues.
     lease = Duration::from_secs(6);
     /// Preparing a dataset on a node, which reads the catalog from another node and checks all of
@@ -102,10 +102,10 @@ deadlines! {
     /// How often the workers of a stage-in report their progress and learn whether to continue.
     progress_interval = Duration::from_millis(200);
     /// How long a stage-in may go on without any node reading, decoding, sending, writing or
-    /// merging anything. File systems of sites can stand still for minutes while one of their
+    /// merging anything. A site's file system can hang for minutes while one of its
     /// servers fails over; `--stage-in-timeout` sets this deadline.
     stall = Duration::from_secs(300);
-    /// How long a node may fail to report before the coordinator gives its stage-in up.
+    /// How long a node may fail to report before the coordinator aborts its stage-in.
     node_silent = Duration::from_secs(15);
     /// How long the coordinator may hold a worker's request for a unit while there is none. The
     /// worker then asks again.
@@ -160,10 +160,10 @@ impl Deadlines {
             ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
             ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches before it may take";
             ms(self.arena) + ms(self.request) < ms(self.server), "a client waits longer than its server's wait for room and its request together";
-            ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives its server up";
+            ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives up on its server";
             ms(self.heartbeat) < ms(self.server), "a client notices that its server stands still before its own wait expires";
             ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for the requests that wait for their room";
-            ms(self.request) < ms(self.node_silent), "a node may miss a report before its stage-in is given up";
+            ms(self.request) < ms(self.node_silent), "a node may miss a report before the coordinator aborts its stage-in";
             ms(self.progress_interval) < ms(self.request), "a node's reports are more frequent than the deadline of one report";
             ms(self.lease_interval) * 3 <= ms(self.lease), "two renewals of the lease may be late before a server exits";
             ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in counts as stalled only after several reports without progress";

@@ -51,8 +51,8 @@ pub const LIST_LEN_MAX: u64 = 256 << 20;
 /// Entries (names) of one dataset. Entries are numbered in 32 bits, and the index needs the 0 for
 /// free slots.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
-/// Memory that the coordinator needs to resolve one hard link, in bytes, beside three copies of its
-/// name and of its target.
+/// Memory that the coordinator needs to resolve one hard link, in bytes, not counting three copies
+/// of its name and of its target.
 pub const HARD_LINK_MEMORY: usize = 600;
 /// Directories of one dataset if `--max-directories` is not given: this many, plus
 /// [`DIRECTORIES_PER_FILE_MAX`] for each file. A small archive could otherwise create millions of
@@ -92,14 +92,14 @@ pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 /// Length of one shipped batch, or of one piece of a large block, in bytes.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
-/// How often a batch that arrives damaged is sent before the stage-in fails.
+/// Number of times that a batch that arrives damaged is sent before the stage-in fails.
 pub const SHIP_ATTEMPTS_MAX: usize = 3;
-/// How often a chunk that arrives damaged is fetched before its read fails.
+/// Number of times that a chunk that arrives damaged is fetched before its read fails.
 pub const FETCH_ATTEMPTS_MAX: usize = 2;
 /// Chunks that a process may report as bad copies in one request. The server reads each of them
 /// again.
 pub const RECHECKED_CHUNKS_MAX: usize = 16;
-/// How often a process asks its server to examine a bad copy before the read fails.
+/// Number of times that a process asks its server to examine a bad copy before the read fails.
 pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session. Further ones wait.
 pub const STAGE_INS_MAX: usize = 4;
@@ -133,7 +133,8 @@ pub const BATCHES_PER_WORKER_MAX: usize = 32;
 pub const BATCHES_PER_WORKER_MIN: usize = 3;
 /// Batches of one worker that may be in flight. The rest are being filled.
 pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
-/// Batches that a server receives at once from all its peers, beside those that wait to be written.
+/// Batches that a server receives at once from all its peers, not counting those that wait to be
+/// written.
 pub const BATCHES_LANDING_MAX: usize = 16;
 /// Bytes of blocks that wait in an owner's memory to be written in shuffled order.
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
@@ -141,11 +142,12 @@ pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// can always be written.
 pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
-/// bytes, free for the catalogs and runs that a stage-in writes beside blocks.
+/// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
 /// Upper bound of the headroom in bytes, see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
-/// Bytes of a stage-in on their way to one drive, beyond which the stage-in waits for the drive.
+/// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the
+/// drive.
 /// This keeps the sync at its end short, and leaves the page cache to the job.
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server. Each reads one unit at a time.
@@ -199,14 +201,14 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
 /// Requests to one peer may hold 1 / `PEER_SHARE` of the memory that their bytes land in. Memory
-/// counts as held until nothing can land in it any more.
+/// counts as held until nothing can land in it anymore.
 pub const PEER_SHARE: u64 = 4;
 /// A server sends a peer no further requests while those past their deadlines hold more than 1 /
 /// `STUCK_SHARE` of that memory, or while there are [`STUCK_REQUESTS_MAX`] of them.
 pub const STUCK_SHARE: u64 = 16;
 /// Requests past their deadlines after which a peer counts as stuck, see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;
-/// How often a pull whose link has ended is repeated on another link.
+/// Number of times that a pull whose link has ended is repeated on another link.
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
@@ -248,7 +250,7 @@ pub const CACHE_QUEUE_LEN_MAX: u64 = 64 << 20;
 pub const CACHE_SYNC_LEN: u64 = 64 << 20;
 /// Age at which a cached block is synced, see [`CACHE_SYNC_LEN`].
 pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
-/// Bytes of read-ahead behind a process that reads a large file sequentially.
+/// Bytes of read-ahead for a process that reads a large file sequentially.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
 /// Processes of a node that `status` names, those that read most. All of them are counted.
 pub const CLIENTS_SHOWN_MAX: usize = 32;
@@ -258,7 +260,7 @@ pub const DRIVE_READERS_MAX: usize = 16;
 /// Receive buffers that all queue pairs of a card share. If a message finds none, the sender's card
 /// sends it again.
 pub const RDMA_RECEIVES: u32 = 512;
-/// Length of the longest request by RDMA. A request for [`BATCH_BLOCKS_MAX`] blocks fits.
+/// Length of the longest request over RDMA. A request for [`BATCH_BLOCKS_MAX`] blocks fits.
 pub const RDMA_REQUEST_LEN_MAX: u32 = 32 << 10;
 /// Completions that fit a card's completion queue. Work that could overflow it waits.
 pub const RDMA_COMPLETIONS_MAX: u32 = 16 << 10;
@@ -269,7 +271,7 @@ pub const RDMA_SEND_DEPTH: u32 = 128;
 pub const RDMA_WRITE_LEN_MAX: u32 = 1 << 20;
 /// Bytes of all operations posted on one queue pair.
 pub const RDMA_BYTES_IN_FLIGHT_MAX: u64 = 4 << 20;
-/// Requests of one node that wait for another node's answers by RDMA.
+/// Requests of one node that wait for another node's answers over RDMA.
 pub const RDMA_WINDOW: u32 = 64;
 /// Registered memory through which bytes pass on their way from a file to the card.
 pub const RDMA_STAGING_LEN: u64 = 32 << 20;
@@ -280,7 +282,7 @@ pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
 pub const RDMA_FAILURES_MAX: u32 = 3;
 /// Such a pair tries RDMA again at growing intervals, up to this one.
 pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// Bytes of its node's segments that a process maps at most. It reads the rest with `pread`. Page
+/// The most bytes of its node's segments that a process maps. It reads the rest with `pread`. Page
 /// tables cost 2 MiB for each mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
 /// Segments are mapped in windows of this length, as they are read.
@@ -292,7 +294,7 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// ones are copied to a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
-/// The kernel probes a silent connection at this interval,
+/// The kernel probes a silent connection at this interval.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// The kernel closes a silent connection after this many probes without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
@@ -336,7 +338,7 @@ pub const PATHS_LEN_MIN: usize = 1 << 20;
 pub const WAITS_REPORTED_MAX: usize = 4;
 
 const _: () = {
-    // The memory that a card registers beside the arena and stage-ins, whatever the number of
+    // The memory that a card registers besides the arena and stage-ins, whatever the number of
     // peers.
     assert!(RDMA_STAGING_LEN + RDMA_MESSAGES_LEN + (RDMA_RECEIVES * RDMA_REQUEST_LEN_MAX) as u64 <= 64 << 20);
     // A queue pair's ring takes at most 128 bytes for each operation. Each pair of nodes has two

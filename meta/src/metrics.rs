@@ -22,7 +22,7 @@ pub struct Metric {
     pub kind: Kind,
     /// One or more sentences that describe the value.
     pub help: &'static str,
-    /// The label, beside `node`, that tells several values of the metric apart; empty if there is
+    /// The label, besides `node`, that tells several values of the metric apart; empty if there is
     /// only one value.
     pub label: &'static str,
     /// Returns the values, each with the value of that label.
@@ -76,7 +76,7 @@ metrics! {
         |node| by_owner(node, |owner| owner.reads.bytes as f64);
     "dayfly_owner_requests_total" Counter "owner" "Requests sent to each owner."
         |node| by_owner(node, |owner| owner.requests as f64);
-    "dayfly_owner_busy_seconds_total" Counter "owner" "Time that the requests to each owner took, summed up."
+    "dayfly_owner_busy_seconds_total" Counter "owner" "Total time that requests to each owner took."
         |node| by_owner(node, |owner| owner.busy_us as f64 / 1e6);
     "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes differed from those that were staged in, by where this node found the damage: shipped to it, fetched from an owner, in its arena, in a cached block, or in a block that it owns."
         |node| HOP_NAMES.iter().zip(node.damaged).map(|(name, count)| ((*name).to_owned(), count as f64)).collect();
@@ -90,13 +90,13 @@ metrics! {
         |node| one(node.queued_total);
     "dayfly_prefetch_orders" Gauge "" "Orders that are being prefetched."
         |node| one(node.prefetch.orders);
-    "dayfly_prefetch_depth_bytes" Gauge "" "How far ahead of its readers the node tries to prefetch."
+    "dayfly_prefetch_depth_bytes" Gauge "" "Bytes that the node tries to be ahead of its readers."
         |node| one(node.prefetch.depth_bytes);
     "dayfly_prefetch_requests" Gauge "" "How many prefetch requests to owners the node has in flight at once."
         |node| one(node.prefetch.requests);
     "dayfly_prefetch_hits_total" Counter "" "Chunks that had arrived before they were read."
         |node| one(node.prefetch.hits);
-    "dayfly_prefetch_late_total" Counter "" "Chunks of an order that a reader had to ask for all the same."
+    "dayfly_prefetch_late_total" Counter "" "Chunks of an order that did not arrive before a reader asked for them."
         |node| one(node.prefetch.late);
     "dayfly_prefetch_wasted_total" Counter "" "Chunks that were prefetched and evicted unread."
         |node| one(node.prefetch.wasted);
@@ -104,7 +104,7 @@ metrics! {
         |node| one(node.held_bytes);
     "dayfly_cached_bytes" Gauge "" "Bytes of other nodes' blocks that are cached on the node's drives."
         |node| one(node.cached.bytes);
-    "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that the node will read from its own drives once all blocks that it means to cache have arrived."
+    "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that the node will read from its own drives once all blocks that it intends to cache have arrived."
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
         |node| one(node.used_bytes);
@@ -122,15 +122,15 @@ metrics! {
         |node| one(node.leases);
     "dayfly_clients" Gauge "" "Processes attached."
         |node| one(node.clients);
-    "dayfly_rdma" Gauge "" "1 if the node reaches its peers by RDMA, 0 if by TCP."
+    "dayfly_rdma" Gauge "" "1 if the node reaches its peers over RDMA, 0 if over TCP."
         |node| one(node.network.is_rdma.into());
-    "dayfly_fallen_back_peers" Gauge "" "Peers that the node reaches by TCP although the session uses RDMA."
+    "dayfly_fallen_back_peers" Gauge "" "Peers that the node reaches over TCP although the session uses RDMA."
         |node| one(node.network.fallen_back.len() as u64);
     "dayfly_rdma_operations_total" Counter "" "Operations posted to the RDMA card."
         |node| one(node.network.works);
     "dayfly_rdma_completions_total" Counter "" "Completions that the card reported."
         |node| one(node.network.completions);
-    "dayfly_rdma_wake_ups_total" Counter "" "How often the thread that handles completions was woken."
+    "dayfly_rdma_wake_ups_total" Counter "" "Number of times that the thread that handles completions was woken."
         |node| one(node.network.wake_ups);
     "dayfly_rdma_written_bytes_total" Counter "" "Bytes written into peers' memory, to answer their reads."
         |node| one(node.network.written_bytes);

@@ -1,7 +1,7 @@
 //! How blocks are packed into a segment, and how a position in it is encoded.
 //!
 //! A segment is a sparse file. Its first page is a header, so no block lies at offset 0. Blocks of
-//! at least [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and have all their pages for themselves;
+//! at least [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and share no page with others;
 //! smaller blocks are packed without gaps. A segment holds no checksums: those of its blocks are in
 //! the catalog.
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use memmap2::{Mmap, MmapMut, MmapOptions, MmapRaw};
 
-/// Maps a whole file that nobody changes any more, for reading.
+/// Maps a whole file for reading. Nobody may change the file anymore.
 ///
 /// The caller guarantees that the file has no name by which a stranger could shorten it, and that
 /// its writer is done. Dayfly maps only unlinked files, whose descriptors stay within processes of

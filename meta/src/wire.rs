@@ -1,5 +1,5 @@
 //! Messages as plain data: between servers ([`peer`]), between a server and the processes of its
-//! node ([`local`]), and the commands among the latter ([`control`]).
+//! node ([`local`]), and the commands that these processes send ([`control`]).
 //!
 //! All messages are encoded with rkyv and are validated before they are used. Both ends of a
 //! connection name [`VERSION`] first.
@@ -28,7 +28,7 @@ pub const VERSION: u32 = 12;
 #[error("not a message of version {VERSION}, or damaged in transit")]
 pub struct InvalidMessage;
 
-/// Length of the checksum behind a message between servers.
+/// Length of the checksum after a message between servers.
 const SEAL_LEN: usize = 4;
 
 /// Encodes a message between servers and appends the CRC32C of its bytes. A message decides where

@@ -106,7 +106,7 @@ pub enum StageInError {
         /// Path of the source.
         path: PathBuf,
     },
-    /// A file yields more or fewer bytes than its metadata promise, although it did not change.
+    /// A file yields more or fewer bytes than its metadata promises, although it did not change.
     /// Files in /proc and /sys do.
     #[error(
         "'{}' has a size of {size} bytes but yields {}, so it is not an ordinary file; copy its contents to a file, \

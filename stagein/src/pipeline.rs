@@ -88,11 +88,11 @@ pub struct Worker<S: Sink> {
     /// The generation of `suspect_paths` that all members found so far were checked against;
     /// `None` if members of an uncertain unit were passed over.
     checked_generation: Option<u64>,
-    /// How long this thread waited for source bytes, in the present call of [`Self::run`].
+    /// How long this thread waited for source bytes, in the current call of [`Self::run`].
     reading: Duration,
-    /// How long this thread waited for the sink, in the present call of [`Self::run`].
+    /// How long this thread waited for the sink, in the current call of [`Self::run`].
     shipping: Duration,
-    /// Batches that their owners had no room for, copied out of the sink's memory. Their blocks
+    /// Batches that their owners had no room for, copied from the sink's memory. Their blocks
     /// need new owners.
     returned: VecDeque<Batch<Box<[u8]>>>,
 }
@@ -184,7 +184,7 @@ impl<S: Sink> Worker<S> {
     ///
     /// # Errors
     ///
-    /// None at present.
+    /// Currently none.
     pub fn finish(self) -> Result<RunWriter, StageInError> {
         Ok(self.runs)
     }
@@ -268,7 +268,7 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Forgets the members of the present unit that are not in a run yet. No member then names
+    /// Forgets the members of the current unit that are not in a run yet. No member then names
     /// their blocks.
     fn discard(&mut self) -> Result<(), StageInError> {
         self.open.clear();

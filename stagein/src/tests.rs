@@ -1,7 +1,7 @@
 //! Fuzz targets, one for each parser. Whatever the input, a parser may return an error, but it must
 //! not panic, and it must not use memory out of proportion to the input.
 //!
-//! Each target runs for `DAYFLY_FUZZ_SECONDS` (3 s by default, so that the unit tests stay quick)
+//! Each target runs for `DAYFLY_FUZZ_SECONDS` (3 s by default, which keeps the unit tests fast)
 //! over mutations of good input, from a new seed each time. A target that panics prints the seed of
 //! its input; `DAYFLY_FUZZ_SEED` runs that input again.
 
@@ -21,7 +21,7 @@ use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
 
 const SECONDS_DEFAULT: f64 = 3.0;
-/// A busy machine runs a target for longer, until it has had this many inputs.
+/// A target runs at least this many inputs. On a busy machine, that can take longer than its time.
 const ROUNDS_MIN: u64 = 100;
 /// The most bytes that a target unpacks from one input.
 const UNPACKED_MAX: u64 = 4 << 20;
@@ -59,7 +59,7 @@ impl Drop for SeedOnPanic {
     }
 }
 
-/// A member of the corpus with a few random changes.
+/// Returns an input of the corpus with a few random changes.
 fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut bytes = corpus[random.random_range(0..corpus.len())].clone();
     for _ in 0..random.random_range(1..6) {
@@ -91,7 +91,7 @@ fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     bytes
 }
 
-/// The output of a program in a folder that the shell script `prepare` has filled.
+/// Returns the output of a program that runs in a folder filled by the shell script `prepare`.
 fn tool(program: &str, arguments: &[&str], prepare: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let prepared = std::process::Command::new("bash").args(["-ec", prepare]).current_dir(folder.path()).status().unwrap();

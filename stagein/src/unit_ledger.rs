@@ -214,7 +214,7 @@ impl RangeChain {
             let (source, prefix, rivalry) = (self.tar.source, self.tar.prefix.clone(), self.tar.rivalry);
             return Some(Unit { source, ticket: 0, prefix, rivalry, work: Work::TarRange(range) });
         }
-        // The archive has ended; the bytes behind its end are not part of it.
+        // The archive has ended; the bytes after its end are not part of it.
         std::mem::take(&mut self.reports).into_values().for_each(|(report, _)| reject(report, verdict, rejected));
         None
     }

@@ -23,11 +23,11 @@ use crate::readers::{self, Reader};
 use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
-/// The size of the file system that a run mounts as its data dir, if it may mount: room for a few datasets and their cached copies,
-/// and little more.
+/// The size of the file system that a run mounts as its data dir, if it can mount one. It holds a few datasets and their cached
+/// copies, and little more.
 const DRIVE_LEN: u64 = 640 << 20;
 
-/// The counts of a run without a failure.
+/// Counts of a run that found no failure.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) operations: u64,
@@ -39,7 +39,7 @@ pub(crate) struct Tally {
 pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
-    /// The session's location, kept even after its end.
+    /// The session's location, which stays known after the session has ended.
     pub(crate) location: SessionFolder,
     /// The mounted file system for data; `None` without root.
     pub(crate) drive: Option<PathBuf>,
@@ -109,7 +109,7 @@ impl Run {
         self.cluster.as_ref().unwrap()
     }
 
-    /// Starts the readers once the first dataset is visible, and notes the descriptors with which those at the end are compared.
+    /// Starts the readers once the first dataset is visible, and records the open descriptors for comparison at the end.
     fn begin_to_read(&mut self) {
         let pids = self.cluster().pids();
         self.descriptors = pids.into_iter().map(|(node, pid)| (node, Descriptors::of(pid))).collect();
@@ -269,7 +269,7 @@ impl Run {
         passed
     }
 
-    /// Watches the readers and the stage-in for some time.
+    /// Watches the readers and the stage-in for a while.
     fn pass(&mut self, time: Duration, stage_in: &mut Option<RunningStageIn>, ended: &mut Option<Ended>) -> Result<(), String> {
         let begin = Instant::now();
         while begin.elapsed() < time {
@@ -290,7 +290,7 @@ impl Run {
         while !condition(self) {
             self.look(stage_in, ended)?;
             if Instant::now() > deadline {
-                return Err(format!("HANGS: waited {limit:?} in vain until {what}"));
+                return Err(format!("HANGS: waited {limit:?}, but this never happened: {what}"));
             }
         }
         Ok(())
@@ -332,7 +332,8 @@ impl Run {
         failures
     }
 
-    /// Returns why an error is a failure: its message names no cause, or no event of the run explains it.
+    /// Returns why an error is a failure, or `None` if it is not. It is one if its message names no cause, or if no event of the
+    /// run explains it.
     pub(crate) fn unexplained(
         &self,
         what: &str,

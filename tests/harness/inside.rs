@@ -1,5 +1,5 @@
-//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process has all of their
-//! memory and unnamed files, so a test can flip a bit wherever bytes rest.
+//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process holds all of their
+//! memory and unnamed files, so a test can flip a bit wherever bytes are stored.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -22,7 +22,7 @@ use tokio::runtime::Runtime;
 
 use super::samples::content;
 
-/// The number of a sample's first bytes by which its copies are found.
+/// Copies of a sample are found by this many of its first bytes.
 const NEEDLE_LEN: usize = 64;
 
 /// Chooses the fault of each request between servers.
@@ -44,7 +44,7 @@ pub(crate) struct Inside {
 /// The number of sessions that this process has started.
 static SESSIONS: AtomicU64 = AtomicU64::new(0);
 
-/// A place where bytes rest, and where a test changes them.
+/// A place where bytes are stored, and where a test can change them.
 pub(crate) enum Rest<'a> {
     /// The arenas of all nodes.
     Arenas,
@@ -98,7 +98,7 @@ impl Inside {
         *self.inject.lock().unwrap() = Some(Box::new(inject));
     }
 
-    /// Ends the injection of faults.
+    /// Stops injecting faults.
     pub(crate) fn leave_alone(&self) {
         *self.inject.lock().unwrap() = None;
     }
@@ -117,7 +117,7 @@ impl Inside {
         self.write_in("d", lens, 0)
     }
 
-    /// Writes such files in another folder, with the contents of the numbers from `first`.
+    /// Writes such files in the folder `name`. Their contents are those of sample numbers `first`, `first + 1` and so on.
     pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
         let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();

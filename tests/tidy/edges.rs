@@ -1,4 +1,5 @@
-//! Which top-level module of a crate uses which other: declared in `edges.toml`, read from the sources, compared exactly.
+//! Checks which top-level modules of a crate use which others: `edges.toml` must declare exactly
+//! the edges in the sources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -10,10 +11,10 @@ use serde::de::DeserializeOwned;
 use super::source::{Sources, blanked, closing};
 use super::{metadata, root, sources};
 
-/// For each module the modules that it uses.
+/// Maps each module to the modules that it uses.
 type Edges = BTreeMap<String, BTreeSet<String>>;
 
-/// The name under which `edges.toml` lists the code of `lib.rs` or `main.rs` itself.
+/// The name in `edges.toml` for the code in `lib.rs` or `main.rs` itself.
 const CRATE_ROOT: &str = "crate";
 
 #[test]
@@ -50,7 +51,7 @@ fn declaration() -> toml::Value {
     toml::from_str(&fs::read_to_string(root().join("tests/tidy/edges.toml")).unwrap()).unwrap()
 }
 
-/// The table `[kind.name]` of the declaration; an absent one is empty.
+/// Returns the table `[kind.name]` of the declaration, or an empty table if there is none.
 fn table_of<T: DeserializeOwned>(declared: &toml::Value, kind: &str, name: &str) -> BTreeMap<String, T> {
     let table = declared.get(kind).and_then(|tables| tables.get(name));
     table.map_or_else(BTreeMap::new, |table| table.clone().try_into().unwrap())
@@ -73,7 +74,8 @@ fn edges(sources: &Sources, main: &Path) -> Edges {
     let code_of_root = blanked(&sources.get(main).unwrap().code, true);
     let modules: BTreeSet<&str> = statements(&code_of_root, "mod ").filter_map(|rest| rest.split(';').next()).collect();
     let reexports = reexports(&code_of_root);
-    // A name that the crate's root re-exports counts as a use of the module that it comes from.
+    // The use of a name that the root only re-exports counts as a use of the module that defines
+    // the name.
     let resolve = |name: &str| match modules.get(name) {
         Some(module) => (*module).to_owned(),
         None => reexports.get(name).cloned().unwrap_or_else(|| CRATE_ROOT.to_owned()),
@@ -95,7 +97,7 @@ fn edges(sources: &Sources, main: &Path) -> Edges {
     edges
 }
 
-/// Returns the text after each `start` that is not part of another word or of a path.
+/// Returns the text after each `start`, except where `start` is part of a longer word or path.
 fn statements<'a>(code: &'a str, start: &'a str) -> impl Iterator<Item = &'a str> {
     code.match_indices(start).filter_map(move |(at, _)| {
         let before = code[..at].chars().next_back();
@@ -104,7 +106,7 @@ fn statements<'a>(code: &'a str, start: &'a str) -> impl Iterator<Item = &'a str
     })
 }
 
-/// Returns the names that the root re-exports by `pub use module::…`, with their modules.
+/// Returns the names that the root re-exports with `pub use module::…`, and their modules.
 fn reexports(code: &str) -> BTreeMap<&str, String> {
     let mut found = BTreeMap::new();
     for line in code.split(';').filter_map(|item| item.split("pub use ").nth(1)) {
@@ -120,27 +122,29 @@ fn without_reexports(code: &str) -> String {
     code.split_inclusive(';').filter(|item| !item.contains("pub use ")).collect()
 }
 
-/// Returns the first names of all paths from the crate's root. Such a path begins with `crate::`, or with as many `super::` as
-/// the file is deep.
+/// Returns the first names of all paths that start at the crate's root, through `crate::` or
+/// through `depth` times `super::`.
 fn paths_from_root(code: &str, depth: usize) -> Vec<&str> {
     let mut found = Vec::new();
     for rest in statements(code, "crate::") {
         first_names(rest, 0, &mut found);
     }
     for rest in statements(code, "super::") {
-        // The scan meets each `super::` of a chain; only the first counts levels from this file.
+        // This finds every chain of `super::` once, at its first link, which accounts for one
+        // level.
         first_names(rest, depth - 1, &mut found);
     }
     found
 }
 
-/// Returns the names that a path leads to after `levels` more `super::`, and for a group all names in it.
+/// Collects the names that a path leads to after `levels` more `super::`. For a group, these are
+/// all names in it.
 fn first_names<'a>(path: &'a str, levels: usize, found: &mut Vec<&'a str>) {
     if path.starts_with('{') {
         let mut rest = &path[1..closing(path, 0)];
         while !rest.trim().is_empty() {
             first_names(rest.trim_start(), levels, found);
-            // The next name at this level follows a comma that is outside all brackets.
+            // The next member of this group follows a comma that is outside of all brackets.
             let mut at = 0;
             while at < rest.len() && rest.as_bytes()[at] != b',' {
                 at = if rest.as_bytes()[at] == b'{' { closing(rest, at) + 1 } else { at + 1 };

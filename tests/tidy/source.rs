@@ -1,7 +1,7 @@
-//! Reads Rust source text: which files are shipped, what is code in them, and what is only built for tests.
+//! Reads Rust source text. Tells which files are shipped, what in them is code, and what is built only for tests.
 //!
 //! This is a scanner, not a parser. It knows comments, strings, character literals and brackets, which is enough to find
-//! where an item ends, and it must stay right for rustfmt's output only.
+//! where an item ends, and it has to be correct only for rustfmt's output.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -53,8 +53,7 @@ impl Sources {
         self.files.iter().map(|(path, file)| (path.as_path(), file))
     }
 
-    /// Returns the files that are built into the program or a library: not those in `tests/`, and not modules that only tests
-    /// build.
+    /// The files that the program or a library is built from. This excludes `tests/`, and modules that only tests build.
     pub(crate) fn shipped(&self) -> impl Iterator<Item = (&Path, &SourceFile)> {
         self.all().filter(|(path, _)| !self.is_test(path))
     }
@@ -95,7 +94,7 @@ fn without_test_items(text: &str) -> String {
     kept
 }
 
-/// Returns the ranges of the items to which a `#[cfg(test)]` applies, each with its attributes.
+/// Returns the ranges of all items with a `#[cfg(test)]`, including their attributes.
 fn test_items(text: &str) -> Vec<Range<usize>> {
     const ATTRIBUTE: &str = "#[cfg(test)]";
     let code = blanked(text, true);
@@ -110,10 +109,10 @@ fn test_items(text: &str) -> Vec<Range<usize>> {
     items
 }
 
-/// Returns the end of the item, statement or field whose remaining text begins at `start`, after one of its attributes.
+/// Returns the end of an item, statement or field, given the position after one of its attributes.
 fn item_end(code: &str, start: usize) -> usize {
     let mut at = start;
-    // Further attributes.
+    // Skip further attributes.
     loop {
         at += code[at..].len() - code[at..].trim_start().len();
         if !code[at..].starts_with("#[") {
@@ -134,7 +133,7 @@ fn item_end(code: &str, start: usize) -> usize {
         match code.as_bytes()[at] {
             b';' => return at + 1,
             b',' if !is_item => return at + 1,
-            // The block around a last statement or field.
+            // The enclosing block ends here, so this was its last statement or field.
             b'}' => return at,
             b'{' if is_block => return closing(code, at) + 1,
             b'{' | b'(' | b'[' => at = closing(code, at),
@@ -161,8 +160,8 @@ pub(crate) fn closing(code: &str, open: usize) -> usize {
     panic!("a bracket is not closed: {}", code[open..].lines().next().unwrap_or(""))
 }
 
-/// Returns `text` with spaces in place of comments and, if `strings` is set, of the contents of strings. Positions and line ends
-/// stay the same.
+/// Replaces comments in `text` with spaces and, if `strings` is set, also the contents of string literals. Positions
+/// and line ends stay the same.
 pub(crate) fn blanked(text: &str, strings: bool) -> String {
     let bytes = text.as_bytes();
     let mut out = bytes.to_vec();
@@ -216,7 +215,7 @@ pub(crate) fn blanked(text: &str, strings: bool) -> String {
     String::from_utf8(out).unwrap()
 }
 
-/// Returns the length of the block comment at the start of `rest`. Block comments nest.
+/// Returns the length of the block comment that `rest` begins with. Block comments nest.
 fn block_comment(rest: &str) -> usize {
     let mut depth = 0;
     let mut at = 0;
@@ -233,7 +232,7 @@ fn block_comment(rest: &str) -> usize {
     rest.len()
 }
 
-/// For the raw string at the start of `rest`, returns where its content begins and ends, and where the string itself ends.
+/// If `rest` begins with a raw string, returns the start and the end of its content, and the end of the whole literal.
 fn raw_string(rest: &str) -> Option<(usize, usize, usize)> {
     let prefix = ["r", "br", "cr"].into_iter().filter(|prefix| rest.starts_with(prefix)).max_by_key(|prefix| prefix.len())?;
     let hashes = rest[prefix.len()..].bytes().take_while(|byte| *byte == b'#').count();
@@ -245,7 +244,7 @@ fn raw_string(rest: &str) -> Option<(usize, usize, usize)> {
     Some((open, close, close + 1 + hashes))
 }
 
-/// Returns the length of the literal at the start of `rest`, including its quotation marks.
+/// Returns the length of the literal that `rest` begins with, including its quotation marks.
 fn quoted(rest: &str, mark: u8) -> usize {
     let bytes = rest.as_bytes();
     let mut at = 1;
@@ -259,7 +258,7 @@ fn quoted(rest: &str, mark: u8) -> usize {
     rest.len()
 }
 
-/// Whether the quotation mark at the start of `rest` opens a character literal, and not a lifetime.
+/// Whether the single quote that `rest` begins with starts a character literal rather than a lifetime.
 fn is_character(rest: &str) -> bool {
     let mut letters = rest.chars().skip(1);
     match (letters.next(), letters.next()) {

@@ -26,9 +26,9 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
-/// CMD and all its children see the namespace below /dayfly (or --prefix), read-only and without
-/// any change to them: a library that is loaded before the C library shows it. The library does not
-/// reach static programs, programs for musl, set-user-ID programs or raw system calls.
+/// CMD and all its children see a read-only namespace below /dayfly (or --prefix). The programs
+/// need no changes: a library that is loaded before the C library provides the namespace. It does
+/// not reach static programs, programs for musl, set-user-ID programs and raw system calls.
 ///
 /// Write a path of the namespace as programs see it, including the prefix (/dayfly/train). Every
 /// other path is a local file. Commands use the session that DAYFLY_SESSION names, otherwise that

@@ -30,7 +30,7 @@ pub(crate) fn library() -> Result<PathBuf, Failure> {
         let places: Vec<String> = places.iter().map(|place| format!("'{}'", place.display())).collect();
         return Err(Failure::new(format!(
             "cannot find {NAME}, without which CMD would not see the namespace; build it with 'cargo build --release', or put it \
-             beside dayfly (searched: {})",
+             next to dayfly (searched: {})",
             places.join(", ")
         )));
     };

@@ -145,8 +145,8 @@ int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view
 /* Returns 1 if all bytes that were looked at so far were right. Returns 0 if they may have been wrong:
  *
  * - They may have been zeros if the session has ended, a dataset was replaced or a drive has failed in the meantime.
- * - They may have been any bytes if the server took their memory back, which it does if other clients have waited for it for
- *   long. Read these files again.
+ * - They may have been any bytes if the server took their memory back, which it does if other
+ *   clients have waited for it for a long time. Read these files again.
  *
  * Call it after the last look at a view, and before relying on the result. */
 int dayfly_batch_is_good(const dayfly_batch *batch);
@@ -156,7 +156,7 @@ void dayfly_batch_close(dayfly_batch *batch);
 
 /* ---- Order ---- */
 
-/* An announced order: files that this process will read next, by whichever functions. The server fetches them ahead of the
+/* An announced order: files that this process will read next, with any functions. The server fetches them ahead of the
  * reader. An order lasts until dayfly_order_end or the end of the process. Reading in another order is correct, but slower. */
 typedef struct dayfly_order dayfly_order;
 

@@ -1,4 +1,4 @@
-/* Makes the library load with every glibc since 2.28, also in containers.
+/* Makes the library load with every glibc since 2.28, including those in containers.
  *
  * The linker binds a library to the newest version of each symbol, and glibc 2.34 gave new versions to the functions that it took
  * over from libpthread and libdl. Rust's standard library uses some of them. The linker redirects those references to the
@@ -25,7 +25,7 @@ OLD(int, pthread_key_create, (unsigned *key, void (*destructor)(void *)), (key, 
 OLD(int, pthread_key_delete, (unsigned key), (key))
 OLD(int, pthread_setspecific, (unsigned key, const void *value), (key, value))
 
-/* glibc exports `gettid` only since 2.30. */
+/* glibc has exported `gettid` only since 2.30. */
 int __wrap_gettid(void) {
     return syscall(SYS_gettid);
 }

@@ -35,7 +35,7 @@ impl Next {
         Self(AtomicUsize::new(UNKNOWN))
     }
 
-    /// Returns the address, or `None` where no library behind this one has the function.
+    /// Returns the address, or `None` where no library after this one has the function.
     #[inline]
     pub(crate) fn address(&self, name: &CStr) -> Option<usize> {
         let address = match self.0.load(Ordering::Relaxed) {
@@ -47,7 +47,7 @@ impl Next {
 
     #[cold]
     fn look_up(&self, name: &CStr) -> usize {
-        // SAFETY: both names are strings; RTLD_NEXT asks for the libraries behind this one.
+        // SAFETY: both names are strings; RTLD_NEXT asks for the libraries after this one.
         let found = unsafe {
             let newest = libc::dlsym(libc::RTLD_NEXT, name.as_ptr());
             if newest.is_null() { dlvsym(libc::RTLD_NEXT, name.as_ptr(), OLDEST.as_ptr()) } else { newest }

@@ -232,7 +232,7 @@ impl Drop for Offset {
     fn drop(&mut self) {
         let copy = *self.kernel_copy.get_mut();
         if !copy.is_null() {
-            // SAFETY: made by `Box::into_raw` in `set_kernel_copy`; nobody else sees this offset any more.
+            // SAFETY: made by `Box::into_raw` in `set_kernel_copy`; nobody else sees this offset anymore.
             drop(unsafe { Box::from_raw(copy) });
         }
         let page = *self.page.get_mut();

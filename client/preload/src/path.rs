@@ -1,6 +1,6 @@
 //! Decides whether a path leads into the namespace or to the kernel's files.
 //!
-//! Every call with a path needs the answer, also in programs that never use the namespace. For a path of the kernel's it costs
+//! Every call with a path needs the answer, even in programs that never use the namespace. For a path of the kernel's it costs
 //! a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a

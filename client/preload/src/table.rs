@@ -225,7 +225,7 @@ pub(crate) fn find_word(word: u64) -> Option<Reference> {
     acquire(word)
 }
 
-/// As [`find`], for a number of the process that owns this memory, also when a `vfork` child asks.
+/// As [`find`], for a number of the process that owns this memory, even if a `vfork` child asks.
 pub(crate) fn find_at_home(number: RawFd) -> Option<Reference> {
     match entry(number)?.load(Ordering::Acquire) {
         0 => None,

@@ -49,7 +49,7 @@ impl Batch<'_> {
     /// Takes in the next part of an answer.
     pub(super) fn receive(&mut self) -> Result<(), ClientError> {
         if self.process != std::process::id() {
-            return Err(ClientError::Protocol("a forked child cannot read on in its parent's batch"));
+            return Err(ClientError::Protocol("a forked child cannot continue to read from its parent's batch"));
         }
         if self.session.is_gone() {
             return Err(ClientError::Gone);

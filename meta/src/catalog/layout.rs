@@ -75,7 +75,7 @@ pub(crate) struct HeaderRecord {
 /// Which files make one sample for the user: they are placed, stored and listed together.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Grouping {
-    /// Each file is a sample by itself.
+    /// Each file is a sample of its own.
     #[default]
     None,
     /// Files of one directory whose names differ only after their last dot, as `7.jpg` and `7.txt`.
@@ -264,7 +264,7 @@ pub struct Source {
     pub compression: Compression,
 }
 
-/// A row of `Sources`. The path and, behind it, the prefix are in `Names`.
+/// A row of `Sources`. The path is in `Names`, followed by the prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SourceRecord {
     pub(crate) path_offset: u64,

@@ -7,7 +7,7 @@
 //! member is rejected. Unlike tar, a symlink never counts as a directory, wherever it leads.
 //!
 //! Members arrive sorted by path, so this streams. Only if a path is both a directory and something
-//! else, the members below it are collected and replayed in their order, up to a bound. Hard links
+//! else are the members below it collected and replayed in their order, up to a bound. Hard links
 //! are resolved in a separate pass, by [`LinkCollector`].
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -33,7 +33,7 @@ pub enum ResolveError {
         /// The contested path.
         path: String,
     },
-    /// The sources contain one path too often.
+    /// The sources contain one path too many times.
     #[error("the sources contain '{path}' more than {CONTESTED_MEMBERS_MAX} times")]
     Repeated {
         /// The repeated path.

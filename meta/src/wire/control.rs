@@ -157,8 +157,8 @@ pub struct Counted {
     pub shipped_bytes: u64,
     /// How long its threads were busy with each [`Step`], in nanoseconds.
     pub busy_ns: [u64; STEPS],
-    /// How often anything else made progress, for example when a directory was found. A reader that
-    /// waits because of `--max-rate` counts as making progress.
+    /// Number of times that anything else made progress, for example when a directory was found. A
+    /// reader that waits because of `--max-rate` counts as making progress.
     pub steps: u64,
 }
 

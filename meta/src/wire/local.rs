@@ -1,5 +1,5 @@
 //! Messages between a server and the processes of its node. A connection carries one request at a
-//! time, each with its answer. Descriptors travel beside the answers that mention them. A client
+//! time, each with its answer. Descriptors travel with the answers that mention them. A client
 //! that needs only local blocks sends nothing after it has attached.
 
 use rkyv::{Archive, Deserialize, Serialize};

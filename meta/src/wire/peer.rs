@@ -1,6 +1,6 @@
 //! Messages between servers, by kind.
 //!
-//! A request travels as the message of a transport operation, with bulk bytes beside it. A [`Request`] goes in a pull,
+//! A request travels as the message of a transport operation, which may carry bulk bytes. A [`Request`] goes in a pull,
 //! whose answer may carry bytes back; an [`OfferRequest`] goes in an offer, which carries bytes to the peer. Each kind of
 //! request has one enum for its requests and one for its replies:
 //!

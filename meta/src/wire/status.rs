@@ -121,7 +121,7 @@ pub struct Network {
     pub is_rdma: bool,
     /// Card, port and address, or the reason why the node does not use RDMA.
     pub detail: String,
-    /// Peers that are reached by TCP all the same, each with the reason.
+    /// Peers that are reached over TCP although the session uses RDMA, each with the reason.
     pub fallen_back: Vec<(NodeId, String)>,
     /// Calls that posted work to the card.
     pub posts: u64,
@@ -129,7 +129,7 @@ pub struct Network {
     pub works: u64,
     /// Completions that the card reported.
     pub completions: u64,
-    /// How often the thread that handles completions was woken.
+    /// Number of times that the thread that handles completions was woken.
     pub wake_ups: u64,
     /// Bytes written into peers' memory, to answer their reads.
     pub written_bytes: u64,
@@ -211,7 +211,7 @@ pub struct NodeStatus {
     /// Blocks of other nodes that are cached on this node.
     pub cached: Reads,
     /// The share of all datasets' bytes that this node could read from its own drives once all
-    /// blocks that it means to cache have arrived, in thousandths.
+    /// blocks that it intends to cache have arrived, in thousandths.
     pub predicted_local_permille: u64,
     /// The policy in force.
     pub policy: Policy,
@@ -250,7 +250,7 @@ pub struct OwnerStatus {
     pub reads: Reads,
     /// Requests sent to the owner.
     pub requests: u64,
-    /// The time that those requests took, summed up, in microseconds.
+    /// The total time that those requests took, in microseconds.
     pub busy_us: u64,
 }
 
@@ -265,7 +265,7 @@ pub struct PrefetchStatus {
     pub requests: u64,
     /// Blocks that had arrived before they were read.
     pub hits: u64,
-    /// Ordered blocks that a reader had to ask for all the same.
+    /// Ordered blocks that did not arrive before a reader asked for them.
     pub late: u64,
     /// Blocks that were prefetched and evicted unread.
     pub wasted: u64,

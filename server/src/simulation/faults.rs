@@ -10,12 +10,12 @@ use tokio::time::sleep;
 use super::net::Net;
 use super::random::Random;
 
-/// A fault. If it lasts for a time, that is its last field.
+/// A fault. The last field of a fault that lasts is its duration.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
     /// No message gets through between two nodes.
     Silence(NodeId, NodeId, Duration),
-    /// Each message between two nodes takes longer, by the first duration.
+    /// Each message between two nodes is delayed by the first duration.
     Slow(NodeId, NodeId, Duration, Duration),
     /// The connections between two nodes break.
     Reset(NodeId, NodeId),

@@ -1,8 +1,8 @@
-//! Random numbers that a seed determines.
+//! Random numbers from a seed, for reproducible runs.
 
 use std::time::Duration;
 
-/// The generator SplitMix64.
+/// The SplitMix64 generator.
 #[derive(Clone)]
 pub(super) struct Random(u64);
 

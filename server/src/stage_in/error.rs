@@ -1,4 +1,4 @@
-//! Why a node's part of a stage-in did not do what it was asked.
+//! The errors of a node's part of a stage-in.
 
 use std::io;
 use std::sync::Arc;

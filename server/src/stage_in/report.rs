@@ -1,4 +1,4 @@
-//! The regular report to the coordinator, and the end that follows from its answers.
+//! Regular reports to the coordinator. Its answers decide when and how the stage-in ends on this node.
 
 use std::sync::{Arc, Weak};
 
@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::{NodeStageIn, NodeStageIns};
 use crate::peers::PeerError;
 
-/// Keeps room free, while the stage-in runs, for what it writes beside blocks. Other programs may fill the drive meanwhile.
+/// Keeps room free, while the stage-in runs, for its catalog and runs, even if other programs fill the drive.
 pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
     while stage_in.unless_cancelled(sleep(stage_in.deadlines().progress_interval)).await.is_ok() {
         if let Err(error) = stage_in.context.room.make_headroom(0).await {
@@ -17,8 +17,8 @@ pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
     }
 }
 
-/// Reports to the coordinator until the stage-in has ended there, then ends it here. A coordinator that is lost ends the
-/// stage-in here too.
+/// Reports to the coordinator until the stage-in has ended there, then ends it here. The stage-in also ends here if the
+/// coordinator is lost.
 pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Arc<NodeStageIn>) {
     let is_aborted = report(&stage_in).await;
     stage_in.cancel();
@@ -31,12 +31,12 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
             false => stage_ins.abort(number).await,
         };
         if let Err(error) = ended {
-            tracing::warn!(%error, "a stage-in did not end cleanly on this node; no more blocks are cached for now");
+            tracing::warn!(%error, "cannot plan the cache after a stage-in; no more blocks are cached");
         }
     });
 }
 
-/// Reports until the stage-in has ended, or the coordinator is lost. Returns whether the answer was to abort.
+/// Reports until the stage-in has ended or the coordinator is lost. Returns whether the coordinator asked to abort the stage-in.
 async fn report(stage_in: &NodeStageIn) -> bool {
     let deadlines = *stage_in.deadlines();
     let mut unanswered_since = None;
@@ -47,7 +47,7 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             Ok(CoordinatorReply::Continue { files, suspects }) => {
                 stage_in.suspect_paths.set(suspects);
                 let missing = stage_in.reserve_catalog_room(files);
-                // If there is no room, the user learns it when the catalog arrives.
+                // If there is no room, the stage-in fails when the catalog arrives, and the user learns why.
                 if missing > 0 && stage_in.context.room.make_room(missing).await.is_ok_and(|made| made) {
                     stage_in.reserve_catalog_room(files);
                 }
@@ -55,8 +55,8 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             Ok(CoordinatorReply::Abort) => return true,
             Ok(_) => return false,
             // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node on
-            // which it is visible keeps asking for longer than publishing may take. A node that is cut off for that long has
-            // been ended by its lease.
+            // which it is visible keeps asking for longer than publishing may take. A node that is cut off for that long
+            // has already exited, because its lease expired.
             Err(_) if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
                 continue;
             }

@@ -91,7 +91,7 @@ impl<S: Sink> Worker<S> {
             let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
             let mut tar = TarReader::new(input.map_err(unreadable)?);
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
-            // A compressed stream has its checksum behind the tar's end mark.
+            // In a compressed stream, the checksum follows the tar's end mark.
             let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive, error)));
             let waited = tar.input().waited();
             self.count_reading(waited, 0);

@@ -33,7 +33,7 @@ impl Read for Rewound<'_> {
 impl Skip for Rewound<'_> {}
 
 /// Records what is read through it, as long as it may be needed again. A decoder borrows the
-/// recorder meanwhile, so the switch is shared.
+/// recorder in the meantime, so the switch is shared.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,

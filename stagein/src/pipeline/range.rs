@@ -26,7 +26,7 @@ use crate::source::tar::{BLOCK_LEN, Extension, Next, TarReader, find_header};
 enum RangeEnd {
     /// The next member starts here, in a later range.
     NextMember(TarPosition),
-    /// The archive ended, and the reader stands behind its end.
+    /// The archive ended, and the reader is positioned after its end.
     Archive,
 }
 
@@ -85,7 +85,7 @@ impl<S: Sink> Worker<S> {
                 Ok(RangeEnd::Archive) => {
                     report.first = first;
                     // This may be the end of an archive that is a member of this one. Then there
-                    // are headers behind it.
+                    // are headers after it.
                     if first.is_none() {
                         continue;
                     }
@@ -93,7 +93,7 @@ impl<S: Sink> Worker<S> {
                         return Ok(report);
                     }
                     if self.unit.has_flushed {
-                        // Members that are in a run cannot be discarded any more. The ledger
+                        // Members that are in a run can no longer be discarded. The ledger
                         // rejects an empty report, and if members do start in this range, it
                         // assigns the range again with its true start.
                         return Ok(RangeReport::default());

@@ -46,7 +46,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// As [`Self::skip_or_fail`]. Of an archive that changed, nothing that this unit found counts.
+    /// As [`Self::skip_or_fail`]. If the archive changed, nothing that this unit found counts.
     fn skip_archive_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         self.unit.withdrawn = matches!(error, StageInError::Changed { .. });
         self.skip_or_fail(error)
@@ -94,7 +94,7 @@ impl<S: Sink> Worker<S> {
             _ => unreadable(error),
         };
         let taken = self.take_file(member, planned, &mut data, &read_error);
-        // The file must have nothing behind the size that its metadata promised.
+        // The file must have no bytes beyond the size that its metadata promised.
         let rest = if taken.is_ok() { data.read(&mut [0]).map_err(unreadable) } else { Ok(0) };
         let CountedReader { spent, bytes, .. } = data;
         self.count_reading(spent, bytes);

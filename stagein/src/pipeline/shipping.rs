@@ -2,7 +2,7 @@
 //!
 //! Blocks of up to one batch's length share batches; a larger block gets room at its owner first
 //! and then goes in pieces. An owner that is full leaves this worker's ring, and its blocks go to
-//! the next node on it. Blocks of a batch that comes back are placed anew one by one, since the
+//! the next node on it. Blocks of a batch that comes back are placed again one by one, since the
 //! next node can differ from block to block.
 
 use std::io::{self, Read};
@@ -228,7 +228,7 @@ impl<S: Sink> Worker<S> {
         self.sink.ship(owner, batch)
     }
 
-    /// Calls the sink, which may block, and shows meanwhile that this thread stores blocks.
+    /// Calls the sink, which may block, and shows during the call that this thread stores blocks.
     fn call_sink<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
         self.activity.switch_to(Step::Shipping);
         let result = call(&mut self.sink);

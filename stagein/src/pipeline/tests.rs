@@ -1,5 +1,5 @@
-//! Tests of workers with a sink in memory. What is stored is what was in the sources, also when
-//! nodes are full, and however an archive is split.
+//! Tests of workers with a sink in memory. What is stored must equal what was in the sources, even
+//! if nodes are full, and however an archive is split.
 
 mod adversary;
 mod nested;

@@ -60,7 +60,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         records.sort_by_key(|record| record.local);
         let start = records.first().map_or(0, |record| record.local);
-        // The last local header may have extra fields, so its data may end behind `end`. The reader
+        // The last local header may have extra fields, so its data may end after `end`. The reader
         // still returns those bytes; it only reads nothing ahead there.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
         let mut reader = PlainReader::new(file, start, end, self.monitor.clone())

@@ -57,7 +57,7 @@ pub(super) fn expand(patterns: &[Vec<u8>], activity: &PlanActivity<'_>) -> Resul
 #[derive(Default)]
 struct SourcePaths {
     paths: Vec<PathBuf>,
-    /// Number of paths ever added, also if they were taken out since.
+    /// Number of paths ever added, including those that were taken out since.
     count: usize,
     /// Bytes of all paths ever added.
     len: usize,

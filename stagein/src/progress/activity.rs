@@ -1,5 +1,5 @@
 //! What each thread of a stage-in does now. Nothing reads this while a stage-in advances. When
-//! nothing advances any more, the error names what each thread waits for, and on which source or
+//! nothing advances anymore, the error names what each thread waits for, and on which source or
 //! drive.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

@@ -24,7 +24,7 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (b"BZh", Compression::Bzip2),
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
-    // A skippable frame comes first in files from pzstd, and may in lz4 files; the frame behind it
+    // A skippable frame comes first in files from pzstd, and may in lz4 files; the frame after it
     // decides. If `start` ends before that one, zstd is more likely.
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
         && let Some(len) = len.first_chunk()
@@ -71,9 +71,9 @@ pub(crate) fn decoder_within<'a>(
 }
 
 /// Reads several streams one after another with a decoder that stops after the first. Zeros between
-/// streams and behind the last one are skipped: tapes and block devices pad files with them.
+/// streams and after the last one are skipped: tapes and block devices pad files with them.
 pub(super) struct Streams<R, D> {
-    /// The decoder of the present stream; `None` at the end.
+    /// The decoder of the current stream; `None` at the end.
     decoder: Option<D>,
     open: Box<dyn Fn(R) -> io::Result<D> + Send>,
     close: fn(D) -> R,
@@ -119,7 +119,7 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
 /// The dictionary size in bytes of an xz file's first block, which its decoder allocates. A header
 /// that cannot be parsed counts as the largest possible size.
 fn xz_dictionary_len(start: &[u8]) -> u64 {
-    // A stream header of 12 bytes comes first. The block header behind it has its own length (one
+    // A stream header of 12 bytes comes first. The block header after it has its own length (one
     // byte), flags, two optional lengths, and the filters.
     let mut rest = start.get(13..).unwrap_or_default();
     let Some((&flags, after)) = rest.split_first() else { return u64::MAX };

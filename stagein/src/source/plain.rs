@@ -212,13 +212,13 @@ impl<R: Skip + ?Sized> Skip for &mut R {
     }
 }
 
-/// The present version of an open file. Comparing versions shows whether a source has changed.
+/// The current version of an open file. Comparing versions shows whether a source has changed.
 pub(crate) fn version(file: &File) -> io::Result<Version> {
     let metadata = file.metadata()?;
     Ok(version_of(&metadata))
 }
 
-/// The version that metadata describe.
+/// The version that `metadata` describes.
 pub(crate) fn version_of(metadata: &std::fs::Metadata) -> Version {
     Version {
         size: metadata.len(),

@@ -81,18 +81,18 @@ pub(crate) fn is_tar(start: &[u8]) -> bool {
 }
 
 /// Reads members one after another. Between two calls of [`Self::next`], its [`Read`] returns the
-/// data of the present member.
+/// data of the current member.
 pub(crate) struct TarReader<R> {
     input: R,
     /// Offset in the tar of the next byte of `input`.
     position: u64,
-    /// Bytes of the present member's data that have not been read.
+    /// Bytes of the current member's data that have not been read.
     data_left: u64,
-    /// Bytes of padding behind the data.
+    /// Bytes of padding after the data.
     padding: u64,
     /// What global extended headers have set so far.
     global: Extension,
-    /// Fills in the holes of the present member, if it is a sparse file.
+    /// Fills in the holes of the current member, if it is a sparse file.
     expansion: Option<Expansion>,
     member_start: u64,
     /// A header block that [`Self::resume`] has read ahead.
@@ -110,7 +110,7 @@ impl<R: Skip> TarReader<R> {
         Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }
 
-    /// Offset of the present member's first header.
+    /// Offset of the current member's first header.
     pub(crate) fn member_start(&self) -> u64 {
         self.member_start
     }
@@ -130,7 +130,7 @@ impl<R: Skip> TarReader<R> {
         &mut self.input
     }
 
-    /// Skips the rest of the present member's data and reads the next member's headers.
+    /// Skips the rest of the current member's data and reads the next member's headers.
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
         self.skip_data()?;
         self.member_start = self.position;
@@ -262,7 +262,7 @@ impl<R: Skip> TarReader<R> {
         }
     }
 
-    /// Reads a block that belongs to the present member's headers.
+    /// Reads a block that belongs to the current member's headers.
     fn read_block(&mut self) -> Result<[u8; BLOCK_LEN], TarError> {
         let mut block = [0; BLOCK_LEN];
         self.fill(&mut block)?;

@@ -162,7 +162,7 @@ impl Directory {
             return Err(ZipError::Unsupported { offset: end, reason: "it is part of a multi-volume archive".to_owned() });
         }
         let start = end.checked_sub(len).ok_or(damaged(end, "the central directory claims to be longer than the archive"))?;
-        let shift = start.checked_sub(offset).ok_or(damaged(end, "the central directory claims to start behind its end"))?;
+        let shift = start.checked_sub(offset).ok_or(damaged(end, "the central directory claims to start after its end"))?;
         Ok(Self { start, end, records, records_mask, shift })
     }
 }

@@ -1,4 +1,4 @@
-//! Arguments of the commands that look into the namespace and at the nodes.
+//! Arguments of the commands that inspect the namespace and the nodes.
 
 use std::ffi::OsString;
 
@@ -63,7 +63,7 @@ pub(crate) struct DuArguments {
     /// Print this help.
     #[arg(long, action = clap::ArgAction::Help)]
     help: Option<bool>,
-    /// Print only the sum of each path.
+    /// Print only a total for each path.
     #[arg(short)]
     pub(crate) summarize: bool,
     /// Print sizes with units, instead of in KiB.
@@ -87,11 +87,11 @@ pub(crate) struct DfArguments {
 
 /// Read blocks back, and check them against the checksums taken at stage-in.
 ///
-/// Each block is read once, from a node that does not own it, and so through the network and the
-/// arena, as a program on that node would read it.
+/// Each block is read once, through a node that does not own it. It therefore crosses the network
+/// and the arena, as it does for a program on that node.
 #[derive(Args)]
 pub(crate) struct VerifyArguments {
-    /// Read every block from every node of this machine. 'srun --overlap dayfly verify
+    /// Read every block from every node on this machine. 'srun --overlap dayfly verify
     /// --from-every-node' does so on all machines.
     #[arg(long)]
     pub(crate) from_every_node: bool,
@@ -99,8 +99,7 @@ pub(crate) struct VerifyArguments {
     pub(crate) path: Option<OsString>,
 }
 
-/// Show what each node holds, its free space, what was read from where, and what slows readers
-/// down.
+/// Show what each node holds, its free space, where reads came from, and what slows readers down.
 #[derive(Args)]
 pub(crate) struct StatusArguments {
     /// Print the result as JSON.
@@ -136,7 +135,7 @@ pub(crate) struct MetricsArguments {
     pub(crate) describe: bool,
 }
 
-/// Change how nodes prefetch and cache, on all nodes at once, and print the settings.
+/// Change how all nodes prefetch and cache, and print the settings.
 ///
 /// Example: dayfly tune --prefetch 512 --cache 20GiB
 #[derive(Args)]
@@ -151,7 +150,7 @@ pub(crate) struct TuneArguments {
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
     /// space, 'off' or a size. [initially: all]
     ///
-    /// A node then chooses again which of its cached blocks to keep.
+    /// Each node then decides anew which of its cached blocks to keep.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
     pub(crate) cache: Option<u64>,
 }

@@ -16,9 +16,9 @@ use crate::size;
 /// Start a session, with one server per node, and print its id once all servers are ready.
 ///
 /// Within a job of Slurm, Flux, PBS or LSF, the manager's own command starts a server on each node
-/// of the job. Elsewhere one server starts on this machine, or those that --local, --hosts or
-/// --hostfile ask for. A supervisor process stays behind, and the session ends when that process
-/// ends, for example with the job.
+/// of the job. Elsewhere, --local, --hosts and --hostfile say where servers start; without them,
+/// one server starts on this machine. A supervisor process stays behind, and the session ends when
+/// that process ends, for example with the job.
 ///
 /// Examples: dayfly up --data-dir /local/scratch; dayfly up --local 4; dayfly up --hosts 'n[1-8]'
 #[derive(Args)]
@@ -39,12 +39,12 @@ pub(crate) struct UpArguments {
     pub(crate) background: bool,
 }
 
-/// The resources and settings of each server.
+/// Options that are the same for all servers of a session.
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Servers")]
 pub(crate) struct SessionArguments {
-    /// Store blocks below DIR on each node; repeat it for several drives. [default: $SLURM_TMPDIR,
-    /// or else $TMPDIR, or else /tmp]
+    /// Store blocks below DIR on each node; may be repeated to use several drives. [default:
+    /// $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
     /// Bytes that each node may take on its data dirs. [default: its share of 90 % of the free
@@ -85,14 +85,14 @@ pub(crate) struct SessionArguments {
     /// Encrypt and authenticate every byte between nodes. Implies TCP. See docs/SECURITY.md.
     #[arg(long)]
     pub(crate) encrypt: bool,
-    /// Check every chunk that a process reads, even from its own node's memory and drives, against
-    /// the checksum of the stage-in.
+    /// Check every chunk that a process reads against its checksum, even if it comes from the
+    /// node's own memory or drives.
     #[arg(long)]
     pub(crate) verify_reads: bool,
-    /// Allow a data dir on a network file system, which is normally what a session should avoid.
+    /// Allow a data dir on a network file system. Normally a session exists to avoid one.
     #[arg(long)]
     pub(crate) allow_network_data_dir: bool,
-    /// Divide every deadline of the session by this; for tests.
+    /// Divide every deadline of the session by N. For tests.
     #[arg(
         long,
         hide = true,
@@ -108,7 +108,7 @@ pub(crate) struct SessionArguments {
 }
 
 impl SessionArguments {
-    /// The same options without their command line.
+    /// Converts the arguments to the options that `dayfly-launch` takes.
     pub(crate) fn to_options(&self) -> dayfly_launch::SessionOptions {
         dayfly_launch::SessionOptions {
             data_dirs: self.data_dir.clone(),
@@ -146,18 +146,18 @@ impl SessionArguments {
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Where servers run")]
 pub(crate) struct LaunchArguments {
-    /// Start N servers on this machine, each a node with its own data folder, socket and address.
-    /// [default: 1, outside of jobs]
+    /// Start N servers on this machine, each of them a node with its own data dir, socket and
+    /// address. [default: 1, outside of jobs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
     pub(crate) local: Option<u16>,
-    /// Start a server on each of these hosts, by ssh unless --launcher is given. A list such as
-    /// n[1-3,7],m01 works.
+    /// Start a server on each of these hosts, through ssh unless --launcher is given. A list such
+    /// as n[1-3,7],m01 works.
     #[arg(long, value_name = "HOST,...", conflicts_with = "hostfile")]
     pub(crate) hosts: Vec<String>,
-    /// Like --hosts, with the first word of each line of FILE.
+    /// Like --hosts, but read the hosts from FILE: the first word of each line.
     #[arg(long, value_name = "FILE")]
     pub(crate) hostfile: Option<PathBuf>,
-    /// How to start the servers. [default: the command of the manager whose job this is, on all
+    /// How to start the servers. [default: within a job, the workload manager's own command, on all
     /// nodes of the job]
     #[arg(long, value_name = "NAME", value_parser = PossibleValuesParser::new(dayfly_launch::launcher_names()))]
     pub(crate) launcher: Option<String>,
@@ -170,8 +170,8 @@ pub(crate) struct LaunchArguments {
     /// File for the session's key, on a file system that all nodes see. [default: a new file in the
     /// working directory]
     ///
-    /// It is needed only if the launcher gives servers no standard input. Only you can read it, and
-    /// it is removed once all servers have joined.
+    /// The file is needed only if the launcher gives servers no standard input. Only you can read
+    /// it, and it is removed once all servers have joined.
     #[arg(long, value_name = "FILE")]
     pub(crate) key_file: Option<PathBuf>,
     /// How long the nodes may take to join, and then to connect to each other.
@@ -185,8 +185,8 @@ pub(crate) struct LaunchArguments {
     /// Start without the missing nodes if at least K join. [default: all must join]
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub(crate) min_nodes: Option<u16>,
-    /// Network interface through which nodes reach each other. [default: the one through which they
-    /// reach the supervisor]
+    /// Network interface through which nodes reach each other. [default: the one that leads to the
+    /// supervisor]
     #[arg(long, value_name = "NAME")]
     pub(crate) interface: Option<String>,
 }
@@ -200,7 +200,7 @@ pub(crate) enum Transport {
     Rdma,
     /// TCP, even where RDMA is available.
     Tcp,
-    /// RDMA by the crate async-rdma, a second provider to compare with.
+    /// RDMA through the crate async-rdma, a second provider to compare with.
     #[cfg(feature = "async-rdma")]
     AsyncRdma,
 }
@@ -247,7 +247,7 @@ pub(crate) struct RunArguments {
 /// Example: dayfly exec -- ls /dayfly
 #[derive(Args)]
 pub(crate) struct ExecArguments {
-    /// Run it as a process of node K. [default: the lowest node of this machine]
+    /// Run CMD as a process of node K. [default: the lowest node on this machine]
     #[arg(long, value_name = "K")]
     pub(crate) node: Option<u16>,
     /// The command and its arguments.
@@ -257,26 +257,25 @@ pub(crate) struct ExecArguments {
 
 /// Print the environment variables that make a process part of the session.
 ///
-/// Use it as: eval "$(dayfly env)". It affects the programs that the shell starts afterwards, but
-/// not the shell itself, whose own cd, globs and < do not see the namespace. In a shell that
-/// 'dayfly exec -- bash' starts, they do.
+/// Use it as: eval "$(dayfly env)". Programs that the shell starts afterward see the namespace, but
+/// the shell's own cd, globs and < do not. They do in a shell that 'dayfly exec -- bash' starts.
 #[derive(Args)]
 pub(crate) struct EnvArguments {
-    /// Make it a process of node K. [default: the lowest node of this machine]
+    /// Make the process part of node K. [default: the lowest node on this machine]
     #[arg(long, value_name = "K")]
     pub(crate) node: Option<u16>,
 }
 
 /// Check whether nodes, and the network between them, have what a session needs.
 ///
-/// Each finding is ok, slow or missing, with what to do about it. RDMA is tested with a real
+/// Each finding is ok, slow or missing, and comes with advice. RDMA is tested with a real
 /// transfer. Exit status: 0, or 1 if something is missing that every session needs.
 ///
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
 pub(crate) struct DoctorArguments {
-    /// Check each of these hosts with a 'dayfly doctor' there, and each pair of them. If there are
-    /// more than 8, each host is paired only with the next.
+    /// Check these hosts, by running 'dayfly doctor' on each, and the network between each pair. If
+    /// there are more than 8 hosts, check each host only with the next one.
     #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
     pub(crate) hosts: Vec<String>,
     /// Command that starts a program on a host; it is called as COMMAND HOST PROGRAM...
@@ -291,16 +290,16 @@ pub(crate) struct DoctorArguments {
     /// Print the result as JSON.
     #[arg(long)]
     pub(crate) json: bool,
-    /// Run as the side of a pair that answers; for --hosts.
+    /// Answer the probes of another node. 'dayfly doctor --hosts' uses this.
     #[arg(long, hide = true)]
     pub(crate) answer: bool,
-    /// Run as the side of a pair that connects; for --hosts.
+    /// Probe the node that answers at ADDRESS. 'dayfly doctor --hosts' uses this.
     #[arg(long, hide = true, value_name = "ADDRESS")]
     pub(crate) reach: Option<String>,
 }
 
-/// Run the server of a node. 'dayfly up' starts servers; you need this only for a manager that it
-/// does not know.
+/// Run the server of a node. Normally 'dayfly up' starts servers; you need this only with a
+/// workload manager that it does not know.
 ///
 /// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which
 /// you start with the same --key-file. They end with the session, or with the supervisor.

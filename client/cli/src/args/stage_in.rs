@@ -10,10 +10,10 @@ use crate::size;
 /// Stage sources in to the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
-/// relative to its own folder. Sources are placed as cp places them: a single directory becomes
-/// TARGET, several directories go into TARGET under their names, and a file goes into TARGET under
-/// its name. A tar archive (plain or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its
-/// content) and a zip (named .zip, .whl, .egg, .jar or .cbz) are unpacked into TARGET.
+/// relative to its own folder. Sources are placed as cp would place them: a single directory
+/// becomes TARGET; several directories, and all files, go into TARGET under their names. A tar
+/// archive (plain or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its content) and a
+/// zip (named .zip, .whl, .egg, .jar or .cbz) are unpacked into TARGET.
 ///
 /// If sources overlap, the result is the same as if they had been unpacked one after another in the
 /// order given. The dataset appears on all nodes at once, or not at all. Blocks are stored in
@@ -40,8 +40,8 @@ pub(crate) struct StageInOptions {
     /// Drop the first N components of each name, as tar does.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) strip_components: u32,
-    /// Stage in only files whose name matches GLOB. A * also matches slashes, and a match may begin
-    /// at any component.
+    /// Stage in only files whose name matches GLOB. A * also matches slashes, and a match may start
+    /// at any component of the path.
     #[arg(long, value_name = "GLOB")]
     pub(crate) include: Vec<String>,
     /// Leave out whatever matches GLOB, and everything below it.
@@ -56,16 +56,15 @@ pub(crate) struct StageInOptions {
     pub(crate) nested: bool,
     /// Give files that belong together one owner, and store them side by side.
     ///
-    /// With 'stem', files in one directory whose names differ only after their last dot (k.jpg,
-    /// k.json) belong together.
+    /// With 'stem', files of one directory whose names differ only after their last dot (k.jpg,
+    /// k.json) form one sample.
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
     /// What to do if several sources of one glob or @LIST contain the same path with different
     /// content.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
     pub(crate) on_conflict: OnConflict,
-    /// The most directories that the dataset may have. [default: 1 million, and 4 more for each
-    /// file]
+    /// Maximum number of directories in the dataset. [default: 1 million, plus 4 for each file]
     #[arg(long, value_name = "N")]
     pub(crate) max_directories: Option<u64>,
     /// Unpack each archive into a directory of its own, which is named after it without the
@@ -77,15 +76,15 @@ pub(crate) struct StageInOptions {
     /// 'dayfly stage-in' then exits with 3 if anything was left out; 'dayfly run' continues.
     #[arg(long)]
     pub(crate) keep_going: bool,
-    /// Read at most SIZE of the sources per second, all nodes together, to spare the parallel file
-    /// system and the nodes.
+    /// Read at most SIZE per second from the sources, all nodes together, to reduce the load on the
+    /// parallel file system and the nodes.
     #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
     pub(crate) max_rate: Option<u64>,
     /// Write a page with plots to FILE: rates, balance, sizes, classes, and where the time went.
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
-    /// Seed of the placement and of the order in which blocks are stored. The same seed spreads the
-    /// same sources in the same way.
+    /// Seed of the placement and of the order in which blocks are stored. The same seed distributes
+    /// the same data set in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.

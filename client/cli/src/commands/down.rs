@@ -76,7 +76,8 @@ pub(super) struct EndedServers {
     pub(super) is_partial: bool,
 }
 
-/// Ends a session's servers on all nodes. Kills a server on this machine that does not end in time.
+/// Ends a session's servers on all nodes. A server on this machine that does not end in time is
+/// killed.
 pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
@@ -106,7 +107,7 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
     Ok(EndedServers { nodes, freed_bytes, is_partial })
 }
 
-/// Waits until all servers on this machine have ended, and kills those that do not end in time.
+/// Waits until all servers on this machine have ended, and kills those that do not.
 fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     let deadline = Instant::now() + DOWN_TIMEOUT;
     let mut was_killed = false;

@@ -39,7 +39,7 @@ pub(super) fn run(arguments: DuArguments) -> Result<ExitCode, Failure> {
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// A directory that is being summed up.
+/// A directory whose total is being computed.
 struct OpenDirectory {
     path: Vec<u8>,
     /// The sum so far.

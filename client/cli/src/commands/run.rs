@@ -48,7 +48,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
     check(&arguments, &plan, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // From here on, a signal ends what this process runs, not the process itself.
+        // From here on, signals end what this process runs, not the process itself.
         let mut interruptions = Interruptions::new()?;
         let Some(mut session) = start(plan, &mut interruptions).await.map_err(own)? else {
             return Ok(ExitCode::from(interruptions.status()));

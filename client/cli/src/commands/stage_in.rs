@@ -24,11 +24,10 @@ use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
-/// If a stage-in failed because its session is ending, at least one server on this machine exits
-/// within this time.
+/// If a stage-in fails because its session ends, some server on this machine exits within this
+/// time.
 const FIRST_EXIT_TIMEOUT: Duration = Duration::from_millis(100);
-/// Once a server has closed its connections, it and the other servers on this machine exit within
-/// this time.
+/// After one server has closed its connections, all servers on this machine exit within this time.
 const ALL_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long an interrupted stage-in waits for a message that is being written.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -57,12 +56,12 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
             }
         }
     });
-    // The server cancels the stage-in when this process is gone and its connection closes.
+    // When this process exits, its connection closes, and the server cancels the stage-in.
     runtime.shutdown_background();
     status
 }
 
-/// Shows the user how a stage-in proceeds, until it is interrupted. Clones share one display.
+/// Shows the progress of a stage-in to the user, until it is interrupted. Clones share one display.
 #[derive(Clone, Default)]
 pub(super) struct ProgressDisplay(Arc<Mutex<Option<Reporter>>>);
 
@@ -80,7 +79,7 @@ impl ProgressDisplay {
     /// Clears the display, and prints what became of the stage-in.
     pub(super) fn interrupt(&self) {
         end_soon();
-        // The thread that holds the lock may be writing to a terminal that does not read.
+        // The thread that holds the lock may hang in a write to a terminal that was stopped.
         let start = Instant::now();
         while start.elapsed() < MESSAGE_TIMEOUT {
             if let Ok(mut reporter) = self.0.try_lock() {
@@ -180,9 +179,9 @@ fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> 
     }
 }
 
-/// Returns a source's path in a form that means the same to the servers, which do not know this
-/// process's working directory or descriptors. The path is not normalized, because a final `/.` has
-/// a meaning.
+/// Turns a source into a path that means the same to the servers, which do not have this process's
+/// working directory and descriptors. The path is not normalized, because a final `/.` has a
+/// meaning.
 pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
         return Err(Failure::usage("a SOURCE is empty; perhaps a variable is not set"));
@@ -190,7 +189,7 @@ pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     let folder = env::current_dir()?;
     let path = folder.join(source);
     if let Some(list) = source.as_bytes().strip_prefix(b"@").filter(|_| path.symlink_metadata().is_err()) {
-        // The coordinator reads the list, which may hold more names than fit in a message.
+        // The coordinator reads the list, because its names may not fit into a message.
         return Ok([b"@", folder.join(OsStr::from_bytes(list)).as_os_str().as_bytes()].concat());
     }
     if path.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {

@@ -37,9 +37,9 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 /// Explains the first table's columns.
 const LEGEND: [&str; 4] = [
     "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
-    "taken: space of all unnamed files on the data dirs, including cached blocks; du does not count it",
-    "workers: how many units of the sources a node reads at the same time during a stage-in",
-    "Empty samples are not stored on any node.",
+    "taken: space of all unnamed files on the data dirs, including cached blocks; du does not see it",
+    "workers: units of its sources that a node reads at the same time during a stage-in",
+    "Empty samples are on no node.",
 ];
 
 fn show_tables(session: &Session, status: &SessionStatus) {
@@ -104,7 +104,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         let Ok(NodeStatus { network, .. }) = status else { continue };
         print_line!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
         for (peer, why) in &network.fallen_back {
-            print_line!("node {node} reaches node {peer} by TCP instead: {}", display(why.as_bytes()));
+            print_line!("node {node} reaches node {peer} over TCP instead: {}", display(why.as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {

@@ -104,8 +104,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Explains why the session was ended: without its id, nobody would know about it, and it would run
-/// on.
+/// Without its id nobody could find the session and end it.
 fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }

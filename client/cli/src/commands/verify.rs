@@ -95,7 +95,7 @@ struct Tally {
     replaced: AtomicU64,
 }
 
-/// Reads blocks through all nodes of this machine, on one thread per node.
+/// Reads blocks through all nodes on this machine, on one thread per node.
 struct Checker<'a> {
     location: &'a SessionFolder,
     nodes: &'a [NodeId],

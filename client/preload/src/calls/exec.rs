@@ -188,7 +188,7 @@ fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {
     if file.stat().permissions & 0o111 == 0 { Err(Fault::Errno(libc::EACCES)) } else { Ok(file) }
 }
 
-/// A script in the namespace. Its interpreter runs with the script's own path, so that it finds the files beside the script.
+/// A script in the namespace. Its interpreter runs with the script's own path, so that it finds the files next to the script.
 pub(super) struct Script {
     pub(super) interpreter: CString,
     /// The rest of the first line, which the kernel passes as one argument.

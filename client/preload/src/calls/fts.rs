@@ -44,7 +44,7 @@ const FOLLOW: c_ushort = 2;
 const NO_INSTRUCTION: c_ushort = 3;
 const SKIP: c_ushort = 4;
 
-/// `FTSENT`. Its name begins in the last field and continues behind the structure.
+/// `FTSENT`. Its name begins in the last field and continues after the structure.
 #[repr(C)]
 pub(crate) struct Entry {
     cycle: *mut Entry,
@@ -323,7 +323,7 @@ impl Walk {
 }
 
 impl Entry {
-    /// Makes an entry in memory of its own, with its name behind it.
+    /// Makes an entry in memory of its own, with its name after it.
     fn new(path: &[u8], name: &[u8], level: c_short, parent: *mut Entry) -> NonNull<Self> {
         let (path_len, name_len) = (path.len(), name.len());
         let path = memory::allocate_string(path, 0).unwrap_or(null_mut());
@@ -361,7 +361,7 @@ impl Entry {
     }
 
     fn free(entry: NonNull<Self>) {
-        // SAFETY: all three were made in `new`, with these lengths, and nobody uses the entry any more.
+        // SAFETY: all three were made in `new`, with these lengths, and nobody uses the entry anymore.
         unsafe {
             let this = entry.as_ref();
             let words = (size_of::<Self>() + usize::from(this.name_len)).div_ceil(align_of::<Self>());

@@ -1,6 +1,6 @@
 //! Mapping files.
 //!
-//! A block of at least 64 KiB that this node stores is mapped in place, out of the segment. All other bytes are copied into a
+//! A block of at least 64 KiB that this node stores is mapped in place, from the segment. All other bytes are copied into a
 //! kernel file first, which is then mapped: up to 64 MiB in memory, beyond that on the node's data dir. A mapping may consist of
 //! several of these parts; to the program it is one.
 //!

@@ -30,7 +30,7 @@ hook! {
                 _ => openat::next(directory, path, flags, mode),
             };
             if table::is_ours(number) {
-                // The kernel gave the number to this file, so our old one was closed without a call of our hooks.
+                // The kernel gave the number to this file, so our old one was closed without calling our hooks.
                 table::forget(number);
             }
             number

@@ -135,7 +135,7 @@ extern "C" fn glob_closedir(stream: FromC<*mut DIR>) {
     closedir(stream);
 }
 
-/// Reads an entry without a change of `errno`, which `glob` would take for a failure.
+/// Reads an entry without changing `errno`, which `glob` would take for a failure.
 extern "C" fn glob_readdir(stream: FromC<*mut DIR>) -> *mut dirent {
     let before = memory::errno();
     let entry = readdir(stream);

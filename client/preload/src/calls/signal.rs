@@ -1,6 +1,6 @@
 //! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO and does
-//! not end the program. The program's own wishes for SIGBUS are kept, returned when it asks, and applied to every fault that
-//! is not ours. Calls about other signals are passed on.
+//! not end the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
+//! every fault that is not ours. Calls about other signals are passed on.
 
 use std::ffi::c_int;
 
@@ -48,7 +48,7 @@ hook! {
     }
 }
 
-/// Changes a thread's signal mask, but never blocks SIGBUS: the kernel ends a process that raises a blocked SIGBUS, also if it
+/// Changes a thread's signal mask, but never blocks SIGBUS: the kernel ends a process that raises a blocked SIGBUS, even if it
 /// does so in one of our copies.
 fn without_bus_errors(how: c_int, new: FromC<*const sigset_t>, change: impl FnOnce(FromC<*const sigset_t>) -> c_int) -> c_int {
     match new.get() {

@@ -17,7 +17,7 @@ pub enum CoordinatorRequest {
         /// How many events have arrived so far. The coordinator repeats the last event if its answer was lost.
         received: u64,
     },
-    /// Nobody waits for events any more: cancel the stage-in if it runs. Reply: [`CoordinatorReply::Done`].
+    /// Nobody waits for events anymore: cancel the stage-in if it runs. Reply: [`CoordinatorReply::Done`].
     Unsubscribe {
         /// The number from [`CoordinatorReply::Started`].
         subscription: u64,

@@ -80,7 +80,7 @@ pub struct TarRange {
     pub version: Version,
     /// Offset of the range's first byte, where the range before it ends.
     pub from: u64,
-    /// Offset behind the range's last byte.
+    /// Offset just past the range's last byte.
     pub to: u64,
     /// Where the range's first member begins, if that is known. Otherwise the worker searches for it.
     pub start: Option<TarPosition>,
@@ -95,12 +95,12 @@ pub struct TarPosition {
     pub globals: Vec<u8>,
 }
 
-/// What a worker met in a range of a plain tar.
+/// What a worker found in a range of a plain tar.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeReport {
     /// Offset of the first header in the range; `None` if there was none.
     pub first: Option<u64>,
-    /// Where the next range's first member begins; `None` behind the archive's end.
+    /// Where the next range's first member begins; `None` after the end of the archive.
     pub next: Option<TarPosition>,
     /// Why the worker could not read to the end. It matters only if the worker began at the right offset.
     pub failure: Option<String>,
@@ -151,11 +151,11 @@ pub enum TreeKind {
     Directory,
     /// A symlink with its target.
     Symlink(Vec<u8>),
-    /// A further name of the file at this path of the tree.
+    /// Another name of the file at this path of the tree.
     HardLink(Vec<u8>),
 }
 
-/// What came of a unit.
+/// The result of a unit.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnitReport {
     /// The assignment that this report ends.
@@ -164,7 +164,7 @@ pub struct UnitReport {
     pub source_bytes: u64,
     /// The report on a range of a plain tar.
     pub range: Option<RangeReport>,
-    /// What the worker met.
+    /// What the worker found.
     pub counts: Counts,
     /// Whether the samples found must not count, because the source changed while it was read.
     pub withdrawn: bool,

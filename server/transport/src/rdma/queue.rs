@@ -14,12 +14,12 @@ use super::verbs::{self, Sge, Wc, done, made};
 
 /// The pause before a request that found no receive is sent again: the code for 40.96 ms.
 const RECEIVER_NOT_READY_TIMER: u8 = 24;
-/// How many times a request that found no receive is sent again.
+/// Number of times that a request that found no receive is sent again.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 /// An unacknowledged packet is sent again after 4.096 us x 2^18, which is about 1.1 s. With [`RETRIES`], a dead peer is noticed
 /// within 4.3 s, unless its TCP connection shows it before. Shorter times ended queue pairs that were only busy.
 const ACKNOWLEDGE_TIMER: u8 = 18;
-/// How many times an unacknowledged packet is sent again.
+/// Number of times that an unacknowledged packet is sent again.
 const RETRIES: u8 = 3;
 
 /// A completion queue, with the descriptor that announces completions.
@@ -63,14 +63,14 @@ impl Completions {
         unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
     }
 
-    /// Makes the next completion announce itself.
+    /// Requests an event for the next completion.
     pub(super) fn arm(&self) -> Result<(), RdmaError> {
         // SAFETY: the queue lives as long as `self`, and its context has the library's table.
         let returned = unsafe { (*self.queue.as_ref().context).ops.req_notify_cq.map(|arm| arm(self.queue.as_ptr(), 0)) };
         done(returned.unwrap_or(nix::libc::ENOSYS), "ibv_req_notify_cq")
     }
 
-    /// Takes completions; returns how many.
+    /// Takes completions from the queue, and returns how many it took.
     pub(super) fn poll(&self, into: &mut [Wc]) -> Result<usize, RdmaError> {
         // SAFETY: as above; `into` has room for as many completions as are asked for.
         let count = unsafe {
@@ -97,7 +97,8 @@ impl Completions {
 impl Drop for Completions {
     fn drop(&mut self) {
         self.take_events();
-        // SAFETY: all users of the queue held an `Arc` of it and are gone. All events, for which this call waits, are acknowledged.
+        // SAFETY: all users of the queue held an `Arc` of it and are gone. All events are acknowledged; otherwise this call would
+        // wait.
         unsafe {
             (self.device.verbs.destroy_cq)(self.queue.as_ptr());
             (self.device.verbs.destroy_comp_channel)(self.channel.as_ptr());
@@ -105,7 +106,7 @@ impl Drop for Completions {
     }
 }
 
-/// The receives. All queue pairs share them, so that their number does not grow with the number of peers.
+/// The shared receive queue. All queue pairs use it, so the number of receives does not grow with the number of peers.
 pub(super) struct Receives {
     device: Arc<Device>,
     queue: NonNull<verbs::Srq>,
@@ -129,8 +130,8 @@ impl Receives {
         let mut part = Sge { addr: address, length: len, lkey: local_key };
         let mut work = verbs::RecvWr { wr_id: id, next: ptr::null_mut(), sg_list: &mut part, num_sge: 1 };
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue lives as long as `self`, and the call copies its arguments. The card itself checks by the key that it
-        // writes into registered memory only.
+        // SAFETY: the queue lives as long as `self`, and the call copies its arguments. The card uses the key to
+        // check that it writes only into registered memory.
         let returned = unsafe {
             (*self.queue.as_ref().context).ops.post_srq_recv.map(|post| post(self.queue.as_ptr(), &mut work, &mut bad))
         };
@@ -174,7 +175,7 @@ pub(super) struct Work {
     pub(super) local_key: u32,
 }
 
-/// The description of one end of a queue pair, which the other end needs to join it.
+/// One end of a queue pair, as the other end must know it to join.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) queue: u32,
@@ -201,7 +202,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Makes a queue pair that is not joined to its other end yet.
+    /// Creates a queue pair that is not joined to its other end yet.
     pub(super) fn new(
         device: &Arc<Device>,
         completions: &Arc<Completions>,
@@ -242,7 +243,7 @@ impl QueuePair {
         unsafe { self.queue.as_ref().qp_num }
     }
 
-    /// Number of operations that may be under way, not counting the marker that is posted when the queue pair fails.
+    /// Number of operations that may be in flight, not counting the marker that is posted when the queue pair fails.
     pub(super) fn depth(&self) -> u32 {
         self.depth
     }
@@ -253,7 +254,7 @@ impl QueuePair {
         Endpoint { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }
     }
 
-    /// Joins the queue pair to its other end. Afterwards it can receive and send.
+    /// Joins the queue pair to its other end. Afterward it can receive and send.
     pub(super) fn join(&self, far: &Endpoint) -> Result<(), RdmaError> {
         let ours = &self.device.address;
         let mut attributes = self.attributes(verbs::QPS_RTR);
@@ -337,7 +338,7 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: `self` is the only owner. Afterwards the card no longer works for the queue pair.
+        // SAFETY: `self` is the only owner. Afterward the card no longer works for the queue pair.
         let returned = unsafe { (self.device.verbs.destroy_qp)(self.queue.as_ptr()) };
         if returned != 0 {
             tracing::warn!(returned, "cannot destroy a queue pair");

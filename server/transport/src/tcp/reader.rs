@@ -10,8 +10,8 @@ use crate::region::Slot;
 
 /// Length of the buffer for small frames.
 const BUFFER_LEN: usize = 64 << 10;
-/// Bytes that a call reads beyond the bulk bytes it asks for. One or two headers follow bulk bytes; anything more would have to
-/// be copied a second time.
+/// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. More would read
+/// into the next bulk bytes, which would then have to be copied.
 const BEHIND_LEN: usize = 256;
 /// Most slots that one call fills.
 const SLICES_MAX: usize = 256;
@@ -36,14 +36,14 @@ impl Reader {
         PeerHeader::decode(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Reads a frame's body. The header has checked its length.
+    /// Reads a frame's body. Decoding the header has checked its length.
     pub(super) async fn body(&mut self, header: &PeerHeader) -> io::Result<Vec<u8>> {
         let mut body = vec![0; header.body_len as usize];
         self.exactly(&mut body).await?;
         Ok(body)
     }
 
-    /// Reads the `len` bytes of a `Data` frame into the slots, and calls `on_bytes` whenever some have arrived.
+    /// Reads the `len` bytes of a `Data` frame into the slots, and calls `on_bytes` after each read from the socket.
     pub(super) async fn land(&mut self, landing: &mut Landing, len: u64, on_bytes: impl Fn()) -> io::Result<()> {
         let mut left = len as usize;
         while left > 0 {
@@ -137,7 +137,7 @@ impl Landing {
         (self.slots, self.lens)
     }
 
-    /// The rest of the current slot.
+    /// The part of the current slot that is not filled yet.
     fn space(&mut self) -> Option<&mut [u8]> {
         let len = *self.lens.get(self.slot)? as usize;
         self.slots.get_mut(self.slot)?.get_mut(self.offset..len)

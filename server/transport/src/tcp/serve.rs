@@ -56,7 +56,8 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
 }
 
 /// Makes the kernel close a connection whose other end vanished without closing it. Nothing else would notice, because this side
-/// only writes answers. A peer that is merely suspended is kept, because its kernel answers the probes.
+/// only writes answers. The connection of a peer that is merely suspended stays open, because the peer's kernel answers the
+/// probes.
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_INTERVAL)?;
@@ -99,7 +100,7 @@ struct ServedLink {
     deadlines: Deadlines,
 }
 
-/// Reads requests until the stream ends. The answers under way are aborted with it.
+/// Reads requests until the stream ends. Answers that are still in progress are then aborted.
 async fn receive(read: ReadHalf, link: &ServedLink) -> io::Result<()> {
     let mut read = Reader::new(read);
     let mut answers = JoinSet::new();
@@ -125,7 +126,7 @@ async fn receive(read: ReadHalf, link: &ServedLink) -> io::Result<()> {
         let (service, sender) = (link.service.clone(), link.sender.clone());
         match header.kind {
             Kind::Ping => {
-                // No need to wait if the queue is full: it is being written, which shows the peer as much.
+                // If the queue is full, the pong may be lost: the frames in the queue also show the peer that the link is alive.
                 let _ = sender.try_send(Outgoing::Frame { kind: Kind::Pong, request, argument: 0, body: Vec::new() });
             }
             Kind::Pull => {

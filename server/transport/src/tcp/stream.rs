@@ -1,5 +1,5 @@
 //! Writes frames. One task owns the writing half of a link, so that a request that is aborted never leaves half a frame. The task
-//! takes frames from a bounded queue, which slows down those who send much.
+//! takes frames from a bounded queue, which slows down senders that are faster than the link.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -25,7 +25,7 @@ use crate::region::Slot;
 /// Frames that may wait in the queue of one link. Bulk frames have up to 1 MiB each.
 const QUEUE_LEN: usize = 8;
 
-/// Waiting frames are written with one call up to this many bytes. A call has one deadline, so it must not be longer.
+/// Waiting frames are written with one call, until they have this many bytes. A call has one deadline, so it must not write more.
 const WRITTEN_TOGETHER: usize = 256 << 10;
 
 /// An entry of the queue.
@@ -55,7 +55,7 @@ pub(super) struct Timestamp {
 }
 
 impl Timestamp {
-    /// Starts as "never". Times are relative to `start`.
+    /// Creates a time that means never. Times are relative to `start`.
     pub(super) fn new(start: Instant) -> Arc<Self> {
         Arc::new(Self { start, ms: AtomicU64::new(0) })
     }
@@ -74,8 +74,8 @@ impl Timestamp {
 /// The queue to the writing task. Sending fails when the stream is dead.
 pub(super) type Sender = mpsc::Sender<Outgoing>;
 
-/// Makes the queue, and the future that writes its entries. The future ends with the stream, with the last sender, or when the peer
-/// takes no bytes for `limit`. `sent` records when the stream last took bytes of a payload.
+/// Creates the queue, and the future that writes its entries. The future ends with the stream, with the last sender, or when the
+/// peer takes no bytes for `limit`. `sent` records when the stream last took bytes of a payload.
 pub(super) fn writer(half: WriteHalf, limit: Duration, sent: Arc<Timestamp>) -> (Sender, impl Future<Output = io::Result<()>>) {
     let (sender, queue) = mpsc::channel(QUEUE_LEN);
     (sender, write_all(half, queue, limit, sent))
@@ -171,8 +171,9 @@ fn late(_: tokio::time::error::Elapsed) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer took no bytes in time")
 }
 
-/// Sends a range of a file; on a plain stream, out of the page cache without a copy. All bytes were announced, so those that
-/// cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the piece does not count.
+/// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were
+/// announced, so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the
+/// piece does not count.
 async fn write_file(
     half: &mut WriteHalf,
     request: u64,
@@ -203,7 +204,7 @@ async fn write_file(
     Ok(valid.and_then(|()| range.check_revoked()))
 }
 
-/// Sends one frame out of the page cache. The outer error is the stream's, the inner one the file's.
+/// Sends one frame from the page cache. The outer error is the stream's, the inner one the file's.
 async fn send_range(
     half: &mut OwnedWriteHalf,
     mut header: &[u8],
@@ -219,7 +220,7 @@ async fn send_range(
         }
         while at < until {
             let (stream, left) = (half.as_ref(), (until - at) as usize);
-            // The range was in the page cache when the answer began. If it has left it since, the drive may block this thread.
+            // The range was in the page cache when the answer began. If it has been evicted since, the drive blocks this thread.
             let is_here = is_cached(&range.file, at, left as u64);
             let mut send = || rustix::fs::sendfile(stream, &range.file, Some(&mut at), left);
             let more = || Ok(if is_here { send()? } else { blocking_here(&mut send)? });
@@ -227,7 +228,8 @@ async fn send_range(
                 Ok(0) => return Ok(Err(PieceError::Truncated)),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The error is the file's or the stream's. The zeros below decide it: a broken stream does not take them.
+                // The error is the file's or the stream's. Sending the zeros below tells which: a broken stream does not take
+                // them.
                 Err(error) => return Ok(Err(error.into())),
             }
         }
@@ -241,7 +243,7 @@ async fn send_range(
     Ok(valid)
 }
 
-/// Reads the bytes of a range from `at` on; they have just been read into the page cache.
+/// Fills `rest` with the bytes of a range from `at` on. Blocks the thread unless they are in the page cache.
 fn read_whole(range: &FileRange, mut at: u64, mut rest: &mut [u8]) -> io::Result<()> {
     while !rest.is_empty() {
         match range.file.read_at(rest, at) {

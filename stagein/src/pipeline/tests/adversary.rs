@@ -72,7 +72,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
                 data
             }
             3 if depth < 2 => archive(random, depth + 1, 5),
-            // The end mark of an archive, and another header behind it.
+            // The end mark of an archive, and another header after it.
             4 => [vec![0; 1024], header(b"ghost", b'0', 100, magic), vec![b'g'; 512]].concat(),
             5 => pax(b'x', "path", "stray"),
             6 => (0..random.random_range(0..9000)).map(|_| random.random()).collect(),

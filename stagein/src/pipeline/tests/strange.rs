@@ -82,7 +82,7 @@ z.writestr('file', b''); z.close()";
     }
 }
 
-/// SEMANTICS: "Under `--nested`, a file that is no archive by its content stays a file, in a tree too."
+/// SEMANTICS: "Under `--nested`, a file whose content is not an archive stays a file, in a tree too."
 #[test]
 fn with_nested_a_member_with_only_an_archive_name_stays_a_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -10,8 +10,8 @@
 //!
 //! - zstd, lz4 and bgzf: between frames, which are independent of each other (`frames`).
 //! - gzip as `pigz --independent` writes it: at markers between parts (`independent`). A marker may
-//!   occur by chance. If a part cannot be decoded by itself, the whole file is decoded again in one
-//!   piece, and the bytes that the worker has already are skipped.
+//!   occur by chance. If a part cannot be decoded on its own, the whole file is decoded again in
+//!   one piece, and the bytes that the worker has already are skipped.
 //! - xz: the file is one piece, and the library decodes its blocks on several threads.
 //! - any other gzip, and bzip2: the file is one piece and one thread decodes it.
 //!
@@ -97,7 +97,7 @@ pub(crate) struct DecodedStream<'scope, 'env> {
     pool: ChunkPool,
     /// The outputs of the pieces, in order.
     pieces: Receiver<Receiver<Output>>,
-    /// The output of the present piece.
+    /// The output of the current piece.
     piece: Option<Receiver<Output>>,
     chunk: Vec<u8>,
     /// Offset in `chunk` of the next byte to return.
@@ -176,7 +176,7 @@ impl DecodedStream<'_, '_> {
         self.at = 0;
     }
 
-    /// Takes the next output of the present piece.
+    /// Takes the next output of the current piece.
     fn take(&mut self, output: Output) -> io::Result<()> {
         let Some((len, checksum)) = &mut self.independent else {
             if let Decoded::Bytes(bytes) = output? {

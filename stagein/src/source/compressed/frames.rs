@@ -34,13 +34,13 @@ enum Field {
     Magic,
     /// The length of a skippable frame.
     SkippableLen,
-    /// The frame header behind the magic number.
+    /// The frame header after the magic number.
     Header,
     /// The header of a block in a frame.
     Block {
-        /// Length of the checksum behind the frame's last block.
+        /// Length of the checksum after the frame's last block.
         checksum_len: u64,
-        /// Length of the checksum behind every block.
+        /// Length of the checksum after every block.
         block_checksum_len: u64,
     },
     /// None: the stream cannot be understood, and no more boundaries are reported.

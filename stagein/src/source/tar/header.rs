@@ -66,7 +66,7 @@ impl Header {
             b'K' => Type::LongLink,
             b'V' => Type::Ignored,
             b'M' => return Err("a member continues from another volume of a multi-volume archive"),
-            // POSIX demands that unknown types are read as files.
+            // POSIX requires that unknown types be read as files.
             _ => Type::File,
         };
         let mut name = text(&block[..100]);

@@ -17,7 +17,7 @@ pub(super) struct Expansion {
     /// Offset and length of the pieces that follow. They are sorted, do not overlap, and lie within
     /// the file.
     pieces: std::vec::IntoIter<(u64, u64)>,
-    /// The present piece.
+    /// Index of the current piece.
     piece: (u64, u64),
     /// Offset in the file of the next byte to return.
     at: u64,
@@ -69,7 +69,7 @@ impl Expansion {
     }
 }
 
-/// Reads the old GNU format, whose map is in the header itself and in blocks behind it.
+/// Reads the old GNU format, whose map is in the header itself and in blocks after it.
 pub(super) fn old_gnu<R: Skip>(tar: &mut TarReader<R>, header: &[u8; BLOCK_LEN], stored: u64) -> Result<Expansion, String> {
     let mut pieces = Vec::new();
     let size = field(&header[483..495])?;

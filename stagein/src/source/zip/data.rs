@@ -1,4 +1,4 @@
-//! Data of a zip's members: found behind the local header, unpacked, and checked against the size
+//! Data of a zip's members: found after the local header, unpacked, and checked against the size
 //! and the checksum in the central directory.
 
 use std::io::{self, BufReader, Read, Take};

@@ -95,7 +95,7 @@ impl Record {
         };
         // The extra field has its numbers in this order, which differs from the record's.
         let (size, stored_len, local) = (number(24)?, number(20)?, number(42)?);
-        let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member claims to lie behind the end")?;
+        let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member claims to lie past the end")?;
         if stored_len >= 1 << 62 || size >= 1 << 62 {
             return Err("a member claims an impossible size");
         }

@@ -19,19 +19,20 @@ use crate::args::DoctorArguments;
 use crate::preload;
 use crate::size::show;
 
-/// The oldest kernel that has all needed calls: process descriptors, sealed memory, and reads that
-/// do not wait.
+/// The oldest kernel that has all the calls that Dayfly needs: process descriptors, sealed memory,
+/// and non-blocking reads.
 const KERNEL_MIN: (u32, u32) = (5, 4);
-/// With fewer descriptors than this, a server cannot serve many nodes and processes.
+/// With fewer descriptors, a session with many nodes or processes would run out of them.
 const DESCRIPTORS_MIN: u64 = 16 << 10;
-/// A data dir with less free space than this is of no use.
+/// A data dir with less free space is of no use.
 const FREE_MIN: u64 = 1 << 30;
-/// The test writes this much to a drive and reads it back.
+/// Bytes that are written to a drive and read back to measure its speed.
 const DRIVE_TEST_LEN: u64 = 256 << 20;
 const DRIVE_TEST_CHUNK_LEN: usize = 1 << 20;
-/// Bytes per second. A node's own NVMe drive is faster.
+/// In bytes per second. A slower data dir is reported, because a local NVMe drive is faster.
 const DRIVE_RATE_MIN: f64 = 500e6;
-/// Bytes per second. Between processes of one machine, a real RDMA card is faster.
+/// In bytes per second. A slower card is reported, because a real RDMA card is faster than this
+/// even between processes of one machine.
 const RDMA_RATE_MIN: f64 = 1e9;
 
 /// Runs all checks of this node.
@@ -128,7 +129,7 @@ fn drive(path: &Path) -> Finding {
     }
     match kind {
         FileSystemKind::Tmpfs => {
-            let advice = "a tmpfs takes memory that your program may need; name a drive with --data-dir";
+            let advice = "a tmpfs takes memory from your program; name a folder on a drive with --data-dir";
             Finding::slow(&what, detail, advice)
         }
         FileSystemKind::Network(_) => {
@@ -144,8 +145,8 @@ fn drive(path: &Path) -> Finding {
     .needed()
 }
 
-/// Measures the bytes per second that a drive writes to an unnamed file, and reads back without the
-/// page cache where possible.
+/// Measures the bytes per second that a drive writes to an unnamed file, and reads back, bypassing
+/// the page cache where possible.
 fn rates(path: &Path) -> io::Result<(f64, f64)> {
     let mut file = nameless(path)?;
     let chunk = vec![0x5a; DRIVE_TEST_CHUNK_LEN];
@@ -155,7 +156,7 @@ fn rates(path: &Path) -> io::Result<(f64, f64)> {
     }
     file.sync_data()?;
     let write_rate = DRIVE_TEST_LEN as f64 / start.elapsed().as_secs_f64();
-    // Only a hint, which a tmpfs ignores.
+    // This is only a hint: a tmpfs ignores it.
     let _ = nix::fcntl::posix_fadvise(&file, 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED);
     file.rewind()?;
     let (start, mut chunk) = (Instant::now(), chunk);
@@ -175,9 +176,9 @@ fn nameless(path: &Path) -> io::Result<File> {
     })
 }
 
-/// Checks that the preload library exists, and that a program can load it.
+/// Checks that the preload library exists, and that [`preload::library`] can load it.
 fn preload_library() -> Finding {
-    let advice = "install libdayfly_preload.so, built for this C library, beside the program or in ../lib/dayfly";
+    let advice = "install libdayfly_preload.so, built for this C library, next to the program or in ../lib/dayfly";
     match preload::library() {
         Ok(library) => Finding::ok("LD_PRELOAD", library.display()).needed(),
         Err(failure) => Finding::missing("LD_PRELOAD", failure, advice).needed(),
@@ -230,7 +231,7 @@ fn time() -> Finding {
     let detail = format!("the clock source is {source}");
     match source.as_str() {
         "hpet" | "acpi_pm" | "jiffies" => {
-            let advice = "reading it is as slow as a system call or slower; boot with clocksource=tsc if the TSC is stable";
+            let advice = "reading it takes at least as long as a system call; boot with clocksource=tsc if the TSC is stable";
             Finding::slow("time", detail, advice)
         }
         _ => Finding::ok("time", detail),

@@ -14,7 +14,7 @@ use crate::args::DoctorArguments;
 use crate::failure::Failure;
 use crate::size::show;
 
-/// If clocks differ by more than this, log lines from several nodes cannot be put in order.
+/// Clocks that differ by more than this put log lines from several nodes out of order.
 const SKEW_MAX_S: f64 = 2.0;
 /// A host that has not answered within this time is reported as unreachable.
 const HOST_TIMEOUT: Duration = Duration::from_secs(120);
@@ -203,7 +203,7 @@ impl Remote {
 impl Drop for Remote {
     fn drop(&mut self) {
         drop(self.input.take());
-        // It may have ended by itself.
+        // It may have exited on its own.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! Both ends of a network probe, and what they share with the checks of one node.
+//! Both ends of a network probe, and helpers that the checks of one node use too.
 
 use std::future::Future;
 use std::io::{self, BufRead, Write};
@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::args::DoctorArguments;
 use crate::failure::{Failure, output};
 
-/// How long blocking calls may delay the end of a probe.
+/// How long calls that still block may delay the end of a probe.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs a future on a runtime of its own.
@@ -49,7 +49,7 @@ pub(super) fn answer(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
     })?
 }
 
-/// `--reach`: probes the side that answers.
+/// `--reach`: connects to the answering side, and probes it.
 pub(super) fn reach(arguments: &DoctorArguments, address: &str) -> Result<ExitCode, Failure> {
     let key = read_key()?;
     let cannot = |error: io::Error| Failure::new(format!("cannot resolve '{address}': {error}"));

@@ -1,8 +1,8 @@
 //! A gzip stream in independent parts, as `pigz --independent` writes it.
 //!
 //! Two empty deflate blocks separate the parts, and no part refers to bytes of another, so each can
-//! be inflated by itself. The two blocks can also occur by chance. Inflating a part that does need
-//! the one before is an error, after which the caller decodes the whole stream in one piece.
+//! be inflated on its own. The two blocks can also occur by chance. Inflating a part that does need
+//! the one before it is an error, after which the caller decodes the whole stream in one piece.
 
 use std::io::{self, Read};
 
@@ -89,7 +89,7 @@ pub(super) fn inflate_part(
     let word = |at: usize| trailer[at..at + 4].iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte));
     // Several streams in one file are left to the decoder that reads the file in one piece.
     if rest.read(&mut [0])? != 0 {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "there are bytes behind the end of the gzip stream"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "there are bytes after the end of the gzip stream"));
     }
     let _ = send(Decoded::Bytes(out)) && send(Decoded::Trailer(word(0), word(4)));
     Ok(())

@@ -128,7 +128,7 @@ impl<'scope> Splitter<'scope, '_> {
         }
         drop(piece);
         if permit.is_some() {
-            // The decoder ends once its output is taken, or nobody wants it any more.
+            // The decoder ends once its output is taken, or nobody wants it anymore.
             let _ = decoder.join();
         }
     }

@@ -45,7 +45,7 @@ fn text(svg: &mut String, (x, y): (f64, f64), anchor: &str, text: &str) {
     let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>", escape(text));
 }
 
-/// Draws names beside their colors. Returns the height below them.
+/// Draws names next to their colors. Returns the height below them.
 fn legend(svg: &mut String, names: &[String], y: f64) -> f64 {
     let (mut x, mut y) = (LEFT, y);
     for (number, name) in names.iter().enumerate() {
