@@ -2,6 +2,8 @@ import ctypes, sys
 
 # dayfly.h describes these functions; `dayfly exec` and `dayfly run` load the library.
 dayfly = ctypes.CDLL(None)
+if not hasattr(dayfly, "dayfly_attach"):
+    sys.exit("run this as: dayfly exec -- python3 read_samples.py DATASET SEED EPOCH")
 dayfly.dayfly_attach.restype = dayfly.dayfly_order_epoch.restype = ctypes.c_void_p
 see_sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ctypes.c_void_p)
 
@@ -24,6 +26,8 @@ def samples(session, dataset, seed, epoch, rank, ranks):
 
 
 session = ctypes.c_void_p(dayfly.dayfly_attach())
+if not session:
+    sys.exit("cannot attach to a Dayfly session")
 dataset, seed, epoch = sys.argv[1].encode(), int(sys.argv[2]), int(sys.argv[3])
 for path, data in samples(session, dataset, seed, epoch, rank=0, ranks=1):
     print("sample", path, len(data), sum(data))

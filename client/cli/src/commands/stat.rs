@@ -4,6 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 
 use dayfly_client::{FileKind, View, ViewError};
+use dayfly_launch::units::counted;
 use dayfly_meta::catalog::SourceKind;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::path::{display, join};
@@ -55,8 +56,9 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
         let here = if file.dataset().is_here(block) { ", here" } else { "" };
         let checksum = catalog.checksum(block).unwrap_or(0);
         print_line!(
-            " Block: {} ({len} bytes, crc32c {checksum:08x}) on node {}{here}",
+            " Block: {} ({}, crc32c {checksum:08x}) on node {}{here}",
             block.0,
+            counted(len, "byte"),
             owner.map_or_else(String::new, |node| node.to_string())
         );
     }

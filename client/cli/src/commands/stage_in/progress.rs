@@ -131,7 +131,7 @@ impl Reporter {
             false => "an unknown number of files in archives".to_owned(),
         };
         mention(format_args!(
-            "staging in {} ({}) to {}: {files}; {} free on all nodes",
+            "staging in {} ({}) to {}: {files}; {} free on all nodes together",
             units::counted(plan.sources, "source"),
             size::show(plan.source_bytes),
             self.target,
