@@ -80,13 +80,13 @@ impl Locations {
         Ok(Self { words })
     }
 
-    /// Where the block can be read on this node; `None` if it is absent.
+    /// Returns where the block can be read on this node; `None` if it is absent.
     pub fn find(&self, block: BlockId) -> Option<Location> {
         Location::unpack(self.words.load(word_of(block)))
     }
 
-    /// Whether the block is still where it was found. Called after a copy, `true` means that the
-    /// copy is good.
+    /// Returns whether the block is still where it was found. Called after a copy, `true` means
+    /// that the copy is good.
     pub fn is_still(&self, block: BlockId, location: Location) -> bool {
         // The copied bytes must be read before the word is.
         fence(Ordering::Acquire);
@@ -112,13 +112,13 @@ impl Locations {
         was
     }
 
-    /// Makes the processor fetch the word of a block that is about to be looked up.
+    /// Prefetches the word of a block that is about to be looked up.
     pub fn prefetch(&self, block: BlockId) {
         self.words.prefetch(word_of(block));
     }
 
-    /// Whether the dataset's bytes have been given up. Bytes that were copied before this call
-    /// returned `true` may be zeros.
+    /// Returns whether the dataset's bytes have been given up. Bytes that were copied before this
+    /// call returned `true` may be zeros.
     pub fn is_gone(&self) -> bool {
         self.words.load(GONE_WORD) != 0
     }

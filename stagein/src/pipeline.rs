@@ -15,7 +15,7 @@
 //! The sink bounds the worker's memory: the worker fills buffers that the sink lends it, and waits
 //! when all are out. A slow owner therefore slows its senders down, and no queue grows.
 //!
-//! If a read fails, the sample is as if it had not been there. Its blocks may be stored already,
+//! If a read fails, the sample is treated as if it had never existed. Its blocks may be stored already,
 //! but no member names them.
 
 mod archive;

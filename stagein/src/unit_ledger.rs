@@ -151,8 +151,8 @@ impl UnitLedger {
         verdict
     }
 
-    /// Whether the result of this ticket is certain to count. A range is certain once all ranges
-    /// before it count. Any other unit is certain from its assignment on, except with
+    /// Returns whether the result of this ticket is certain to count. A range is certain once all
+    /// ranges before it count. Any other unit is certain from its assignment on, except with
     /// `keep_going`: then its worker may still withdraw it because the source changed, where
     /// without `keep_going` the stage-in would fail.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {

@@ -85,7 +85,7 @@ pub enum OnConflict {
 pub enum Event {
     /// A stage-in is about to begin.
     Planned(StageInEstimate),
-    /// How far the stage-in is.
+    /// The progress of the stage-in.
     Progress(Progress),
     /// The stage-in has succeeded, and the dataset is visible on all nodes.
     StagedIn(Box<Summary>),
@@ -129,7 +129,7 @@ pub struct StageInEstimate {
     pub free_bytes: u64,
 }
 
-/// How far a stage-in is.
+/// The progress of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// The phase of the stage-in.
@@ -185,7 +185,7 @@ impl Step {
     /// All steps, in order.
     pub const ALL: [Self; STEPS] = [Self::Reading, Self::Decoding, Self::Placing, Self::Shipping, Self::Writing];
 
-    /// The step's name for users.
+    /// Returns the step's name for users.
     pub fn name(self) -> &'static str {
         ["reading", "decoding", "placing", "shipping", "writing"][self as usize]
     }
@@ -202,7 +202,7 @@ impl Counted {
         self.steps += more.steps;
     }
 
-    /// Whether nothing made progress.
+    /// Returns whether nothing made progress.
     pub fn is_still(&self) -> bool {
         *self == Self::default()
     }
@@ -323,7 +323,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// The step that kept the threads busy for the longest time.
+    /// Returns the step that kept the threads busy for the longest time.
     pub fn bottleneck(&self) -> Step {
         let mut all = Counted::default();
         self.nodes.iter().for_each(|node| all.add(&node.counted));

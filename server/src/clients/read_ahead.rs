@@ -27,7 +27,7 @@ pub(super) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// Notes a request, and fetches ahead if it continues the one before, or starts at the beginning of a large file.
+    /// Records a request, and fetches ahead if it continues the previous one or starts at the beginning of a large file.
     pub(super) fn note_request(&mut self, fetcher: &Arc<Fetcher>, dataset: &Arc<Dataset>, chunks: &[Chunk]) {
         while self.tasks.try_join_next().is_some() {}
         let (Some(first), Some(last)) = (chunks.first(), chunks.last()) else { return };

@@ -1,7 +1,7 @@
 //! Connecting to one peer: when it is first needed, and again when the connection was lost.
 //!
-//! A dial runs as a task of its own. All requests that need the peer meanwhile share it, none waits for it longer than its
-//! own deadline allows, and a request that comes later finds its outcome.
+//! A dial runs as a task of its own. All requests that need the peer during that time share it, none waits for it longer than its
+//! own deadline allows, and a later request finds its outcome.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,7 +48,8 @@ impl Dialer {
         self.last_dial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not lost.
+    /// Returns whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not
+    /// lost.
     pub(super) fn is_lost(&self) -> bool {
         let last_dial = self.last_dial();
         match last_dial.dial.as_ref().and_then(|dial| dial.get()) {

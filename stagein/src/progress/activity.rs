@@ -20,7 +20,7 @@ struct Current {
 }
 
 impl Activity {
-    /// The thread starts a step on the source or drive at `path`.
+    /// Records that the thread starts a step on the source or drive at `path`.
     pub fn begin(&self, step: Step, path: &[u8]) {
         let mut current = lock(&self.0);
         current.step = Some(step);
@@ -28,12 +28,12 @@ impl Activity {
         current.path.extend_from_slice(path);
     }
 
-    /// The thread starts another step on the same source or drive.
+    /// Records that the thread starts another step on the same source or drive.
     pub fn switch_to(&self, step: Step) {
         lock(&self.0).step = Some(step);
     }
 
-    /// The thread has finished and waits for work.
+    /// Records that the thread has finished and waits for work.
     pub fn end(&self) {
         lock(&self.0).step = None;
     }

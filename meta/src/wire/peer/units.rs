@@ -11,7 +11,7 @@ use crate::wire::control::Counts;
 pub struct Unit {
     /// Number of its source.
     pub source: u32,
-    /// Number of this assignment. A range that was begun at a wrong offset is assigned again, under another number.
+    /// Number of this assignment. A range that was started at a wrong offset is assigned again under another number.
     pub ticket: u32,
     /// The directory of the dataset below which its names go.
     pub prefix: Vec<u8>,

@@ -73,7 +73,7 @@ struct ChunkPool {
 }
 
 impl ChunkPool {
-    /// A chunk of [`CHUNK_LEN`] bytes.
+    /// Returns a chunk of [`CHUNK_LEN`] bytes.
     fn take(&self) -> Vec<u8> {
         let mut chunk = self.chunks.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
         chunk.resize(CHUNK_LEN, 0);
@@ -148,8 +148,8 @@ pub(crate) fn start<'scope, 'env>(
     })
 }
 
-/// Whether a gzip file has a marker between parts near its start. Only files in independent parts
-/// have markers, apart from chance.
+/// Returns whether a gzip file has a marker between parts near its start. Only files in independent
+/// parts have markers, apart from chance.
 fn has_marker(input: &mut PlainReader) -> io::Result<bool> {
     Ok(!MarkerScanner::default().scan(input.peek(CHUNK_LEN)?).is_empty())
 }

@@ -85,8 +85,8 @@ fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error
     filled
 }
 
-/// An xz decoder with threads of its own. The library uses them for blocks whose headers state
-/// their lengths. Several streams are decoded one after another.
+/// Returns an xz decoder with threads of its own. The library uses them for blocks whose headers
+/// state their lengths. Several streams are decoded one after another.
 fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
     let open = move |input| {
         let stream = liblzma::stream::MtStreamBuilder::new()

@@ -31,7 +31,7 @@ pub(super) enum Boundaries {
 }
 
 impl Boundaries {
-    /// Whether a piece may start with the next byte.
+    /// Returns whether a piece may start with the next byte.
     fn is_at_boundary(&self) -> bool {
         match self {
             Self::None => false,
@@ -133,8 +133,8 @@ impl<'scope> Splitter<'scope, '_> {
         }
     }
 
-    /// The window in bytes that a decoder will need, according to the first bytes of the file. 0 for
-    /// formats whose windows are always small.
+    /// Returns the window in bytes that a decoder will need, according to the first bytes of the
+    /// file. 0 for formats whose windows are always small.
     fn window_len(&self, start: &[u8]) -> u64 {
         match self.compression {
             Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),
