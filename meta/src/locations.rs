@@ -93,7 +93,7 @@ impl Locations {
         self.words.load(word_of(block)) == location.pack()
     }
 
-    /// Publishes a block whose bytes can be read from now on.
+    /// Publishes a block whose bytes can now be read.
     pub fn publish(&self, block: BlockId, location: Location) {
         self.words.store(word_of(block), location.pack());
     }

@@ -111,7 +111,7 @@ fn token_word(connection: u32) -> usize {
     FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
 
-/// What clients count for `status`, because most reads never reach the server. Each process has a
+/// Counters that clients keep for `status`, because most reads never reach the server. Each process has a
 /// slot, and in it each thread has, as far as possible, a cache line for itself.
 pub struct Counters(SharedWords);
 
@@ -120,7 +120,7 @@ pub const COUNTERS_LEN: u64 = (CLIENTS_MAX * SLOT_WORDS * 8) as u64;
 
 const STRIPES: usize = 4;
 const STRIPE_WORDS: usize = 2 * SOURCES;
-/// The number of views that a process has, in a cache line of its own after the stripes.
+/// The number of views that a process has, in a separate cache line after the stripes.
 const VIEWS_WORD: usize = STRIPES * STRIPE_WORDS;
 const SLOT_WORDS: usize = VIEWS_WORD + STRIPE_WORDS;
 

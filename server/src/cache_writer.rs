@@ -1,4 +1,4 @@
-//! Caches other nodes' blocks on this node's drives, as far as there is room. One task takes chunks as they arrive in the arena
+//! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena
 //! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
 //! message.
 //!

@@ -275,7 +275,7 @@ impl Client {
         self.sender.send(&FromServer::Ordered, &[]).await
     }
 
-    /// Creates an unnamed file for a program that needs a kernel file. The space is not reserved, because the server
+    /// Creates an unnamed file for a program that needs a real file. The space is not reserved, because the server
     /// does not see when the program is done with the file.
     async fn spill(&self, len: u64) -> io::Result<()> {
         let drive = self.context.store.roomiest_drive();

@@ -150,7 +150,7 @@ impl Prefetcher {
         }
     }
 
-    /// Reads ahead along an order until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders are served at once;
+    /// Reads ahead along an order until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders run at once;
     /// further ones wait.
     pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: SampleOrder) {
         let Ok(_permit) = self.permits.acquire().await else { return };

@@ -123,7 +123,7 @@ impl Room {
         Ok(self.store.release_headroom())
     }
 
-    /// Evicts cached blocks, so that a stage-in has `bytes` or somewhat more for what it writes in addition to blocks, even if other
+    /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
         let missing = move |room: &Self| room.store.headroom_missing(bytes);

@@ -89,7 +89,7 @@ struct Running {
     _guard: StageInGuard,
 }
 
-/// What the coordinator announces about a stage-in when it begins.
+/// The coordinator's announcement of a stage-in that begins.
 pub(crate) struct StageInOrder {
     pub(crate) number: u64,
     pub(crate) coordinator: NodeId,
@@ -211,7 +211,7 @@ pub(crate) struct NodeStageIn {
 /// Sorted runs with their lengths, or why there are none.
 type Runs = Result<Arc<Vec<(File, u64)>>, Arc<NodeStageInError>>;
 
-/// How far publishing has come on this node.
+/// The progress of publishing on this node.
 #[derive(Default)]
 struct Publication {
     catalog: Option<Arc<File>>,
@@ -274,7 +274,7 @@ impl NodeStageIn {
     }
 
     /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. A worker that waits
-    /// through this waits no longer than that, whatever a drive or a peer does.
+    /// through this stops waiting then, whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {
             biased;

@@ -50,7 +50,7 @@ pub use crate::source::compressed::decoder_threads::DecoderLimits;
 /// The ticket of a member that was withdrawn before it got into a run. The ledger never assigns it.
 const WITHDRAWN: u32 = u32::MAX;
 
-/// What a worker needs to know about its stage-in.
+/// The facts that a worker needs about its stage-in.
 pub struct WorkerConfig<'a> {
     /// The ring that decides which node owns a block.
     pub placement: Arc<Placement>,

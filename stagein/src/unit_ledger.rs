@@ -53,7 +53,7 @@ pub enum NextUnits {
     Finished,
 }
 
-/// What the ledger decided after a report. Because ranges count in order, one report can decide
+/// The ledger's decisions after a report. Because ranges count in order, one report can decide
 /// the fate of several units, or of none yet.
 #[derive(Debug, Default)]
 pub struct Verdict {

@@ -109,21 +109,21 @@ pub enum Event {
     },
 }
 
-/// What a stage-in will need, and what is free.
+/// The space that a stage-in will need, and the space that is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInEstimate {
     /// Number of sources after globs were expanded.
     pub sources: u64,
     /// Bytes of the sources as they lie on the PFS.
     pub source_bytes: u64,
-    /// Number of files, as far as it is known before reading: from directories and single files.
+    /// Number of files known before reading: those in directories, and single files.
     pub known_files: u64,
     /// Whether [`Self::known_files`] counts all files.
     pub files_are_all_known: bool,
     /// Lower bound on the bytes of all samples. What an archive contains is known only once it has
     /// been read.
     pub least_bytes: u64,
-    /// Bytes of the catalog on each node, as far as files are known.
+    /// Bytes of the catalog on each node, for the files known so far.
     pub catalog_bytes: u64,
     /// Free room on all nodes together, in bytes.
     pub free_bytes: u64,
@@ -144,7 +144,7 @@ pub struct Progress {
     pub nodes: Vec<Counted>,
 }
 
-/// What a node has done in a stage-in so far.
+/// A node's work in a stage-in so far.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Bytes read from sources.

@@ -43,7 +43,7 @@ impl ReadAhead {
         }
         let is_behind = !continues || self.fetched_to < to + 1;
         self.fetched_to = if is_behind { to + 1 } else { self.fetched_to };
-        // First as far as the process reads at once, then twice as far each time.
+        // At first as many chunks as the process reads at once, then twice as many each time.
         let asked = chunks.len() as u64;
         self.window = if continues { (self.window * 2).max(asked).min(READ_AHEAD_LEN_MAX / CHUNK_LEN) } else { asked };
         let end = (to + 1 + self.window).min(size.div_ceil(CHUNK_LEN));

@@ -73,7 +73,7 @@ impl Sender {
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
-    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that, until then, the client holds nothing that
+    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that the client holds nothing until then that
     /// others need.
     pub(super) async fn send_patiently(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let message = encode(message);

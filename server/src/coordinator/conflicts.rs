@@ -95,7 +95,7 @@ impl ReplacedSamples {
     }
 }
 
-/// What owners suspect and what workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
+/// The paths that owners suspect, and the samples that workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     suspects: Vec<SuspectPath>,

@@ -26,7 +26,7 @@ struct Table {
     suspects: Vec<SuspectPath>,
 }
 
-/// What the table remembers about a sample, in 24 bytes.
+/// The table's record of a sample, in 24 bytes.
 #[derive(Clone, Copy, Default)]
 struct Entry {
     hash: u64,

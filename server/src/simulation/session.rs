@@ -1,4 +1,4 @@
-//! The session of one seed: a stage-in on a healthy network; then a second one, alongside readers, while faults happen; then all
+//! The session of one seed: a stage-in on a healthy network; then a second one, with readers, while faults happen; then all
 //! faults end, and the promises are checked.
 
 use std::net::SocketAddr;

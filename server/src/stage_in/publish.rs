@@ -38,7 +38,7 @@ impl NodeStageIn {
         if room.grow(more) { 0 } else { more }
     }
 
-    /// Takes the room that was reserved for the catalog, and its drive.
+    /// Takes over the space that was reserved for the catalog, and its drive.
     fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
         let reserved = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
         let room = reserved.unwrap_or_else(|| Reservation::empty(&self.catalog_drive));

@@ -239,7 +239,7 @@ impl Dataset {
         if self.is_gone() {
             return Ok(());
         }
-        // A concurrent write may have received the error instead of the sync, so we ask the drives rather than look at `result`.
+        // A concurrent write may have received the error instead, so we ask the drives rather than look at `result`.
         let is_lost = |position: DrivePosition| self.segments().has_failed(position.drive);
         let (unsynced, partial) = (writing.unsynced.len(), writing.partial.len());
         writing.unsynced.retain(|_, block| !is_lost(block.position));

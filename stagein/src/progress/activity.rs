@@ -1,4 +1,4 @@
-//! What each thread of a stage-in does now. Nothing reads this while a stage-in advances. When
+//! The current activity of each thread of a stage-in. Nothing reads this while a stage-in advances. When
 //! nothing advances anymore, the error names what each thread waits for, and on which source or
 //! drive.
 
@@ -8,7 +8,7 @@ use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_REPORTED_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Step;
 
-/// What one thread does now. Dropping it removes the thread from the list.
+/// The current activity of one thread. Dropping it removes the thread from the list.
 pub struct Activity(Arc<Mutex<Current>>);
 
 #[derive(Default)]

@@ -51,7 +51,7 @@ impl Boundaries {
     }
 }
 
-/// What a piece is, which decides how it is decoded.
+/// The kind of a piece, which decides how it is decoded.
 #[derive(Clone, Copy)]
 enum PieceKind {
     /// Complete streams or frames.
@@ -66,7 +66,7 @@ pub(super) struct Splitter<'scope, 'env> {
     pub(super) limits: DecoderLimits,
     pub(super) pool: ChunkPool,
     pub(super) monitor: Arc<ProgressMonitor>,
-    /// Takes the output of every piece, in order. It has room for as many as may decode at once.
+    /// Takes the output of every piece, in order. Its capacity is the number of pieces that may be decoded at once.
     pub(super) pieces: SyncSender<Receiver<Output>>,
 }
 
@@ -128,7 +128,7 @@ impl<'scope> Splitter<'scope, '_> {
         }
         drop(piece);
         if permit.is_some() {
-            // The decoder ends once its output is taken, or nobody wants it anymore.
+            // The decoder ends once its output has been taken or is no longer wanted.
             let _ = decoder.join();
         }
     }
