@@ -112,7 +112,7 @@ impl Locations {
         was
     }
 
-    /// Prefetches the word of a block that is about to be looked up.
+    /// Prefetches the word of a block into the processor's cache, because it will be looked up soon.
     pub fn prefetch(&self, block: BlockId) {
         self.words.prefetch(word_of(block));
     }

@@ -36,7 +36,7 @@ pub fn map_private_file(file: &File) -> io::Result<MmapMut> {
     unsafe { MmapMut::map_mut(file) }
 }
 
-/// Prefetches a value that will be read soon. Several such fetches wait for memory
+/// Prefetches a value into the processor's cache. Several such fetches wait for memory
 /// together instead of one after another.
 pub fn prefetch<T>(soon: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -106,7 +106,7 @@ impl SharedWords {
         self.writable_word(index).is_some_and(exchange)
     }
 
-    /// Prefetches a word that will be read soon.
+    /// Prefetches a word into the processor's cache.
     pub fn prefetch(&self, index: usize) {
         if let Some(word) = self.word(index) {
             prefetch(word);

@@ -109,7 +109,7 @@ pub enum Event {
     },
 }
 
-/// The space that a stage-in will need, and the space that is free.
+/// An estimate of what a stage-in will need, and the space that is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInEstimate {
     /// Number of sources after globs were expanded.

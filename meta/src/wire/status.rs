@@ -243,7 +243,7 @@ pub fn total(reads: &[Reads; SOURCES]) -> Reads {
     all
 }
 
-/// The bytes that a node received from one owner.
+/// The traffic that a node received from one owner.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OwnerStatus {
     /// What the owner sent.

@@ -95,7 +95,8 @@ impl ReplacedSamples {
     }
 }
 
-/// The paths that owners suspect, and the samples that workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
+/// The paths that owners suspect, and the samples that workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are
+/// found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     suspects: Vec<SuspectPath>,

@@ -180,7 +180,7 @@ impl Dataset {
         &self.cached_blocks
     }
 
-    /// Prefetches what the calls below will read about these chunks.
+    /// Prefetches into the processor's cache what the calls below will read about these chunks.
     pub(crate) fn prefetch(&self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.catalog.prefetch_block(chunk.block);

@@ -15,7 +15,7 @@ pub struct Rivalry {
     pub match_number: u32,
 }
 
-/// The part of a sample's path that an owner compares.
+/// The hash of a sample's path, and the numbers of its rivalry, which the owner compares.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rival {
     /// Hash of the path, seeded by the pattern.
