@@ -1,5 +1,5 @@
 //! Chunks, the pieces in which blocks travel between nodes. A large block is fetched and evicted
-//! chunk by chunk, so that its first bytes can be used while the rest is under way, and a small
+//! chunk by chunk, so that its first bytes can be used while the rest is on its way, and a small
 //! arena can serve large files.
 
 use rkyv::{Archive, Deserialize, Serialize};
@@ -18,23 +18,23 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// The chunk of `block` that contains `offset`.
+    /// Returns the chunk of `block` that contains `offset`.
     pub fn at(block: BlockId, offset: u64) -> Self {
         Self { block, index: (offset / CHUNK_LEN) as u16 }
     }
 
-    /// All chunks of a block of this length. An empty block has none.
+    /// Returns all chunks of a block of this length. An empty block has none.
     pub fn all(block: BlockId, block_len: u64) -> impl Iterator<Item = Self> {
         (0..block_len.div_ceil(CHUNK_LEN) as u16).map(move |index| Self { block, index })
     }
 
-    /// The offset of the chunk's first byte in its block.
+    /// Returns the offset of the chunk's first byte in its block.
     pub fn start(self) -> u64 {
         u64::from(self.index) * CHUNK_LEN
     }
 
-    /// The chunk's length in a block of this length; `None` if the block ends before the chunk
-    /// starts.
+    /// Returns the chunk's length in a block of this length; `None` if the block ends before the
+    /// chunk starts.
     pub fn len_in(self, block_len: u64) -> Option<u64> {
         block_len.checked_sub(self.start()).filter(|&left| left > 0).map(|left| left.min(CHUNK_LEN))
     }

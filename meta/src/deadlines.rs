@@ -31,7 +31,7 @@ macro_rules! deadlines {
                 Self { $($name: self.$name / divisor,)+ }
             }
 
-            /// Whether every deadline is at least a millisecond.
+            /// Returns whether every deadline is at least a millisecond.
             const fn are_all_some(&self) -> bool {
                 $(self.$name.as_millis() > 0)&&+
             }
@@ -55,8 +55,8 @@ deadlines! {
     link_silent = Duration::from_secs(2);
     /// How often a ping is sent on every connection.
     ping_interval = Duration::from_secs(1);
-    /// How often a peer that is overdue is checked, and how long the dialer waits before it dials
-    /// again a peer that was too busy to answer.
+    /// How often an overdue peer is checked, and how long the dialer waits before it redials
+    /// a peer that was too busy to answer.
     look_interval = Duration::from_millis(100);
     /// How long a client waits for its server.
     server = Duration::from_secs(30);
@@ -89,7 +89,7 @@ deadlines! {
     landing = Duration::from_secs(60);
     /// How long the sender of a batch waits for the owner, see [`Deadlines::landing`].
     offer = Duration::from_secs(70);
-    /// How long a batch waits for room before the owner makes the kernel write out what was written
+    /// How long a batch waits for room before the owner makes the kernel write out what was buffered
     /// before.
     landing_patience = Duration::from_millis(100);
     /// How long a request waits for room in the arena while all of it is leased.
@@ -105,7 +105,7 @@ deadlines! {
     /// merging anything. A site's file system can hang for minutes while one of its
     /// servers fails over; `--stage-in-timeout` sets this deadline.
     stall = Duration::from_secs(300);
-    /// How long a node may fail to report before the coordinator aborts its stage-in.
+    /// How long a node may go without reporting before the coordinator aborts the stage-in.
     node_silent = Duration::from_secs(15);
     /// How long the coordinator may hold a worker's request for a unit while there is none. The
     /// worker then asks again.

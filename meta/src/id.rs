@@ -30,7 +30,7 @@ impl fmt::Display for NodeId {
 }
 
 impl NodeId {
-    /// The index of the node's row in tables that have one row per node.
+    /// Returns the index of the node's row in tables that have one row per node.
     pub fn index(self) -> usize {
         usize::from(self.0)
     }

@@ -18,7 +18,7 @@ pub const PAGE_BLOCK_SIZE_MIN: u64 = 64 << 10;
 pub const PAGE_SIZE: u64 = 4096;
 
 /// Blocks travel between nodes and lie in the arena in chunks of this length. A reader can use the
-/// first chunk while the next ones are under way.
+/// first chunk while the next ones are on their way.
 pub const CHUNK_LEN: u64 = 4 << 20;
 
 /// Length of one name, as Linux's `NAME_MAX`: a longer name could not be exported.
@@ -40,7 +40,7 @@ pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
 /// Sources of one stage-in, all of which the coordinator holds in memory. Also bounds the paths
-/// below one directory that a glob has yet to look at.
+/// below one directory that a glob has not yet looked at.
 pub const SOURCES_MAX: usize = 1 << 20;
 /// Length of the paths of all those sources together, in bytes.
 pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
@@ -82,7 +82,7 @@ pub const DRIVES_MAX: usize = 64;
 /// Processes attached to one server.
 pub const CLIENTS_MAX: usize = 4096;
 
-/// Length of the body of a peer frame. A sign of life never waits behind more bulk bytes than this.
+/// Length of the body of a peer frame. A ping never waits behind more bulk bytes than this.
 pub const FRAME_BODY_LEN_MAX: usize = 1 << 20;
 /// Length of the message in the body of a peer frame.
 pub const MESSAGE_LEN_MAX: usize = FRAME_BODY_LEN_MAX - 64 * 1024;
@@ -92,14 +92,14 @@ pub const LOCAL_MESSAGE_LEN_MAX: usize = 1 << 20;
 pub const BATCH_BLOCKS_MAX: usize = 1024;
 /// Length of one shipped batch, or of one piece of a large block, in bytes.
 pub const BATCH_LEN_MAX: usize = 1 << 20;
-/// Number of times that a batch that arrives damaged is sent before the stage-in fails.
+/// How many times a batch that arrives damaged is sent before the stage-in fails.
 pub const SHIP_ATTEMPTS_MAX: usize = 3;
-/// Number of times that a chunk that arrives damaged is fetched before its read fails.
+/// How many times a chunk that arrives damaged is fetched before its read fails.
 pub const FETCH_ATTEMPTS_MAX: usize = 2;
 /// Chunks that a process may report as bad copies in one request. The server reads each of them
 /// again.
 pub const RECHECKED_CHUNKS_MAX: usize = 16;
-/// Number of times that a process asks its server to examine a bad copy before the read fails.
+/// How many times a process asks its server to examine a bad copy before the read fails.
 pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session. Further ones wait.
 pub const STAGE_INS_MAX: usize = 4;
@@ -138,7 +138,7 @@ pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
 pub const BATCHES_LANDING_MAX: usize = 16;
 /// Bytes of blocks that wait in an owner's memory to be written in shuffled order.
 pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
-/// Room on a drive is reserved in steps of this many bytes, so that blocks a server has accepted
+/// Space on a drive is reserved in steps of this many bytes, so that blocks a server has accepted
 /// can always be written.
 pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
@@ -208,11 +208,11 @@ pub const PEER_SHARE: u64 = 4;
 pub const STUCK_SHARE: u64 = 16;
 /// Requests past their deadlines after which a peer counts as stuck, see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;
-/// Number of times that a pull whose link has ended is repeated on another link.
+/// How many times a pull whose link has failed is repeated on another link.
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes under way on a listener. Beyond that the oldest is dropped: members speak at once, so
+/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members speak at once, so
 /// the oldest one is a stranger's.
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
@@ -240,7 +240,7 @@ pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
 /// Orders that a node prefetches at once. Further ones wait until one of them is dropped.
 pub const ORDERS_MAX: usize = 64;
-/// Prefetch requests under way to one owner.
+/// Prefetch requests in flight to one owner.
 pub const PREFETCH_REQUESTS_MAX: usize = 16;
 /// Bytes of blocks that wait to be cached on local drives. Blocks that arrive while the queue is
 /// full are not cached this time.
@@ -338,7 +338,7 @@ pub const PATHS_LEN_MIN: usize = 1 << 20;
 pub const WAITS_REPORTED_MAX: usize = 4;
 
 const _: () = {
-    // The memory that a card registers besides the arena and stage-ins, whatever the number of
+    // The memory that a card registers in addition to the arena and stage-ins, whatever the number of
     // peers.
     assert!(RDMA_STAGING_LEN + RDMA_MESSAGES_LEN + (RDMA_RECEIVES * RDMA_REQUEST_LEN_MAX) as u64 <= 64 << 20);
     // A queue pair's ring takes at most 128 bytes for each operation. Each pair of nodes has two

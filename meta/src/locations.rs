@@ -80,20 +80,20 @@ impl Locations {
         Ok(Self { words })
     }
 
-    /// Where the block can be read on this node; `None` if it is absent.
+    /// Returns where the block can be read on this node; `None` if it is absent.
     pub fn find(&self, block: BlockId) -> Option<Location> {
         Location::unpack(self.words.load(word_of(block)))
     }
 
-    /// Whether the block is still where it was found. Called after a copy, `true` means that the
-    /// copy is good.
+    /// Returns whether the block is still where it was found. Called after a copy, `true` means
+    /// that the copy is good.
     pub fn is_still(&self, block: BlockId, location: Location) -> bool {
         // The copied bytes must be read before the word is.
         fence(Ordering::Acquire);
         self.words.load(word_of(block)) == location.pack()
     }
 
-    /// Publishes a block whose bytes can be read from now on.
+    /// Publishes a block whose bytes can now be read.
     pub fn publish(&self, block: BlockId, location: Location) {
         self.words.store(word_of(block), location.pack());
     }
@@ -112,13 +112,13 @@ impl Locations {
         was
     }
 
-    /// Makes the processor fetch the word of a block that is about to be looked up.
+    /// Prefetches the word of a block into the processor's cache, because it will be looked up soon.
     pub fn prefetch(&self, block: BlockId) {
         self.words.prefetch(word_of(block));
     }
 
-    /// Whether the dataset's bytes have been given up. Bytes that were copied before this call
-    /// returned `true` may be zeros.
+    /// Returns whether the dataset's bytes have been given up. Bytes that were copied before this
+    /// call returned `true` may be zeros.
     pub fn is_gone(&self) -> bool {
         self.words.load(GONE_WORD) != 0
     }

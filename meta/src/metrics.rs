@@ -22,7 +22,7 @@ pub struct Metric {
     pub kind: Kind,
     /// One or more sentences that describe the value.
     pub help: &'static str,
-    /// The label, besides `node`, that tells several values of the metric apart; empty if there is
+    /// The label, in addition to `node`, that tells several values of the metric apart; empty if there is
     /// only one value.
     pub label: &'static str,
     /// Returns the values, each with the value of that label.
@@ -146,7 +146,7 @@ metrics! {
         |node| one(node.memory_bytes);
 }
 
-/// The values of some nodes in Prometheus' text format.
+/// Returns the values of some nodes in Prometheus' text format.
 pub fn prometheus(nodes: &[(u16, &NodeStatus)]) -> String {
     let mut text = String::new();
     for metric in METRICS {
@@ -163,7 +163,7 @@ pub fn prometheus(nodes: &[(u16, &NodeStatus)]) -> String {
     text
 }
 
-/// The page that describes all metrics.
+/// Returns the page that describes all metrics.
 pub fn page() -> String {
     let mut text = "# Metrics\n\n\
                     `dayfly metrics` prints these metrics of a node in Prometheus' text format. Every value has the label `node`.\n\

@@ -42,8 +42,8 @@ pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     if path.len() > PATH_LEN_MAX { Err(InvalidPath::LongPath) } else { Ok(path) }
 }
 
-/// The path without the extension of its name, which begins at the last dot. It is equal for
-/// `k.jpg`, `k.txt` and `k.json` of one directory. A name whose only dot comes first has no
+/// Returns the path without the extension of its name, which begins at the last dot. It is equal
+/// for `k.jpg`, `k.txt` and `k.json` of one directory. A name whose only dot comes first has no
 /// extension.
 pub fn group(path: &[u8]) -> &[u8] {
     let name_at = path.iter().rposition(|&byte| byte == b'/').map_or(0, |at| at + 1);
@@ -53,7 +53,7 @@ pub fn group(path: &[u8]) -> &[u8] {
     }
 }
 
-/// Whether [`normalize`] would leave `path` unchanged.
+/// Returns whether [`normalize`] would leave `path` unchanged.
 pub fn is_normal(path: &[u8]) -> bool {
     normalize(path).is_ok_and(|normal| normal == path)
 }
@@ -74,12 +74,12 @@ fn join_into(path: &mut Vec<u8>, component: &[u8]) {
     path.extend_from_slice(component);
 }
 
-/// The components of a normal path.
+/// Returns the components of a normal path.
 pub fn components(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     path.split(|&byte| byte == b'/').filter(|component| !component.is_empty())
 }
 
-/// The directory of a normal path and its last name; `None` for the root.
+/// Returns the directory of a normal path and its last name; `None` for the root.
 pub fn split_last(path: &[u8]) -> Option<(&[u8], &[u8])> {
     if path.is_empty() {
         return None;
@@ -90,7 +90,7 @@ pub fn split_last(path: &[u8]) -> Option<(&[u8], &[u8])> {
     }
 }
 
-/// Whether `path` lies below `directory`. No path lies below itself.
+/// Returns whether `path` lies below `directory`. No path lies below itself.
 pub fn is_below(path: &[u8], directory: &[u8]) -> bool {
     if directory.is_empty() {
         return !path.is_empty();
@@ -98,15 +98,16 @@ pub fn is_below(path: &[u8], directory: &[u8]) -> bool {
     path.len() > directory.len() && path.starts_with(directory) && path[directory.len()] == b'/'
 }
 
-/// The order of a walk: a directory before its content, the names of one directory by their bytes.
+/// Compares paths in the order of a walk: a directory before its content, names in a directory by their
+/// bytes.
 pub fn walk_order(left: &[u8], right: &[u8]) -> Ordering {
     // A slash sorts before every other byte, so comparing bytes compares component by component.
     let key = |&byte: &u8| if byte == b'/' { 0 } else { u16::from(byte) + 1 };
     left.iter().map(key).cmp(right.iter().map(key))
 }
 
-/// A path as text for a message or a terminal. Bytes that are not UTF-8 are escaped, and so are
-/// control characters and characters that cannot be seen or that change how others are shown.
+/// Returns a path as text for a message or a terminal. Bytes that are not UTF-8 are escaped, and so
+/// are control characters and characters that cannot be seen or that change how others are shown.
 pub fn display(path: &[u8]) -> String {
     let mut text = String::new();
     for chunk in path.utf8_chunks() {
@@ -119,7 +120,7 @@ pub fn display(path: &[u8]) -> String {
 }
 
 /// Characters of Unicode's categories Cc, Cf, Zl and Zp, and blank letters. Among them are those
-/// that reverse the direction of the text after them, as U+202E does, which can make a name look
+/// that reverse the direction of the text after them, such as U+202E, which can make a name look
 /// like another.
 const UNSEEN: [(u32, u32); 24] = [
     (0x00, 0x1f),

@@ -3,7 +3,7 @@
 //!
 //! The function is a consistent-hash ring (crate `hashring`) with virtual nodes in proportion to
 //! capacity. It hashes with XXH3-64 over bytes that are laid out in this file, so every build on
-//! every machine places blocks alike. Golden values in the tests hold this.
+//! every machine places blocks alike. Golden values in the tests check this.
 
 use std::hash::{BuildHasher, Hash, Hasher};
 
@@ -42,13 +42,13 @@ impl Placement {
         Self::build(seed, members.iter().map(|member| (member.node, count(member))).collect())
     }
 
-    /// The ring without some members. Their blocks go to the next member on the ring; all other
-    /// blocks stay where they were.
+    /// Returns the ring without some members. Their blocks go to the next member on the ring; all
+    /// other blocks stay where they were.
     pub fn without(&self, absent: &[NodeId]) -> Self {
         Self::build(self.seed, self.counts.iter().filter(|(node, _)| !absent.contains(node)).copied().collect())
     }
 
-    /// The owner of block `part` of the sample at `path`; `None` if the ring is empty.
+    /// Returns the owner of block `part` of the sample at `path`; `None` if the ring is empty.
     pub fn owner(&self, path: &[u8], part: u32) -> Option<NodeId> {
         self.ring.get(&self.key(path, part)).map(|virtual_node| virtual_node.node)
     }

@@ -9,14 +9,14 @@ use crate::limits::{DRIVES_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
 
 /// The first eight bytes of a segment.
 pub const MAGIC: [u8; 8] = *b"DAYFLYSG";
-/// Version of the packing. A change of the rules on this page raises it.
+/// Version of the packing. A change to the rules on this page increments it.
 pub const VERSION: u32 = 1;
 /// Offset of the first block.
 pub const DATA_START: u64 = PAGE_SIZE;
 /// Upper bound on the end of the last block: a location has 56 bits for an offset.
 pub const OFFSET_MAX: u64 = 1 << OFFSET_BITS;
 
-/// The header of a segment: magic, version, dataset, drive. The rest of its page is zero.
+/// Returns the header of a segment: magic, version, dataset, drive. The rest of its page is zero.
 pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     let mut bytes = [0; 24];
     bytes[..8].copy_from_slice(&MAGIC);
@@ -26,8 +26,8 @@ pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     bytes
 }
 
-/// Where a block of `len` bytes that follows `end` bytes starts, and where the next block may
-/// start.
+/// Returns where a block of `len` bytes that follows `end` bytes starts, and where the next block
+/// may start.
 pub fn pack(end: u64, len: u64) -> (u64, u64) {
     if len >= PAGE_BLOCK_SIZE_MIN {
         let start = end.next_multiple_of(PAGE_SIZE);
@@ -57,9 +57,9 @@ pub struct DrivePosition {
 pub enum Location {
     /// A block that this node owns: in the segment for as long as the dataset exists.
     Owned(DrivePosition),
-    /// A block of another node: in the segment until its room is needed.
+    /// A block of another node: in the segment until its space is needed.
     Cached(DrivePosition),
-    /// In the arena until its room is needed.
+    /// In the arena until its space is needed.
     Arena {
         /// Where the block starts, in units of [`crate::limits::ARENA_UNIT`] bytes.
         unit: u32,
@@ -75,7 +75,7 @@ const OFFSET_BITS: u32 = 56;
 const GENERATION_MASK: u32 = (1 << 24) - 1;
 
 impl Location {
-    /// The word for the locations table.
+    /// Returns the word for the locations table.
     pub fn pack(self) -> u64 {
         let word = |byte: u8, rest: u64| u64::from(byte) << OFFSET_BITS | rest & ((1 << OFFSET_BITS) - 1);
         match self {
@@ -98,7 +98,7 @@ impl Location {
         Some(if byte & CACHED_BIT == 0 { Self::Owned(position) } else { Self::Cached(position) })
     }
 
-    /// The position in a segment, unless the block is in the arena.
+    /// Returns the position in a segment, unless the block is in the arena.
     pub fn position(self) -> Option<DrivePosition> {
         match self {
             Self::Owned(position) | Self::Cached(position) => Some(position),

@@ -36,7 +36,7 @@ pub fn map_private_file(file: &File) -> io::Result<MmapMut> {
     unsafe { MmapMut::map_mut(file) }
 }
 
-/// Makes the processor fetch a value that will be read soon. Several such fetches wait for memory
+/// Prefetches a value into the processor's cache. Several such fetches wait for memory
 /// together instead of one after another.
 pub fn prefetch<T>(soon: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -70,12 +70,12 @@ impl SharedWords {
         Ok(Self { map, words, writable })
     }
 
-    /// The number of words.
+    /// Returns the number of words.
     pub fn len(&self) -> usize {
         self.words
     }
 
-    /// Whether there are no words.
+    /// Returns whether there are no words.
     pub fn is_empty(&self) -> bool {
         self.words == 0
     }
@@ -106,7 +106,7 @@ impl SharedWords {
         self.writable_word(index).is_some_and(exchange)
     }
 
-    /// Makes the processor fetch a word that will be read soon.
+    /// Prefetches a word into the processor's cache.
     pub fn prefetch(&self, index: usize) {
         if let Some(word) = self.word(index) {
             prefetch(word);
@@ -155,7 +155,7 @@ impl SharedMarks {
         }
     }
 
-    /// The value of a mark; 0 if the index is out of range.
+    /// Returns the value of a mark; 0 if the index is out of range.
     pub fn get(&self, index: usize) -> u8 {
         self.mark(index).map_or(0, |mark| mark.load(Ordering::Relaxed))
     }

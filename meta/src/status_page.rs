@@ -41,7 +41,7 @@ impl StatusPage {
         SharedWords::map(file, PAGE_WORDS, writable).map(Self)
     }
 
-    /// Whether the session has ended.
+    /// Returns whether the session has ended.
     pub fn is_gone(&self) -> bool {
         self.0.load(GONE_WORD) != 0
     }
@@ -51,7 +51,7 @@ impl StatusPage {
         self.0.store(GONE_WORD, 1);
     }
 
-    /// A number that changes whenever a dataset appears or disappears.
+    /// Returns a number that changes whenever a dataset appears or disappears.
     pub fn generation(&self) -> u64 {
         self.0.load(GENERATION_WORD)
     }
@@ -61,7 +61,7 @@ impl StatusPage {
         self.0.add(GENERATION_WORD, 1);
     }
 
-    /// A number that the server changes every second while it serves.
+    /// Returns a number that the server changes every second while it is serving.
     pub fn heartbeat(&self) -> u64 {
         self.0.load(HEARTBEAT_WORD)
     }
@@ -71,13 +71,13 @@ impl StatusPage {
         self.0.add(HEARTBEAT_WORD, 1);
     }
 
-    /// The token under which the server grants leases to a connection at the moment.
+    /// Returns the token under which the server grants leases to a connection at the moment.
     pub fn token(&self, connection: u32) -> u64 {
         self.0.load(token_word(connection)) & !RECALL_BIT
     }
 
-    /// Whether leases granted under this token still hold. Call it after the leased bytes were
-    /// copied or looked at: if it returns `true`, they were the bytes that were leased.
+    /// Returns whether leases granted under this token still hold. Call it after the leased bytes
+    /// were copied or looked at: if it returns `true`, they were the bytes that were leased.
     pub fn holds(&self, connection: u32, token: u64) -> bool {
         // The leased bytes must be read before this word is. The server changes the word before it
         // reuses the room, and writes other bytes there only after that. A reader that has seen
@@ -98,19 +98,20 @@ impl StatusPage {
         self.0.store(token_word(connection), self.token(connection) | if is_recalled { RECALL_BIT } else { 0 });
     }
 
-    /// Whether the server asks for the leases of a connection, because others wait for their room.
+    /// Returns whether the server asks for the leases of a connection, because others wait for
+    /// their room.
     pub fn is_recalled(&self, connection: u32) -> bool {
         self.0.load(token_word(connection)) & RECALL_BIT != 0
     }
 }
 
-/// The index of a connection's word. An impossible connection number leads out of the page, where
-/// all words read as 0.
+/// Returns the index of a connection's word. An impossible connection number leads out of the page,
+/// where all words read as 0.
 fn token_word(connection: u32) -> usize {
     FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
 
-/// What clients count for `status`, because most reads never reach the server. Each process has a
+/// Counters that clients keep for `status`, because most reads never reach the server. Each process has a
 /// slot, and in it each thread has, as far as possible, a cache line for itself.
 pub struct Counters(SharedWords);
 
@@ -119,7 +120,7 @@ pub const COUNTERS_LEN: u64 = (CLIENTS_MAX * SLOT_WORDS * 8) as u64;
 
 const STRIPES: usize = 4;
 const STRIPE_WORDS: usize = 2 * SOURCES;
-/// The number of views that a process has, in a cache line of its own after the stripes.
+/// The number of views that a process has, in a separate cache line after the stripes.
 const VIEWS_WORD: usize = STRIPES * STRIPE_WORDS;
 const SLOT_WORDS: usize = VIEWS_WORD + STRIPE_WORDS;
 
@@ -147,7 +148,7 @@ impl Counters {
         self.0.add(first + 1, reads.bytes);
     }
 
-    /// What the process with this slot has counted, by source.
+    /// Returns what the process with this slot has counted, by source.
     pub fn of(&self, slot: u32) -> [Reads; SOURCES] {
         let sum = |word: usize| {
             let words = (0..STRIPES).map(|stripe| self.0.load(slot as usize * SLOT_WORDS + stripe * STRIPE_WORDS + word));
@@ -172,7 +173,7 @@ impl Counters {
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, u64::MAX);
     }
 
-    /// Whether the process with this slot looks at bytes in place.
+    /// Returns whether the process with this slot looks at bytes in place.
     pub fn has_views(&self, slot: u32) -> bool {
         self.0.load(slot as usize * SLOT_WORDS + VIEWS_WORD) != 0
     }

@@ -19,7 +19,7 @@ use rkyv::ser::allocator::ArenaHandle;
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// Version of all messages and frames. Any change to them raises it. Both ends must have the same
+/// Version of all messages and frames. Any change to them increments it. Both ends must have the same
 /// version, because a session is one binary, started together.
 pub const VERSION: u32 = 12;
 

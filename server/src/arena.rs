@@ -66,7 +66,7 @@ const TYPICAL_LEN: u64 = 32 << 10;
 /// without a notification.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The arena; clones share it.
+/// The arena. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Arena {
     inner: Arc<Inner>,
@@ -123,7 +123,7 @@ pub(crate) struct Claimed {
 }
 
 impl Claimed {
-    /// Whether nothing was claimed, because not even one chunk found room.
+    /// Returns whether nothing was claimed, because not even one chunk found room.
     pub(crate) fn is_empty(&self) -> bool {
         self.leased.is_empty() && self.pending.is_empty() && self.loads.is_empty()
     }
@@ -156,7 +156,7 @@ impl Arena {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The files that clients get: the arena, read-only, and its marks, which they write.
+    /// Returns the files that clients get: the arena, read-only, and its marks, which they write.
     pub(crate) fn files(&self) -> (&File, &File) {
         (&self.inner.reader, &self.inner.marks_file)
     }
@@ -165,7 +165,7 @@ impl Arena {
         self.inner.region.len()
     }
 
-    /// The record of which processes hold which leases.
+    /// Returns the record of which processes hold which leases.
     pub(crate) fn ledger(&self) -> &Arc<LeaseLedger<Lease>> {
         &self.inner.ledger
     }
@@ -227,7 +227,7 @@ impl Arena {
         claimed
     }
 
-    /// A lease on a chunk, if it is resident now.
+    /// Returns a lease on a chunk, if it is resident now.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<Lease> {
         match self.table().look_up(key) {
             Lookup::Resident(chunk) => Some(Lease::new(self, chunk)),
@@ -235,7 +235,7 @@ impl Arena {
         }
     }
 
-    /// Whether a request waits for room. Then no other request allocates more than it must.
+    /// Returns whether a request waits for room. Then no other request allocates more than it must.
     pub(crate) fn is_short(&self) -> bool {
         self.inner.waiting.load(Ordering::Relaxed) > 0
     }
@@ -260,7 +260,7 @@ impl Arena {
         group.push(wanted, slot);
     }
 
-    /// A slot of `len` bytes, if there is room or idle chunks can be evicted for it.
+    /// Returns a slot of `len` bytes, if there is room or idle chunks can be evicted for it.
     fn allocate(&self, table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>, len: u64) -> Option<Slot> {
         loop {
             if let Some(slot) = self.inner.region.slot(len) {

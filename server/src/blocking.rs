@@ -1,4 +1,4 @@
-//! Runs work that blocks apart from the runtime's threads, which move messages. The server receives an implementation of
+//! Runs blocking work apart from the runtime's threads, which move messages. The server receives an implementation of
 //! [`Blocking`], so that a simulation can decide in which order such work proceeds.
 
 use std::future::poll_fn;

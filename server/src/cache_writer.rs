@@ -1,4 +1,4 @@
-//! Caches other nodes' blocks on this node's drives, as far as there is room. One task takes chunks as they arrive in the arena
+//! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena
 //! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
 //! message.
 //!
@@ -132,8 +132,8 @@ async fn sync_all(written: &Written, blocking: &dyn Blocking) {
 }
 
 impl QueuedChunk {
-    /// Whether the chunk still has the checksum that it had when it arrived. A damaged chunk must not be written to a drive, and
-    /// is dropped from the arena so that nobody reads it there.
+    /// Returns whether the chunk still has the checksum that it had when it arrived. A damaged chunk must not be written to a
+    /// drive, and is dropped from the arena so that nobody reads it there.
     fn is_undamaged(&self, damage: &Damage) -> bool {
         let Self { dataset, chunk, lease } = self;
         let known = dataset.catalog().chunk_checksum(*chunk).zip(dataset.catalog().owner(chunk.block));

@@ -148,7 +148,7 @@ struct Client {
     holder: LeaseHolder<Lease>,
     context: Arc<ClientContext>,
     read_ahead: ReadAhead,
-    /// A sample order that is still arriving, in parts.
+    /// A sample order that is still arriving in parts.
     order: SampleOrder,
     /// Reading ahead along the connection's sample order. Ends with the connection.
     tasks: JoinSet<()>,
@@ -275,7 +275,7 @@ impl Client {
         self.sender.send(&FromServer::Ordered, &[]).await
     }
 
-    /// Makes an unnamed file for a program that needs a file of the kernel's. The room is not reserved, because the server
+    /// Creates an unnamed file for a program that needs a real file. The space is not reserved, because the server
     /// does not see when the program is done with the file.
     async fn spill(&self, len: u64) -> io::Result<()> {
         let drive = self.context.store.roomiest_drive();

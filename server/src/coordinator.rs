@@ -119,12 +119,12 @@ impl Coordinator {
         Ok(number)
     }
 
-    /// The events of stage-ins, for the nodes that started them.
+    /// Returns the events of stage-ins, for the nodes that started them.
     pub(crate) fn subscriptions(&self) -> &Subscriptions {
         &self.subscriptions
     }
 
-    /// Whether a stage-in of this number runs.
+    /// Returns whether a stage-in of this number runs.
     #[cfg(test)]
     pub(crate) fn is_running(&self, number: u64) -> bool {
         self.registry.get(number).is_some()

@@ -101,7 +101,7 @@ impl PendingFetch {
         Self { ready, in_flight: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, awaited: Vec::new() }
     }
 
-    /// The next results; waits until there is at least one. `None` once all results were returned.
+    /// Returns the next results; waits until there is at least one. `None` once all results were returned.
     pub(crate) async fn next(&mut self) -> Option<FetchedChunks> {
         if self.ready.is_empty() {
             self.ready = self.in_flight.next().await?;
@@ -126,7 +126,7 @@ impl PendingFetch {
         *self = Self::completed(FetchedChunks::new());
     }
 
-    /// Whether all results were returned.
+    /// Returns whether all results were returned.
     pub(crate) fn is_done(&self) -> bool {
         self.ready.is_empty() && self.in_flight.is_empty()
     }

@@ -97,7 +97,7 @@ impl Ingest {
         Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths }
     }
 
-    /// The path conflicts that were suspected since the last call.
+    /// Returns the path conflicts that were suspected since the last call.
     pub(crate) fn take_suspects(&self) -> Vec<SuspectPath> {
         self.paths.take_suspects()
     }
@@ -111,7 +111,7 @@ impl Ingest {
         self.arrivals.find(arrival)
     }
 
-    /// The length of all blocks that were stored.
+    /// Returns the length of all blocks that were stored.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.intake().stored_bytes
     }
@@ -263,7 +263,7 @@ mod tests {
         slot
     }
 
-    /// A block whose bytes are all `byte`. If it is longer than a batch, its checksum is wrong.
+    /// Returns a block whose bytes are all `byte`. If it is longer than a batch, its checksum is wrong.
     fn filled(len: u32, byte: u8, shuffle: u64) -> ShippedBlock {
         let bytes = vec![byte; (len as usize).min(BATCH_LEN_MAX)];
         ShippedBlock { len, checksum: checksum(&bytes), shuffle, rival: Rival::default() }

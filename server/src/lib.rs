@@ -19,7 +19,7 @@
 //! | `stage_in` | this node's part of a stage-in | `arena`, `ingest`, `peers`, `room`, `store` |
 //! | `coordinator` | plans stage-ins, merges, publishes (on node 0) | `peers`, `room`, `stage_in`, `store` |
 //! | `membership` | start and end of the session | `peers`, `store` |
-//! | `status` | the status of the node and of the session | all of the above but `coordinator` and `membership` |
+//! | `status` | the status of the node and of the session | all of the above except `coordinator` and `membership` |
 //! | `service` | answers peers, one file for each kind of request | `coordinator`, `fetch`, `membership`, `room`, `stage_in`, `status`, `store` |
 //! | `clients` | answers processes of this node | `coordinator`, `fetch`, `membership`, `peers`, `prefetch`, `status`, `store` |
 //! | `node` | composes all of them | all |

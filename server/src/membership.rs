@@ -1,4 +1,4 @@
-//! How the nodes of a session come together and part.
+//! How the nodes of a session join it and leave it.
 //!
 //! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that
 //! no node has to reach all others. The end of a session goes from one node to all others directly, because nodes below a
@@ -112,7 +112,7 @@ impl Membership {
         try_join_all(asking).await
     }
 
-    /// Ends the session on all other nodes but `spared`, and frees what this node holds. The caller ends this node itself,
+    /// Ends the session on all other nodes except `spared`, and frees what this node holds. The caller ends this node itself,
     /// with [`Self::end`], once its answer has gone out.
     pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
         let others = self.peers.nodes().filter(|node| *node != self.node && !spared.contains(&node.0));
@@ -157,7 +157,7 @@ impl Membership {
     }
 }
 
-/// The nodes directly below a node in the tree.
+/// Returns the nodes directly below a node in the tree.
 fn below(node: usize, count: usize) -> impl Iterator<Item = usize> {
     (node * TREE_WIDTH + 1..=node * TREE_WIDTH + TREE_WIDTH).take_while(move |&below| below < count)
 }
@@ -169,7 +169,7 @@ fn to_wire(agreement: Agreement) -> AgreedNetwork {
     }
 }
 
-/// The agreement that arrived in a message.
+/// Returns the agreement that arrived in a message.
 pub(crate) fn from_wire(network: AgreedNetwork) -> Agreement {
     match network {
         AgreedNetwork::Rdma { note } => Agreement::Rdma { note },

@@ -42,7 +42,7 @@ pub enum StartError {
     /// The data dirs cannot be used.
     #[error("{0}")]
     Store(#[source] io::Error),
-    /// The node's shared memory cannot be made.
+    /// The node's shared memory cannot be created.
     #[error("cannot create the arena: {0}")]
     Arena(#[source] io::Error),
     /// The listener for peers cannot be bound.
@@ -54,7 +54,7 @@ pub enum StartError {
         #[source]
         error: io::Error,
     },
-    /// The socket for local processes cannot be made.
+    /// The socket for local processes cannot be created.
     #[error("cannot create the socket for programs in '{}': {error}", folder.display())]
     Socket {
         /// The session's folder.
@@ -112,7 +112,7 @@ pub(crate) struct NodeParts {
 }
 
 impl NodeParts {
-    /// Makes the parts, from those that use no other up. Returns them with the task that writes cached blocks.
+    /// Creates the parts, starting with those that use no other part. Returns them with the task that writes cached blocks.
     fn new(
         config: Config,
         transport: Arc<dyn Transport>,
@@ -233,7 +233,7 @@ impl Node {
     /// the node has [joined](Self::join) its session.
     ///
     /// # Errors
-    /// A data dir, the arena, the listener or the socket cannot be made.
+    /// A data dir, the arena, the listener or the socket cannot be created.
     pub async fn start(config: Config) -> Result<Arc<Self>, StartError> {
         Self::start_over(config, |transport| transport).await
     }
@@ -291,12 +291,12 @@ impl Node {
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))
     }
 
-    /// The address at which peers reach this node.
+    /// Returns the address at which peers reach this node.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The networks over which peers could reach this node.
+    /// Returns the networks over which peers could reach this node.
     pub fn ability(&self) -> Ability {
         self.parts.transport.ability()
     }

@@ -137,7 +137,7 @@ impl Peers {
         self.roster.get().map_or(0, Vec::len)
     }
 
-    /// All nodes of the session, this one included.
+    /// Returns all nodes of the session, this one included.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.count() as u16).map(NodeId)
     }
@@ -146,8 +146,8 @@ impl Peers {
         self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Whether a connection to the node was lost, and no new one has been made. Dialing again is not a loss: how that ends
-    /// shows at the next call.
+    /// Returns whether a connection to the node was lost, and no new one has been made. Dialing again is not a loss: how that
+    /// ends shows at the next call.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }
@@ -212,7 +212,7 @@ impl Peers {
     }
 }
 
-/// The error of pieces that a peer could not read.
+/// Returns the error of pieces that a peer could not read.
 pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
     PeerError::Unread { node, reason: unread.reason.clone() }
 }
@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// The peers that a node meets at the start: all, in a small session. In a large one, those 1, 2, 4, 8 ... numbers further
-/// on, so that the number of connections grows with the logarithm of the number of nodes, and near and far paths through
-/// the network are tried.
+/// Returns the peers that a node meets at the start: all, in a small session. In a large one, those 1, 2, 4, 8 ... numbers
+/// further on, so that the number of connections grows with the logarithm of the number of nodes, and near and far paths
+/// through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();

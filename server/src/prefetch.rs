@@ -8,7 +8,7 @@
 //!
 //! - [`Prefetcher`]: all orders of the node, their memory limits, and their counters.
 //! - [`SampleOrder`]: the samples of one order, as they arrive from a client.
-//! - [`order`]: the task that reads one order ahead.
+//! - [`order`]: the task that reads ahead along one order.
 //! - [`controller`]: decides the depth and the number of requests. It does not know chunks or time, so tests simulate it.
 //!
 //! # Invariants
@@ -40,7 +40,7 @@ use crate::fetch::Fetcher;
 use crate::store::Dataset;
 use order::{OrderTask, SharedOrder};
 
-/// Reads all orders of a node ahead.
+/// Reads ahead along all orders of a node.
 pub(crate) struct Prefetcher {
     arena: Arena,
     fetcher: Arc<Fetcher>,
@@ -150,7 +150,7 @@ impl Prefetcher {
         }
     }
 
-    /// Reads an order ahead until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders are read ahead at once;
+    /// Reads ahead along an order until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders run at once;
     /// further ones wait.
     pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: SampleOrder) {
         let Ok(_permit) = self.permits.acquire().await else { return };

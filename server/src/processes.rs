@@ -20,7 +20,7 @@ struct ProcessTable {
     attached: HashMap<i32, Process>,
     free_slots: Vec<u32>,
     next_slot: u32,
-    /// The sum of what processes have read that are no longer attached.
+    /// The sum of what processes that are no longer attached have read.
     detached_reads: [Reads; SOURCES],
 }
 
@@ -38,14 +38,14 @@ pub(crate) struct Attachment {
 }
 
 impl Attachment {
-    /// The process's slot in the shared counters.
+    /// Returns the process's slot in the shared counters.
     pub(crate) fn slot(&self) -> u32 {
         self.slot
     }
 }
 
 impl Processes {
-    /// Notes a connection of a process.
+    /// Records a connection of a process.
     pub(crate) fn attach(self: &Arc<Self>, counters: &Arc<Counters>, pid: i32) -> Attachment {
         let mut table = self.table();
         let ProcessTable { attached, free_slots, next_slot, .. } = &mut *table;
@@ -74,7 +74,7 @@ impl Processes {
         (table.attached.len() as u64, clients, all)
     }
 
-    /// Whether any attached process reads bytes in place, in memory that the server would like to free.
+    /// Returns whether any attached process reads bytes in place, in memory that the server would like to free.
     pub(crate) fn have_views(&self, counters: &Counters) -> bool {
         self.table().attached.values().any(|process| counters.has_views(process.slot))
     }

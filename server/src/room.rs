@@ -1,7 +1,7 @@
 //! Room on this node's drives: what stage-ins need, and what cached blocks may use of the rest.
 //!
-//! Cached blocks are copies of other nodes' blocks. They make way: a stage-in that finds no room calls
-//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes beside blocks), which evict cached
+//! Cached blocks are copies of other nodes' blocks. They give way: a stage-in that finds no room calls
+//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks), which evict cached
 //! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
 //! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. Room is freed only when
@@ -112,7 +112,7 @@ impl Room {
         let (has_room, missing) =
             self.on_drives(move |room| (room.store.has_room(bytes), room.store.headroom_missing(0))).await?;
         if has_room {
-            // Another caller has made some.
+            // Another caller has already made room.
             return Ok(true);
         }
         let wanted = bytes.max(self.store.capacity() / ROOM_STEPS).saturating_add(missing);
@@ -123,7 +123,7 @@ impl Room {
         Ok(self.store.release_headroom())
     }
 
-    /// Evicts cached blocks, so that a stage-in has `bytes` or somewhat more for what it writes beside blocks, even if other
+    /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
         let missing = move |room: &Self| room.store.headroom_missing(bytes);
@@ -138,7 +138,7 @@ impl Room {
     /// Stops caching, because a stage-in needs the room, until [`Self::plan_cache`] finds no stage-in.
     pub(crate) fn pause_caching(&self) {
         self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
-        // As long as cached blocks can make way, the stage-in's blocks leave the last of a file system free.
+        // As long as cached blocks can be evicted, the stage-in's blocks leave the last part of a file system free.
         self.store.protect_headroom(self.store.cached_room() > 0);
     }
 

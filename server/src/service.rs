@@ -1,4 +1,4 @@
-//! What a node does with the requests of its peers, its own among them.
+//! Handles the requests of a node's peers, and the node's own.
 //!
 //! A request is decoded once and goes to the file of its kind: [`reads`], [`offers`], [`coordination`], [`stage_ins`] or
 //! [`administration`]. Each kind has its own parts of the node, its own messages

@@ -47,7 +47,7 @@ fn number(value: &str) -> u64 {
     value.parse().expect("a number")
 }
 
-/// The seeds that the environment selects: one seed, the first N, or `FROM..TO`.
+/// Returns the seeds that the environment selects: one seed, the first N, or `FROM..TO`.
 fn seeds() -> Range<u64> {
     let variable = |name: &str| std::env::var(name).ok();
     match (variable(ONE_SEED), variable("DAYFLY_SIMULATION_SEEDS")) {
@@ -60,7 +60,7 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// The cores that this process may use, each as its own set.
+/// Returns the cores that this process may use, each as its own set.
 fn cores() -> Vec<CpuSet> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
     let alone = |core| {

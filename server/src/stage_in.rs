@@ -89,13 +89,13 @@ struct Running {
     _guard: StageInGuard,
 }
 
-/// What the coordinator announces about a stage-in when it begins.
+/// The coordinator's announcement of a stage-in that begins.
 pub(crate) struct StageInOrder {
     pub(crate) number: u64,
     pub(crate) coordinator: NodeId,
     pub(crate) selection: Selection,
     pub(crate) seed: u64,
-    /// Source bytes that this node may read in a second.
+    /// Source bytes that this node may read per second.
     pub(crate) max_rate: Option<u64>,
     /// Free bytes on each node, in order.
     pub(crate) capacities: Vec<u64>,
@@ -136,18 +136,18 @@ impl NodeStageIns {
         self.running().get(&number).map(|running| running.stage_in.clone()).ok_or(NodeStageInError::NotRunning)
     }
 
-    /// All stage-ins that run on this node.
+    /// Returns all stage-ins that run on this node.
     pub(crate) fn all(&self) -> Vec<Arc<NodeStageIn>> {
         self.running().values().map(|running| running.stage_in.clone()).collect()
     }
 
-    /// Whether any stage-in runs on this node.
+    /// Returns whether any stage-in runs on this node.
     #[cfg(test)]
     pub(crate) fn is_any(&self) -> bool {
         !self.running().is_empty()
     }
 
-    /// A dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    /// Returns a dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
     pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let datasets = |stage_in: Arc<NodeStageIn>| {
             let publication = stage_in.publication();
@@ -156,7 +156,7 @@ impl NodeStageIns {
         self.all().into_iter().flat_map(datasets).flatten().find(|dataset| dataset.id() == id)
     }
 
-    /// Makes room for what a stage-in writes beside blocks, before it begins.
+    /// Makes room for what a stage-in writes in addition to blocks, before it begins.
     pub(crate) async fn make_headroom(&self) -> Result<(), NodeStageInError> {
         Ok(self.context.room.make_headroom(0).await?)
     }
@@ -211,7 +211,7 @@ pub(crate) struct NodeStageIn {
 /// Sorted runs with their lengths, or why there are none.
 type Runs = Result<Arc<Vec<(File, u64)>>, Arc<NodeStageInError>>;
 
-/// How far publishing has come on this node.
+/// The progress of publishing on this node.
 #[derive(Default)]
 struct Publication {
     catalog: Option<Arc<File>>,
@@ -274,7 +274,7 @@ impl NodeStageIn {
     }
 
     /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. A worker that waits
-    /// through this waits no longer than that, whatever a drive or a peer does.
+    /// through this stops waiting then, whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {
             biased;

@@ -132,7 +132,7 @@ fn bucket(us: u64) -> usize {
     (((bits as usize) << SUB_BITS) + (us >> bits) as usize).min(BUCKETS - 1)
 }
 
-/// The largest value, in microseconds, that falls into a bucket.
+/// Returns the largest value, in microseconds, that falls into a bucket.
 fn end_us(bucket: usize) -> u64 {
     let sub = 1_usize << SUB_BITS;
     if bucket < 2 * sub {
@@ -168,7 +168,7 @@ impl ClientReads {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// The median, the 90th and the 99th percentile of the requests' latencies, in microseconds.
+    /// Returns the median, the 90th and the 99th percentile of the requests' latencies, in microseconds.
     pub(crate) fn wait_us(&self) -> [u64; 3] {
         self.latencies.permille_us([500, 900, 990])
     }

@@ -21,7 +21,7 @@ use crate::stage_in::NodeStageIns;
 use crate::stats::{ClientReads, Damage};
 use crate::store::{Dataset, Store};
 
-/// The unit in which `stat` counts a file's room.
+/// The unit in which `stat` counts a file's space.
 const BLOCK_LEN: u64 = 512;
 
 /// Reads the counters of a node's parts.
@@ -42,7 +42,7 @@ pub(crate) struct StatusReporter {
 }
 
 impl StatusReporter {
-    /// The status of this node.
+    /// Returns the status of this node.
     pub(crate) fn node_status(&self) -> NodeStatus {
         let datasets = self.store.datasets();
         let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
@@ -92,7 +92,7 @@ impl StatusReporter {
         }
     }
 
-    /// The room that the files of datasets and stage-ins take, as their file systems count it.
+    /// Returns the space that the files of datasets and stage-ins take, as their file systems count it.
     fn taken_bytes(&self) -> u64 {
         let datasets = self.store.datasets();
         // A stage-in's segments become its dataset's when it is published, so each file counts once.
@@ -105,7 +105,7 @@ impl StatusReporter {
         files.values().filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * BLOCK_LEN).sum()
     }
 
-    /// The status of all nodes. A node that cannot be asked has an entry that says why.
+    /// Returns the status of all nodes. A node that cannot be asked has an entry that says why.
     pub(crate) async fn session_status(&self) -> Status {
         let asking = self.peers.nodes().map(|node| async move {
             let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
@@ -127,7 +127,7 @@ impl StatusReporter {
     }
 }
 
-/// The share of all bytes that this node will read from its own drives once its caches are full, in thousandths.
+/// Returns the share of all bytes that this node will read from its own drives once its caches are full, in thousandths.
 fn predicted_local_permille(datasets: &[Arc<Dataset>]) -> u64 {
     let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
     let local = |dataset: &Arc<Dataset>| {

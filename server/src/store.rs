@@ -47,7 +47,7 @@ pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
 pub(crate) use segment::{Segments, room_for};
 
-/// Makes memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
+/// Creates memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
 pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
     let file = File::from(memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?);
     file.set_len(len)?;
@@ -56,7 +56,7 @@ pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Why a dataset cannot be made at a path.
+/// Why a dataset cannot be created at a path.
 pub(crate) enum Conflict {
     /// Another dataset is at the path.
     Taken,
@@ -65,7 +65,7 @@ pub(crate) enum Conflict {
 }
 
 impl Conflict {
-    /// The message for the user, with paths below the namespace's `prefix`.
+    /// Returns the message for the user, with paths below the namespace's `prefix`.
     pub(crate) fn message(&self, prefix: &[u8]) -> String {
         match self {
             Self::Taken => "a dataset is there already; use --replace to replace it".to_owned(),
@@ -103,7 +103,7 @@ impl Store {
         &self.drives
     }
 
-    /// The drive with the most room left, for files that are not segments.
+    /// Returns the drive with the most room left, for files that are not segments.
     pub(crate) fn roomiest_drive(&self) -> Arc<Drive> {
         // `Drive::open_all` refuses an empty list.
         let roomiest = self.drives.iter().max_by_key(|drive| drive.free().min(drive.free_on_file_system()));
@@ -126,8 +126,8 @@ impl Store {
         by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// The most that any drive lacks of the headroom that a stage-in needs for its catalog and runs. That is `bytes`, or the
-    /// usual headroom if that is more.
+    /// Returns the most that any drive lacks of the headroom that a stage-in needs for its catalog and runs. That is `bytes`,
+    /// or the usual headroom if that is more.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
@@ -137,7 +137,7 @@ impl Store {
         self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
 
-    /// Whether one drive has room for `bytes` of blocks, both in our capacity and in its file system.
+    /// Returns whether one drive has room for `bytes` of blocks, both in our capacity and in its file system.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         let has = |drive: &Arc<Drive>| {
             drive.free() >= bytes && drive.free_on_file_system() >= bytes.saturating_add(drive.protected_headroom())
@@ -173,7 +173,7 @@ impl Store {
         &self.status_page
     }
 
-    /// The files that clients get: the status page, read-only, and the counters, which they write.
+    /// Returns the files that clients get: the status page, read-only, and the counters, which they write.
     pub(crate) fn shared_files(&self) -> (&File, &File) {
         (&self.status_page_file, &self.counters_file)
     }
@@ -191,10 +191,10 @@ impl Store {
         self.datasets.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// The dataset that a new one at `target` would replace, if any.
+    /// Returns the dataset that a new one at `target` would replace, if any.
     ///
     /// # Errors
-    /// Returns a [`Conflict`] if no dataset may be made at `target`.
+    /// Returns a [`Conflict`] if no dataset may be created at `target`.
     pub(crate) fn conflict(&self, target: &[u8], replace: bool) -> Result<Option<DatasetId>, Conflict> {
         for dataset in self.datasets() {
             let other = dataset.target();
@@ -208,8 +208,8 @@ impl Store {
         Ok(None)
     }
 
-    /// Makes a dataset visible and hides the one that it replaces, which is returned. From now on clients find the new dataset,
-    /// and bytes that they copy out of the old one do not count: such a read fails with `EIO`.
+    /// Makes a dataset visible and hides the one that it replaces, which is returned. From now on clients find the new
+    /// dataset, and bytes that they copy out of the old one do not count: such a read fails with `EIO`.
     pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = replaces.and_then(|id| datasets.remove(&id));

@@ -181,7 +181,8 @@ pub enum StageInError {
 }
 
 impl StageInError {
-    /// Whether the error concerns one source or member only, so that `--keep-going` may skip it.
+    /// Returns whether the error concerns one source or member only, so that `--keep-going` may
+    /// skip it.
     pub(crate) fn is_of_source(&self) -> bool {
         match self {
             Self::Read { .. }
@@ -206,7 +207,7 @@ impl StageInError {
         }
     }
 
-    /// The message for the list of what `--keep-going` skipped.
+    /// Returns the message for the list of what `--keep-going` skipped.
     pub(crate) fn skip_note(&self) -> String {
         let message = self.to_string();
         message.strip_suffix(KEEP_GOING_ADVICE).map_or_else(|| message.clone(), str::to_owned)

@@ -15,7 +15,7 @@
 //! The sink bounds the worker's memory: the worker fills buffers that the sink lends it, and waits
 //! when all are out. A slow owner therefore slows its senders down, and no queue grows.
 //!
-//! If a read fails, the sample is as if it had not been there. Its blocks may be stored already,
+//! If a read fails, the sample is treated as if it had never existed. Its blocks may be stored already,
 //! but no member names them.
 
 mod archive;
@@ -50,7 +50,7 @@ pub use crate::source::compressed::decoder_threads::DecoderLimits;
 /// The ticket of a member that was withdrawn before it got into a run. The ledger never assigns it.
 const WITHDRAWN: u32 = u32::MAX;
 
-/// What a worker needs to know about its stage-in.
+/// The facts that a worker needs about its stage-in.
 pub struct WorkerConfig<'a> {
     /// The ring that decides which node owns a block.
     pub placement: Arc<Placement>,

@@ -31,7 +31,7 @@ pub use unit_queue::UnitQueue;
 use crate::StageInError;
 use crate::progress::ProgressMonitor;
 
-/// What a stage-in will read.
+/// The sources that a stage-in will read, and its units of work.
 pub struct StageInPlan {
     /// All sources, in order. Units refer to them by index.
     pub sources: Vec<Source>,
@@ -72,7 +72,7 @@ pub struct SplitTar {
     pub ranges: Vec<(u64, u64)>,
 }
 
-/// What to plan.
+/// The input of planning.
 pub struct PlanRequest<'a> {
     /// Paths, globs, and `@LIST`s as the user gave them.
     pub patterns: &'a [Vec<u8>],

@@ -2,8 +2,8 @@
 //! whether they should continue, and how fast they may read.
 //!
 //! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Threads that
-//! work add to its counters and describe themselves in an [`Activity`]; whoever watches them takes
-//! the counters now and then, and cancels. The monitor also holds the two limits that apply to all
+//! work add to its counters and describe themselves in an [`Activity`]; an observer takes
+//! the counters now and then, and can cancel. The monitor also holds the two limits that apply to all
 //! threads of a node together: the read rate (`--max-rate`) and the permit for a decoder with a
 //! large window.
 
@@ -64,7 +64,7 @@ impl ProgressMonitor {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Whether [`Self::cancel`] was called.
+    /// Returns whether [`Self::cancel`] was called.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
     }

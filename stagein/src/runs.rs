@@ -37,12 +37,12 @@ impl RunWriter {
         Self { temp_file, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
     }
 
-    /// The most bytes of members that are held in memory.
+    /// Returns the most bytes of members that are held in memory.
     pub(crate) fn len_max(&self) -> usize {
         self.len_max
     }
 
-    /// Creates a temporary file where runs are created.
+    /// Creates a temporary file in the place where runs are created.
     pub(crate) fn temp_file(&self) -> io::Result<File> {
         (self.temp_file)()
     }

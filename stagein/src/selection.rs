@@ -48,14 +48,14 @@ impl Selector {
         self.strip(&path).map_or(Decision::Leave, Decision::Take)
     }
 
-    /// The path that a hard link's target has in the dataset, if any. The target is a member, so
-    /// components are stripped from it too.
+    /// Returns the path that a hard link's target has in the dataset, if any. The target is a
+    /// member, so components are stripped from it too.
     pub(crate) fn link_target(&self, target: &[u8]) -> Result<Option<Vec<u8>>, InvalidPath> {
         normalize(target).map(|path| self.strip(&path))
     }
 
-    /// Whether `--exclude` matches the path or one of the directories that contain it. A walk need
-    /// not enter an excluded directory.
+    /// Returns whether `--exclude` matches the path or one of the directories that contain it. A
+    /// walk need not enter an excluded directory.
     pub(crate) fn excludes(&self, path: &[u8]) -> bool {
         if self.exclude.is_empty() {
             return false;
@@ -64,7 +64,7 @@ impl Selector {
         ends.chain([path.len()]).any(|end| matches(&self.exclude, &path[..end]))
     }
 
-    /// Whether there is no `--include`, or it matches the path of a file.
+    /// Returns whether there is no `--include`, or it matches the path of a file.
     pub(crate) fn includes(&self, path: &[u8], is_directory: bool) -> bool {
         // A dataset has all directories above its files anyway. Other directories would be empty.
         self.include.as_ref().is_none_or(|include| !is_directory && matches(include, path))

@@ -64,13 +64,13 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     Ok((SourceKind::File, Compression::None))
 }
 
-/// Whether a name has an archive's ending, such as `.tar.gz` or `.zip`.
+/// Returns whether a name has an archive's ending, such as `.tar.gz` or `.zip`.
 pub fn has_archive_ending(name: &[u8]) -> bool {
     without_archive_ending(name).is_some()
 }
 
-/// The path without an archive's ending. `None` if it has no such ending, or if its name is nothing
-/// but the ending.
+/// Returns the path without an archive's ending. `None` if it has no such ending, or if its name is
+/// nothing but the ending.
 pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
     let ends_with = |ending: &&str| {
         let start = path.len().checked_sub(ending.len())?;

@@ -53,7 +53,7 @@ pub enum NextUnits {
     Finished,
 }
 
-/// What the ledger decided after a report. Because ranges count in order, one report can decide
+/// The ledger's decisions after a report. Because ranges count in order, one report can decide
 /// the fate of several units, or of none yet.
 #[derive(Debug, Default)]
 pub struct Verdict {
@@ -151,8 +151,8 @@ impl UnitLedger {
         verdict
     }
 
-    /// Whether the result of this ticket is certain to count. A range is certain once all ranges
-    /// before it count. Any other unit is certain from its assignment on, except with
+    /// Returns whether the result of this ticket is certain to count. A range is certain once all
+    /// ranges before it count. Any other unit is certain from its assignment on, except with
     /// `keep_going`: then its worker may still withdraw it because the source changed, where
     /// without `keep_going` the stage-in would fail.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {

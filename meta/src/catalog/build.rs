@@ -106,7 +106,7 @@ struct OpenDirectory {
 
 /// Bytes of a column that are copied at a time.
 const COPY_LEN: u64 = 16 << 20;
-/// Length of the values of a directory that are known only when it closes: entry, next entry, row
+/// Length of the values of a directory that become known only when it closes: entry, next entry, row
 /// in `Others`, links.
 const PATCH_LEN: usize = 16;
 
@@ -140,7 +140,7 @@ impl<'a> CatalogBuilder<'a> {
         Ok(builder)
     }
 
-    /// Adds what `path` ends as. `names` is the number of paths that share the sample; the caller
+    /// Adds what `path` resolves to. `names` is the number of paths that share the sample; the caller
     /// adds each of them.
     ///
     /// # Errors
@@ -221,7 +221,7 @@ impl<'a> CatalogBuilder<'a> {
         self.add_entry(path, EntryKind::Symlink, row).map(drop)
     }
 
-    /// Closes the directories that `path` is not below, and opens those on its way that no member
+    /// Closes the directories that `path` is not below, and opens those on its path that no member
     /// named.
     fn open_parents(&mut self, path: &[u8]) -> Result<(), BuildError> {
         while self.open.last().is_some_and(|directory| !is_below(path, &directory.path)) {
@@ -328,7 +328,7 @@ impl<'a> CatalogBuilder<'a> {
             to.seek(io::SeekFrom::Start(extents[column].offset))?;
             if column == Column::Index as usize {
                 // The index is written later, through a mapping, where a full file system would
-                // raise SIGBUS. Writing zeros takes the room now.
+                // raise SIGBUS. Writing zeros allocates the space now.
                 copy(&mut io::repeat(0).take(extents[column].count * WIDTHS[column]), &mut to, step)?;
                 continue;
             }

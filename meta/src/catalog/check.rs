@@ -1,6 +1,6 @@
 //! The check of a whole catalog, which each server makes once before it shows the dataset. After
 //! it, every access that follows the catalog's own numbers succeeds, walks end, and every name is
-//! valid as a file's.
+//! valid as a file name.
 
 use super::layout::{BUCKET_LEN, Column, EntryKind};
 use super::map::{Catalog, CatalogError, EntryId, block_len};

@@ -6,7 +6,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
-/// Version of the layout. Any change below raises it.
+/// Version of the layout. Any change below increments it.
 pub(crate) const VERSION: u32 = 3;
 /// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
@@ -32,7 +32,7 @@ pub(crate) enum Column {
     /// [`LargeRecord`]s of the blocks with more than one chunk, in the order of blocks. They are
     /// few, so the other blocks need no row.
     Larges,
-    /// The arrival number of each block at its owner, as `u32`. The owner finds the block by it.
+    /// The arrival number of each block at its owner, as `u32`. The owner uses it to find the block.
     Arrivals,
     /// Buckets of eight `u64` slots, one cache line each. The XXH3-64 of a path selects the bucket;
     /// a full bucket overflows into the next. The upper half of a slot is a fingerprint, the lower
@@ -78,7 +78,7 @@ pub enum Grouping {
     /// Each file is a sample of its own.
     #[default]
     None,
-    /// Files of one directory whose names differ only after their last dot, as `7.jpg` and `7.txt`.
+    /// Files of one directory whose names differ only after their last dot, such as `7.jpg` and `7.txt`.
     Stem,
 }
 
@@ -329,13 +329,14 @@ impl Start {
     }
 }
 
-/// The bucket where the search for a hash starts, and the fingerprint that its slot contains.
+/// Returns the bucket where the search for a hash starts, and the fingerprint that its slot
+/// contains.
 pub(crate) fn index_bucket(hash: u64, buckets: u64) -> (u64, u32) {
     (((u128::from(hash) * u128::from(buckets)) >> 64) as u64, hash as u32)
 }
 
-/// The number of buckets of an index over this many entries. The index is four fifths full, so few
-/// buckets overflow.
+/// Returns the number of buckets of an index over this many entries. The index is four fifths full,
+/// so few buckets overflow.
 pub(crate) fn index_buckets(entries: u64) -> u64 {
     (entries + entries / 4).div_ceil(BUCKET_SLOTS as u64) + 1
 }

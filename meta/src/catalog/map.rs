@@ -56,7 +56,7 @@ pub struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// The sample, if the entry is a file.
+    /// Returns the sample, if the entry is a file.
     pub fn sample(&self) -> Option<SampleId> {
         (self.kind == EntryKind::File).then_some(SampleId(self.node))
     }
@@ -172,17 +172,17 @@ impl Catalog {
         &self.header
     }
 
-    /// The CRC32C of the whole file, all of which this reads.
+    /// Returns the CRC32C of the whole file, all of which this reads.
     pub fn file_checksum(&self) -> u32 {
         crc32c::crc32c(&self.map)
     }
 
-    /// The entry of a normal path. The empty path names the root.
+    /// Returns the entry of a normal path. The empty path names the root.
     pub fn find(&self, path: &[u8]) -> Option<Entry<'_>> {
         self.find_with(path, |_| ()).map(|(entry, ())| entry)
     }
 
-    /// The entry of a normal path, and its attributes.
+    /// Returns the entry of a normal path, and its attributes.
     ///
     /// The attributes are read before the name is compared. On a large catalog both are cache
     /// misses, and this way they overlap.
@@ -244,7 +244,7 @@ impl Catalog {
         rest.is_empty()
     }
 
-    /// An entry by its number.
+    /// Returns an entry by its number.
     pub fn entry(&self, id: EntryId) -> Option<Entry<'_>> {
         let record = EntryRecord::decode(self.record(Column::Entries, u64::from(id.0))?)?;
         let name = self.names(record.name_offset, u64::from(record.name_len))?;
@@ -252,8 +252,8 @@ impl Catalog {
         Some(Entry { id, name, kind: record.kind, parent, next, node: record.node })
     }
 
-    /// The entries of a directory, in the byte order of their names. To resume a listing, pass the
-    /// `next` of the last entry seen.
+    /// Returns the entries of a directory, in the byte order of their names. To resume a listing,
+    /// pass the `next` of the last entry seen.
     pub fn children<'a>(&'a self, directory: &Entry<'a>, from: Option<EntryId>) -> impl Iterator<Item = Entry<'a>> + use<'a> {
         let is_directory = directory.kind == EntryKind::Directory;
         let end = if is_directory { directory.next } else { directory.id };
@@ -266,7 +266,7 @@ impl Catalog {
         })
     }
 
-    /// The attributes that `stat` returns for an entry.
+    /// Returns the attributes that `stat` returns for an entry.
     pub fn attributes(&self, entry: &Entry<'_>) -> Option<Attributes> {
         let column = if entry.kind == EntryKind::File { Column::Samples } else { Column::Others };
         let record = self.node(column, entry.node)?;
@@ -279,13 +279,13 @@ impl Catalog {
         Some(Attributes { size, mode, links, mtime_s, mtime_ns })
     }
 
-    /// The target of a symlink.
+    /// Returns the target of a symlink.
     pub fn symlink_target(&self, entry: &Entry<'_>) -> Option<&[u8]> {
         let record = self.node(Column::Others, entry.node).filter(|_| entry.kind == EntryKind::Symlink)?;
         self.names(record.data, u64::from(record.extra))
     }
 
-    /// The full path of an entry.
+    /// Returns the full path of an entry.
     pub fn path(&self, entry: &Entry<'_>) -> Vec<u8> {
         let mut names = Vec::new();
         let mut at = *entry;
@@ -299,7 +299,7 @@ impl Catalog {
         names.iter().rev().fold(Vec::new(), |path, name| join(&path, name))
     }
 
-    /// A sample's size and its blocks.
+    /// Returns a sample's size and its blocks.
     pub fn sample(&self, sample: SampleId) -> Option<(u64, Range<u32>)> {
         let record = self.node(Column::Samples, sample.0)?;
         let count = u32::try_from(block_count(record.data)).ok()?;
@@ -307,7 +307,7 @@ impl Catalog {
         Some((record.data, record.extra..end))
     }
 
-    /// The sample that a block belongs to, and the block's length in bytes.
+    /// Returns the sample that a block belongs to, and the block's length in bytes.
     pub fn block(&self, block: BlockId) -> Option<(SampleId, u64)> {
         // First blocks never decrease from sample to sample, so the sample is the last one that
         // starts at or before the block. A sample without blocks starts where its successor does,
@@ -341,7 +341,7 @@ impl Catalog {
         (u64::from(block.0) * u64::from(self.header.samples)).checked_div(self.header.blocks.into()).map(|guess| guess as u32)
     }
 
-    /// Makes the processor fetch what [`Self::block`] will read.
+    /// Prefetches what [`Self::block`] will read.
     pub fn prefetch_block(&self, block: BlockId) {
         let records = self.guess(block).and_then(|guess| self.record::<32>(Column::Samples, guess.into()));
         if let Some(record) = records {
@@ -349,25 +349,25 @@ impl Catalog {
         }
     }
 
-    /// Makes the processor fetch what [`Self::sample`] will read.
+    /// Prefetches what [`Self::sample`] will read.
     pub fn prefetch_sample(&self, sample: SampleId) {
         if let Some(record) = self.record::<32>(Column::Samples, sample.0.into()) {
             prefetch(record);
         }
     }
 
-    /// The node that owns a block.
+    /// Returns the node that owns a block.
     pub fn owner(&self, block: BlockId) -> Option<NodeId> {
         self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
     }
 
-    /// The CRC32C of a block's bytes, combined from those of its chunks.
+    /// Returns the CRC32C of a block's bytes, combined from those of its chunks.
     pub fn checksum(&self, block: BlockId) -> Option<u32> {
         let (_, len) = self.block(block)?;
         Chunk::all(block, len).try_fold(0, |whole, chunk| Some(combine(whole, self.chunk_checksum(chunk)?, chunk.len_in(len)?)))
     }
 
-    /// The CRC32C of a chunk's bytes, taken while its source was read.
+    /// Returns the CRC32C of a chunk's bytes, taken while its source was read.
     pub fn chunk_checksum(&self, chunk: Chunk) -> Option<u32> {
         let block = u64::from(chunk.block.0);
         if block >= u64::from(self.header.blocks) {
@@ -378,9 +378,9 @@ impl Catalog {
         self.record(Column::Checksums, row).map(|bytes| u32::from_le_bytes(*bytes))
     }
 
-    /// The row of a block's first checksum. A block without a row in `Larges` has one checksum, so
-    /// the row is found by counting back from the next block that has one, or from the end of the
-    /// column.
+    /// Returns the row of a block's first checksum. A block without a row in `Larges` has one
+    /// checksum, so the row is found by counting back from the next block that has one, or from the
+    /// end of the column.
     fn first_checksum(&self, block: u64) -> Option<u64> {
         let larges = self.columns[Column::Larges as usize].count;
         let (mut low, mut high) = (0, larges);
@@ -402,18 +402,18 @@ impl Catalog {
         self.record(Column::Larges, row).map(LargeRecord::decode)
     }
 
-    /// Where a sample's bytes lie on the PFS.
+    /// Returns where a sample's bytes lie on the PFS.
     pub fn origin(&self, sample: SampleId) -> Option<Origin> {
         let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
         Some(Origin { source: self.source(source)?, offset })
     }
 
-    /// A block's number among all blocks that arrived at its owner during the stage-in.
+    /// Returns a block's number among all blocks that arrived at its owner during the stage-in.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }
 
-    /// A source by its number.
+    /// Returns a source by its number.
     pub fn source(&self, source: u32) -> Option<Source> {
         let record = SourceRecord::decode(self.record(Column::Sources, u64::from(source))?)?;
         let path = self.names(record.path_offset, u64::from(record.path_len))?.to_vec();
@@ -440,12 +440,12 @@ impl Catalog {
     }
 }
 
-/// The length of block `part` of a sample of `size` bytes.
+/// Returns the length of block `part` of a sample of `size` bytes.
 pub fn block_len(size: u64, part: u32) -> u64 {
     size.saturating_sub(u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX)
 }
 
-/// The number of blocks of a sample of `size` bytes.
+/// Returns the number of blocks of a sample of `size` bytes.
 pub(crate) fn block_count(size: u64) -> u64 {
     size.div_ceil(BLOCK_SIZE_MAX)
 }

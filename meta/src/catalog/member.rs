@@ -74,12 +74,12 @@ pub struct Member {
 }
 
 impl Member {
-    /// The order of runs: by path as a walk visits them, then by position.
+    /// Compares members in the order of runs: by path as a walk visits them, then by position.
     pub fn run_order(&self, other: &Self) -> Ordering {
         walk_order(&self.path, &other.path).then(self.key.cmp(&other.key))
     }
 
-    /// The memory that the member takes, in bytes, roughly.
+    /// Returns roughly how much memory the member takes, in bytes.
     pub fn memory_len(&self) -> usize {
         let heap = match &self.kind {
             MemberKind::File { blocks, checksums, .. } => {

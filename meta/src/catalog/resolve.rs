@@ -1,4 +1,4 @@
-//! Decides what each path ends as when all members are unpacked one after another in the order of
+//! Decides what each path resolves to when all members are unpacked one after another in the order of
 //! the sources.
 //!
 //! The rules are GNU tar's. A later member replaces an earlier one of the same path. A directory
@@ -92,7 +92,7 @@ impl<I: Iterator<Item = io::Result<Member>>> Histories<I> {
         Self { members: members.peekable(), ready: VecDeque::new(), refused: Refused::default() }
     }
 
-    /// The history of the next path; `None` after the last.
+    /// Returns the history of the next path; `None` after the last.
     ///
     /// # Errors
     ///
@@ -177,7 +177,7 @@ fn replay(top: &[u8], mut members: Vec<Member>, refused: &mut Refused) -> Vec<Hi
     histories
 }
 
-/// The directories from `top` down to the one that contains `path`.
+/// Returns the directories from `top` down to the one that contains `path`.
 fn ancestors_within<'a>(path: &'a [u8], top: &[u8]) -> Vec<&'a [u8]> {
     let mut found = Vec::new();
     let mut at = path;
@@ -199,7 +199,7 @@ pub struct LinkCollector {
 }
 
 impl LinkCollector {
-    /// A collector that may take this many bytes of memory.
+    /// Creates a collector that may take this many bytes of memory.
     pub fn new(memory: usize) -> Self {
         Self { memory, taken: 0, links: Vec::new(), paths: HashSet::new() }
     }
@@ -208,7 +208,7 @@ impl LinkCollector {
     ///
     /// # Errors
     ///
-    /// If the links take more memory than there is.
+    /// If the links take more memory than is available.
     pub fn see(&mut self, member: &Member) -> Result<(), ResolveError> {
         if let MemberKind::HardLink(target) = &member.kind {
             self.taken += HARD_LINK_MEMORY + 3 * (target.len() + member.path.len());
@@ -260,7 +260,7 @@ impl LinkCollector {
     }
 }
 
-/// What hard links mean.
+/// The targets that hard links resolve to.
 #[derive(Default)]
 pub struct Links {
     meaning: HashMap<MemberKey, MemberKey>,
@@ -269,7 +269,8 @@ pub struct Links {
 }
 
 impl Links {
-    /// The file or symlink that stands after `members` were unpacked at one path in this order.
+    /// Returns the file or symlink that stands after `members` were unpacked at one path in this
+    /// order.
     fn standing(&self, members: &[Member]) -> Option<MemberKey> {
         for member in members.iter().rev() {
             match &member.kind {
@@ -285,8 +286,8 @@ impl Links {
         None
     }
 
-    /// What a path ends as, and the number of names that share it. A link to nothing is rejected,
-    /// and the member before it stands.
+    /// Returns what a path resolves to, and the number of names that share it. A link to nothing is
+    /// rejected, and the member before it stands.
     pub fn outcome(&self, history: History, refused: &mut Refused) -> Option<(Member, u32)> {
         for member in history.members.into_iter().rev() {
             if member.kind.is_hard_link() {

@@ -85,7 +85,7 @@ pub enum OnConflict {
 pub enum Event {
     /// A stage-in is about to begin.
     Planned(StageInEstimate),
-    /// How far the stage-in is.
+    /// The progress of the stage-in.
     Progress(Progress),
     /// The stage-in has succeeded, and the dataset is visible on all nodes.
     StagedIn(Box<Summary>),
@@ -109,27 +109,27 @@ pub enum Event {
     },
 }
 
-/// What a stage-in will need, and what is free.
+/// An estimate of what a stage-in will need, and the space that is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInEstimate {
     /// Number of sources after globs were expanded.
     pub sources: u64,
     /// Bytes of the sources as they lie on the PFS.
     pub source_bytes: u64,
-    /// Number of files, as far as it is known before reading: from directories and single files.
+    /// Number of files known before reading: those in directories, and single files.
     pub known_files: u64,
     /// Whether [`Self::known_files`] counts all files.
     pub files_are_all_known: bool,
     /// Lower bound on the bytes of all samples. What an archive contains is known only once it has
     /// been read.
     pub least_bytes: u64,
-    /// Bytes of the catalog on each node, as far as files are known.
+    /// Bytes of the catalog on each node, for the files known so far.
     pub catalog_bytes: u64,
     /// Free room on all nodes together, in bytes.
     pub free_bytes: u64,
 }
 
-/// How far a stage-in is.
+/// The progress of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// The phase of the stage-in.
@@ -144,7 +144,7 @@ pub struct Progress {
     pub nodes: Vec<Counted>,
 }
 
-/// What a node has done in a stage-in so far.
+/// A node's work in a stage-in so far.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
     /// Bytes read from sources.
@@ -185,7 +185,7 @@ impl Step {
     /// All steps, in order.
     pub const ALL: [Self; STEPS] = [Self::Reading, Self::Decoding, Self::Placing, Self::Shipping, Self::Writing];
 
-    /// The step's name for users.
+    /// Returns the step's name for users.
     pub fn name(self) -> &'static str {
         ["reading", "decoding", "placing", "shipping", "writing"][self as usize]
     }
@@ -202,7 +202,7 @@ impl Counted {
         self.steps += more.steps;
     }
 
-    /// Whether nothing made progress.
+    /// Returns whether nothing made progress.
     pub fn is_still(&self) -> bool {
         *self == Self::default()
     }
@@ -323,7 +323,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// The step that kept the threads busy for the longest time.
+    /// Returns the step that kept the threads busy for the longest time.
     pub fn bottleneck(&self) -> Step {
         let mut all = Counted::default();
         self.nodes.iter().for_each(|node| all.add(&node.counted));

@@ -20,7 +20,7 @@ pub enum FromClient {
     Datasets,
     /// Asks for chunks that are not in the node's locations. Answers: `Fetched` as chunks arrive;
     /// the last one says so. The client asks again, after it has released leases, for chunks that
-    /// no answer names and for those whose leases were revoked meanwhile.
+    /// no answer names and for those whose leases have been revoked since.
     Fetch {
         /// The dataset that the chunks belong to.
         dataset: DatasetId,

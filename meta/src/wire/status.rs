@@ -83,7 +83,7 @@ pub struct Policy {
 pub const CACHE_ALL_ROOM: u64 = u64::MAX;
 
 impl Policy {
-    /// The policy in force when `other` follows `self`.
+    /// Returns the policy in force when `other` follows `self`.
     pub fn then(self, other: Self) -> Self {
         Self {
             prefetch: other.prefetch.or(self.prefetch),
@@ -230,20 +230,20 @@ pub struct ClientStatus {
 }
 
 impl ClientStatus {
-    /// The sum of its reads.
+    /// Returns the sum of its reads.
     pub fn all(&self) -> Reads {
         total(&self.reads)
     }
 }
 
-/// The sum of reads from all sources.
+/// Returns the sum of reads from all sources.
 pub fn total(reads: &[Reads; SOURCES]) -> Reads {
     let mut all = Reads::default();
     reads.iter().for_each(|&reads| all.add(reads));
     all
 }
 
-/// What a node received from one owner.
+/// The traffic that a node received from one owner.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OwnerStatus {
     /// What the owner sent.

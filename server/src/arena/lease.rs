@@ -34,7 +34,7 @@ impl ResidentChunk {
         }
     }
 
-    /// The index of its mark.
+    /// Returns the index of its mark.
     fn unit(&self) -> usize {
         (self.slot.offset() / ARENA_UNIT) as usize
     }
@@ -83,7 +83,7 @@ impl Lease {
         self.arena.discard(key, self);
     }
 
-    /// The chunk's offset in the arena.
+    /// Returns the chunk's offset in the arena.
     pub(crate) fn offset(&self) -> u64 {
         self.chunk().slot.offset()
     }
@@ -96,7 +96,8 @@ impl Lease {
         &self.chunk().slot
     }
 
-    /// Whether a process has read the chunk since it was loaded, or since [`Self::clear_mark`].
+    /// Returns whether a process has read the chunk since it was loaded, or since
+    /// [`Self::clear_mark`].
     pub(crate) fn was_read(&self) -> bool {
         self.chunk().marks.get(self.chunk().unit()) > 0
     }

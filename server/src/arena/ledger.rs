@@ -75,7 +75,7 @@ pub(crate) struct Budget {
 }
 
 impl<L: Leased> LeaseLedger<L> {
-    /// A ledger for an arena of `len` bytes.
+    /// Creates a ledger for an arena of `len` bytes.
     pub(crate) fn new(status_page: Arc<StatusPage>, len: u64, deadlines: &Deadlines) -> Self {
         let accounts = Accounts { connections: HashMap::new(), processes: HashMap::new(), total: 0, free: Vec::new(), next: 0 };
         let process_max = len / LEASE_SHARE;
@@ -161,12 +161,12 @@ impl<L: Leased> Accounts<L> {
 }
 
 impl<L: Leased> LeaseHolder<L> {
-    /// The number that identifies the connection on the status page.
+    /// Returns the number that identifies the connection on the status page.
     pub(crate) fn connection(&self) -> u32 {
         self.connection
     }
 
-    /// How much the connection may lease now; `None` if its process has to release leases first.
+    /// Returns how much the connection may lease now; `None` if its process has to release leases first.
     pub(crate) fn budget(&self) -> Option<Budget> {
         let accounts = self.ledger.accounts();
         let account = accounts.connections.get(&self.connection)?;
@@ -208,7 +208,7 @@ impl<L: Leased> LeaseHolder<L> {
         (number, token)
     }
 
-    /// Ends leases that the client releases. Unknown numbers are leases that were revoked meanwhile.
+    /// Ends leases that the client releases. Unknown numbers are leases that have already been revoked.
     pub(crate) fn release(&self, numbers: &[u64]) {
         let mut accounts = self.ledger.accounts();
         let Some(account) = accounts.connections.get_mut(&self.connection) else { return };

@@ -43,7 +43,7 @@ impl LoadGroup {
         Self { arena: arena.clone(), owner, dataset: dataset.clone(), loads: Vec::new(), bytes: 0, end, pending }
     }
 
-    /// Whether one message can carry `len` more bytes.
+    /// Returns whether one message can carry `len` more bytes.
     pub(super) fn fits(&self, len: u64) -> bool {
         self.bytes + len <= FETCH_PART_LEN
     }
@@ -70,12 +70,12 @@ impl LoadGroup {
         self.loads.iter().map(|load| load.chunk).collect()
     }
 
-    /// The chunks' indexes in the request.
+    /// Returns the chunks' indexes in the request.
     pub(crate) fn indexes(&self) -> impl Iterator<Item = u32> {
         self.loads.iter().map(|load| load.index)
     }
 
-    /// The slots that receive the chunks, in order.
+    /// Returns the slots that receive the chunks, in order.
     pub(crate) fn take_slots(&mut self) -> Vec<Slot> {
         self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
     }

@@ -12,7 +12,7 @@ use rustc_hash::{FxBuildHasher, FxHashMap};
 pub(super) trait Resident {
     /// Bytes that the value takes in the arena.
     fn weight(&self) -> u64;
-    /// Whether the value was read again since the last call. If so, eviction spares it once.
+    /// Returns whether the value was read again since the last call. If so, eviction spares it once.
     fn take_mark(&self) -> bool;
 }
 
@@ -27,7 +27,7 @@ pub(super) enum Lookup<R, P> {
     Absent,
 }
 
-/// Keys whose values are resident or being loaded. A value is pinned while anybody outside of the table has a reference to it.
+/// Keys whose values are resident or being loaded. A value is pinned while anything outside the table has a reference to it.
 pub(super) struct Table<K, R, P> {
     loading: FxHashMap<K, P>,
     /// Evicts by S3-FIFO, which resists scans: values that were looked up once leave before values that were looked up again.
@@ -77,7 +77,7 @@ impl<K, R: Resident> Lifecycle<Entry<K>, Option<Arc<R>>> for Pins {
 }
 
 impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
-    /// A table for `capacity` bytes, sized for about `entries` values.
+    /// Creates a table for `capacity` bytes, sized for about `entries` values.
     pub(super) fn new(capacity: u64, entries: usize) -> Self {
         let resident = Cache::with(entries, capacity, Weights, FxBuildHasher, Pins);
         Self { loading: FxHashMap::default(), resident, capacity }
@@ -94,13 +94,13 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         }
     }
 
-    /// The value of a key, without counting as a use.
+    /// Returns the value of a key, without counting as a use.
     #[cfg(test)]
     pub(super) fn peek(&self, key: &K) -> Option<Arc<R>> {
         self.resident.peek(&Entry::Key(key.clone())).cloned().flatten()
     }
 
-    /// Records that the caller loads an absent key. Others who look it up get `pending`.
+    /// Records that the caller loads an absent key. Other callers that look it up get `pending`.
     pub(super) fn begin_load(&mut self, key: K, pending: P) {
         debug_assert!(matches!(self.look_up(&key), Lookup::Absent));
         self.loading.insert(key, pending);
@@ -113,7 +113,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         self.resident.insert_with_lifecycle(Entry::Key(key), Some(value))
     }
 
-    /// Records that a load was given up. The next caller who looks the key up has to load it.
+    /// Records that a load was given up. The next caller that looks the key up has to load it.
     pub(super) fn abandon_load(&mut self, key: &K) {
         self.loading.remove(key);
     }

@@ -48,7 +48,7 @@ impl Client {
                     Some(event) => self.send_event(event).await?,
                     None => return Ok(()),
                 },
-                // Meanwhile nothing may arrive but the end of the connection. Returning drops `events`, which cancels.
+                // Until then, nothing may arrive but the end of the connection. Returning drops `events`, which cancels.
                 _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }
@@ -59,7 +59,7 @@ impl Client {
     }
 }
 
-/// Applies a policy on all nodes. Returns the policy of this node, in which what was left open is filled in.
+/// Applies a policy on all nodes. Returns this node's policy, with the unset fields filled in.
 async fn tune_all(context: &ClientContext, policy: Policy) -> Result<Policy, PeerError> {
     let timeout = context.deadlines().request + context.deadlines().views;
     let asking = context.peers.nodes().map(|node| context.peers.ask(node, AdministrationRequest::Tune(policy), timeout));

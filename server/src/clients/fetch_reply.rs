@@ -1,5 +1,5 @@
-//! Answers a fetch: sends chunks to the client as they arrive. Those that arrive while the client takes a message go out together
-//! in the next one.
+//! Answers a fetch: sends chunks to the client as they arrive. Chunks that arrive while it takes one message go out
+//! together in the next one.
 
 use std::io;
 use std::sync::Arc;
@@ -103,7 +103,7 @@ impl Client {
                     None => return Err(io::ErrorKind::UnexpectedEof.into()),
                 },
                 () = &mut stuck, if is_sending && !is_stuck => {
-                    // The client may be stopped for hours, and must not hold memory meanwhile. The message goes out
+                    // The client may be stopped for hours, and must not hold memory all that time. The message goes out
                     // eventually, or the process ends.
                     is_stuck = true;
                     holder.revoke();

@@ -1,4 +1,4 @@
-//! Messages on a Unix socket, with descriptors beside them. Receiving and sending are separate, so that the server reads
+//! Messages on a Unix socket, along with descriptors. Receiving and sending are separate, so that the server reads
 //! from a client while it sends to it: if both sides only sent, both would wait forever.
 
 use std::fs::File;
@@ -73,7 +73,7 @@ impl Sender {
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
-    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that the client meanwhile holds nothing that
+    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that the client holds nothing until then that
     /// others need.
     pub(super) async fn send_patiently(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let message = encode(message);

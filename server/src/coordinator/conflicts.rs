@@ -34,7 +34,7 @@ impl Rivals {
         Self { rivalries, paths: sources.iter().map(|source| source.path.clone()).collect() }
     }
 
-    /// Whether two sources are different matches of one pattern.
+    /// Returns whether two sources are different matches of one pattern.
     fn are_rivals(&self, left: u32, right: u32) -> bool {
         let rivalry = |source: u32| self.rivalries.get(source as usize).copied().unwrap_or_default();
         let (left, right) = (rivalry(left), rivalry(right));
@@ -60,7 +60,7 @@ impl Rivals {
     }
 }
 
-/// Whether it matters which of two members of one path wins.
+/// Returns whether it matters which of two members of one path wins.
 fn differ(left: &Member, right: &Member) -> bool {
     match (&left.kind, &right.kind) {
         (
@@ -95,7 +95,8 @@ impl ReplacedSamples {
     }
 }
 
-/// What owners suspect and what workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are found.
+/// The paths that owners suspect, and the samples that workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are
+/// found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     suspects: Vec<SuspectPath>,
@@ -122,12 +123,12 @@ impl Suspicions {
         }
     }
 
-    /// The paths that all workers look for.
+    /// Returns the paths that all workers look for.
     pub(super) fn suspects(&self) -> Vec<SuspectPath> {
         self.suspects.clone()
     }
 
-    /// The first two sightings that are a conflict. `is_certain` says whether the members of an assignment will count.
+    /// Returns the first two sightings that are a conflict. `is_certain` says whether the members of an assignment will count.
     pub(super) fn conflict(&self, rivals: &Rivals, is_certain: impl Fn(u32) -> bool) -> Option<PathConflict> {
         for of_hash in self.sightings.values() {
             for (at, left) in of_hash.iter().enumerate() {

@@ -66,7 +66,7 @@ impl Distribution {
     }
 }
 
-/// How much more the fullest node holds than the mean, in thousandths of the mean.
+/// Returns how much more the fullest node holds than the mean, in thousandths of the mean.
 pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
     let all: u64 = nodes.iter().map(|node| node.bytes).sum();
     let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;

@@ -81,7 +81,7 @@ pub(crate) enum CoordinatorError {
 }
 
 impl CoordinatorError {
-    /// The failure of a node.
+    /// Returns the failure of a node.
     pub(super) fn on_node(peers: &Peers, node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::OnNode { node: (peers.count() > 1).then_some(node), cause: cause.into() }
     }

@@ -76,7 +76,7 @@ impl MergeJob {
         self.build(&scratch, Histories::new(read_back(&aside)?), &links)
     }
 
-    /// The members of all runs, in order.
+    /// Returns the members of all runs, in order.
     fn all_members(&self) -> Merge<RunReader<'_>> {
         let share = MERGE_MEMORY / self.runs.len().max(1) as u64;
         let ahead_len = share.clamp(RUN_READ_AHEAD_MIN, RUN_READ_AHEAD_MAX);

@@ -157,7 +157,7 @@ impl Publication<'_> {
         join_all(asking).await.into_iter().collect()
     }
 
-    /// The summary for the user. `unsettled` says why not all nodes could settle.
+    /// Returns the summary for the user. `unsettled` says why not all nodes could settle.
     pub(super) async fn summary(
         &self,
         merged: Merged,

@@ -56,7 +56,7 @@ async fn relay(peers: &Peers, subscription: u64, events: &mpsc::Sender<Event>) -
     }
 }
 
-/// The event for the user when the coordinator rejects a request, or cannot be reached.
+/// Returns the event for the user when the coordinator rejects a request, or cannot be reached.
 fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
     let reason = match answer {
         // The coordinator's name does not help its user.

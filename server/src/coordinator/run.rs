@@ -25,7 +25,7 @@ use super::{COORDINATOR, CoordinatedStageIn, Coordinator, CoordinatorContext, Co
 use crate::peers::PeerError;
 use crate::store::unnamed_file;
 
-/// Bytes of catalog that an entry takes beside its name.
+/// Bytes of catalog that an entry takes in addition to its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 
 /// Cancels when dropped, so that blocking work ends with the future that waits for it.
@@ -189,7 +189,7 @@ async fn make_plan(
     planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
 }
 
-/// Has all nodes evict cached blocks for what a stage-in writes beside blocks.
+/// Has all nodes evict cached blocks for what a stage-in writes in addition to blocks.
 async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
     let asking = context.peers.nodes().map(|node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));

@@ -1,4 +1,4 @@
-//! The state of one stage-in on the coordinator: units to assign, how far each node is, and the first failure.
+//! The state of one stage-in on the coordinator: units to assign, each node's progress, and the first failure.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,7 +22,7 @@ const WAITING_NODES_SHOWN_MAX: usize = 8;
 /// A node's regular report.
 #[derive(Default)]
 pub(crate) struct NodeReport {
-    /// Counted since the last report.
+    /// What was counted since the last report.
     pub(crate) progress: Counted,
     /// What the node's threads wait for, if nothing was counted.
     pub(crate) waits: Vec<String>,
@@ -160,7 +160,7 @@ impl CoordinatedStageIn {
         self.unit_ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The assignments whose members do not count.
+    /// Returns the assignments whose members do not count.
     pub(super) fn rejected_tickets(&self) -> HashSet<u32> {
         self.unit_ledger().rejected_tickets().clone()
     }
@@ -223,7 +223,7 @@ impl CoordinatedStageIn {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// All progress so far.
+    /// Returns all progress so far.
     pub(super) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -267,7 +267,7 @@ impl CoordinatedStageIn {
         failure.unwrap_or_else(|| Arc::new(CoordinatorError::Cancelled))
     }
 
-    /// A node that has not reported for so long that it has given up on the stage-in by itself.
+    /// Returns a node that has not reported for so long that it has given up on the stage-in by itself.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
         let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
         silent.map(|node| NodeId(node as u16))

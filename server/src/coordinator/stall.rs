@@ -6,7 +6,7 @@ use dayfly_meta::deadlines::Deadlines;
 
 use super::CoordinatorError;
 
-/// Counts checks that saw no progress. It counts checks, not time, because a process that was stopped makes no checks meanwhile.
+/// Counts checks that saw no progress. It counts checks, not time, because a stopped process makes no checks.
 pub(super) struct StallDetector {
     timeout: Duration,
     interval: Duration,
@@ -27,7 +27,7 @@ impl StallDetector {
         self.interval * self.looks > self.timeout
     }
 
-    /// The error for the user.
+    /// Returns the error for the user.
     pub(super) fn error(&self, waits_for: String) -> CoordinatorError {
         CoordinatorError::Stalled { seconds: self.timeout.as_secs(), waits_for }
     }

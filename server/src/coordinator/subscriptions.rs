@@ -1,6 +1,6 @@
 //! Subscriptions: the events of a stage-in, kept until the node that started it asks for them.
 //!
-//! A node asks for one event after the other. Each question says how many events have arrived, so an event whose answer was
+//! A node asks for one event after another. Each question says how many events have arrived, so an event whose answer was
 //! lost is delivered again. A subscription that nobody asks about expires, which cancels its stage-in: the node, or its
 //! client, is gone.
 

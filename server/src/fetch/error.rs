@@ -92,7 +92,7 @@ impl fmt::Display for ChunkName {
     }
 }
 
-/// An error of reading one chunk from its owner.
+/// Wraps the error of reading one chunk from its owner, and names the chunk.
 pub(super) fn read_error(dataset: &Dataset, chunk: Chunk, source: ReadError) -> FetchError {
     FetchError::Read { chunk: ChunkName::new(dataset, chunk), source }
 }

@@ -20,7 +20,7 @@ pub(super) struct ArrivalTable {
 }
 
 impl ArrivalTable {
-    /// An empty table in an unnamed file.
+    /// Creates an empty table in an unnamed file.
     pub(super) fn new(file: File) -> Self {
         Self { file, map: OnceLock::new() }
     }

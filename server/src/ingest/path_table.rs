@@ -26,7 +26,7 @@ struct Table {
     suspects: Vec<SuspectPath>,
 }
 
-/// What the table remembers about a sample, in 24 bytes.
+/// The table's record of a sample, in 24 bytes.
 #[derive(Clone, Copy, Default)]
 struct Entry {
     hash: u64,
@@ -44,7 +44,7 @@ pub(super) struct Content {
 }
 
 impl PathTable {
-    /// A table that takes at most `len` bytes of memory.
+    /// Creates a table that takes at most `len` bytes of memory.
     pub(super) fn new(len: usize) -> Self {
         let entries_max = (len / size_of::<Entry>()).next_multiple_of(WAYS);
         Self { table: Mutex::new(Table { entries_max, ..Table::default() }) }
@@ -84,7 +84,7 @@ impl PathTable {
         }
     }
 
-    /// The conflicts that were suspected since the last call.
+    /// Returns the conflicts that were suspected since the last call.
     pub(super) fn take_suspects(&self) -> Vec<SuspectPath> {
         std::mem::take(&mut self.table.lock().unwrap_or_else(PoisonError::into_inner).suspects)
     }

@@ -1,7 +1,7 @@
 //! Connecting to one peer: when it is first needed, and again when the connection was lost.
 //!
-//! A dial runs as a task of its own. All requests that need the peer meanwhile share it, none waits for it longer than its
-//! own deadline allows, and a request that comes later finds its outcome.
+//! A dial runs as a task of its own. All requests that need the peer during that time share it, none waits longer than its
+//! own deadline allows, and a later request finds its outcome.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use tokio::time::timeout;
 
 type DialOutcome = Result<Arc<dyn Connection>, TransportError>;
-/// A dial, under way or finished: when it ended, and its outcome. Waiters get it in the order in which they came.
+/// A dial, in progress or finished: when it ended, and its outcome. Waiters get it in the order in which they came.
 type Dial = SetOnce<(Instant, DialOutcome)>;
 
 /// Dials one peer, and keeps the connection.
@@ -29,9 +29,9 @@ pub(super) struct Dialer {
 
 #[derive(Default)]
 struct LastDial {
-    /// The last dial; unset while it is under way.
+    /// The last dial; unset while it is in progress.
     dial: Option<Arc<Dial>>,
-    /// The task of a dial under way. It ends with the dialer.
+    /// The task of a dial in progress. It ends with the dialer.
     task: JoinSet<()>,
 }
 
@@ -48,7 +48,8 @@ impl Dialer {
         self.last_dial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not lost.
+    /// Returns whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not
+    /// lost.
     pub(super) fn is_lost(&self) -> bool {
         let last_dial = self.last_dial();
         match last_dial.dial.as_ref().and_then(|dial| dial.get()) {
@@ -94,7 +95,7 @@ impl Dialer {
             if let Err(error) = &outcome {
                 tracing::warn!(%peer, %address, %error, "cannot reach a peer");
             }
-            // This task alone sets it. It stays until the next dial, whether anybody still waits for it or not.
+            // This task alone sets it. It stays until the next dial, even if nothing waits for it anymore.
             let _ = dialing.set((Instant::now(), outcome));
         });
         *dial = Some(new.clone());

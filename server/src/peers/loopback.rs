@@ -85,7 +85,7 @@ impl Connection for Loopback {
             let landing = LoopbackLanding { payload: payload.clone(), len };
             let answered = service.offered(self.node, message, Incoming::new(len as u64, Box::new(landing))).await;
             let message = answered.map_err(|refusal| self.refused(refusal))?;
-            // The service has dropped its landing by now. If it still holds it, it breaks its contract, and the asker's
+            // The service has dropped its landing by now. If it has not, it breaks its contract, and the asker's
             // deadline ends the wait.
             let Some(payload) = Arc::into_inner(payload) else { return future::pending().await };
             Ok(Offered { message, payload: payload.into_inner().unwrap_or_else(PoisonError::into_inner) })

@@ -32,7 +32,7 @@ const BOOST_MAX: f64 = 16.0;
 /// A doubling helped if the rate grew by this factor.
 const BOOST_GAIN: f64 = 1.1;
 
-/// What happened since the last interval.
+/// The observations since the last interval.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Observation {
     pub(super) elapsed: Duration,
@@ -50,7 +50,7 @@ pub(super) struct Observation {
     pub(super) request_len: u64,
 }
 
-/// What the controller asks for.
+/// The controller's targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Targets {
     /// Bytes to be ahead of the reader.
@@ -59,7 +59,7 @@ pub(super) struct Targets {
     pub(super) requests: usize,
 }
 
-/// What is known about doubling the boost.
+/// The state of the trial of a doubled boost.
 #[derive(Clone, Copy)]
 enum Trial {
     /// A doubling may help.

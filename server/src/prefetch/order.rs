@@ -1,4 +1,4 @@
-//! Reads one order ahead.
+//! Reads ahead along one order.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,12 +60,12 @@ impl SharedOrder {
         }
     }
 
-    /// The present target of bytes to be ahead of the reader.
+    /// Returns the present target of bytes to be ahead of the reader.
     pub(super) fn depth_bytes(&self) -> u64 {
         self.depth_bytes.load(Ordering::Relaxed)
     }
 
-    /// The present target of requests in flight.
+    /// Returns the present target of requests in flight.
     pub(super) fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }
@@ -135,7 +135,7 @@ impl Upcoming<'_> {
         self.chunks.is_empty() && self.next == self.samples.len()
     }
 
-    /// Puts chunks back to the front, in their order.
+    /// Puts chunks back at the front, in order.
     fn put_back(&mut self, chunks: impl DoubleEndedIterator<Item = Chunk>) {
         chunks.rev().for_each(|chunk| self.chunks.push_front(chunk));
     }
@@ -150,7 +150,7 @@ struct UnreadChunk {
     number: u64,
 }
 
-/// The task that reads one order ahead.
+/// The task that reads ahead along one order.
 pub(super) struct OrderTask<'a> {
     prefetcher: &'a Arc<Prefetcher>,
     order: &'a SharedOrder,
@@ -284,7 +284,7 @@ impl<'a> OrderTask<'a> {
         let (mut index, mut hits, mut read_bytes) = (0, 0, 0);
         while index < self.window.len().min(OUT_OF_ORDER_MAX) {
             let UnreadChunk { chunk, lease, .. } = &self.window[index];
-            // A block that was cached meanwhile is read from the drive, which leaves no mark. It counts as read.
+            // A block that has been cached since is read from the drive, which leaves no mark. It counts as read.
             if !lease.was_read() && !self.upcoming.dataset.is_local(chunk.block) {
                 index += 1;
             } else if let Some(UnreadChunk { chunk, lease, number, .. }) = self.window.remove(index) {
@@ -353,7 +353,7 @@ impl<'a> OrderTask<'a> {
         }
     }
 
-    /// How long nothing may be read before the window is released: shorter while other requests wait for room.
+    /// Returns how long nothing may be read before the window is released: shorter while other requests wait for room.
     fn idle_limit(&self) -> Duration {
         let Prefetcher { arena, recall, order_idle, .. } = &**self.prefetcher;
         if arena.is_short() { *recall } else { *order_idle }

@@ -15,7 +15,7 @@ use tokio::runtime::Handle;
 use super::random::Random;
 use crate::blocking::{Blocking, Job};
 
-/// Where the baton is.
+/// The position of the baton.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum BatonState {
     /// The runtime has it, and may run.
@@ -102,7 +102,7 @@ impl Jobs {
         Arc::new(Self { random: Mutex::new(random), pool, panics: Arc::default() })
     }
 
-    /// The messages of jobs that panicked.
+    /// Returns the messages of jobs that panicked.
     pub(super) fn panics(&self) -> Vec<String> {
         self.panics.lock().unwrap().clone()
     }

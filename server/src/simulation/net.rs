@@ -28,10 +28,10 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::random::Random;
 
-/// Slots of a region. Fewer than in production, because each seed makes new tables of them.
+/// Slots of a region. Fewer than in production, because each seed creates new tables of them.
 const SLOTS_MAX: u32 = 512;
 
-/// What is wrong with the link between two nodes, in both directions.
+/// The faults of the link between two nodes, in both directions.
 #[derive(Clone, Default)]
 pub(super) struct LinkHealth {
     /// No message gets through.
@@ -44,7 +44,7 @@ pub(super) struct LinkHealth {
     pub(super) flipped: u32,
 }
 
-/// What is wrong with a node.
+/// The faults of a node.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct NodeHealth {
     /// For now, it neither receives nor sends.
@@ -73,7 +73,7 @@ struct NetState {
     nodes: BTreeMap<NodeId, NodeHealth>,
     links: BTreeMap<(NodeId, NodeId), LinkHealth>,
     connections: Vec<Weak<SimConnection>>,
-    /// All regions that were made, to check at the end that all of their slots were freed.
+    /// All regions that were created, to check at the end that all of their slots were freed.
     regions: Vec<(NodeId, Region)>,
     /// A hash of everything that happened.
     trace: FxHasher,
@@ -104,13 +104,13 @@ impl Net {
         self.state.lock().unwrap()
     }
 
-    /// A hash of everything that happened, and the number of messages.
+    /// Returns a hash of everything that happened, and the number of messages.
     pub(super) fn trace(&self) -> (u64, u64) {
         let state = self.state();
         (state.trace.finish(), state.messages)
     }
 
-    /// The nodes that did not free all of their slots.
+    /// Returns the nodes that did not free all of their slots.
     pub(super) fn leaks(&self) -> Vec<NodeId> {
         let regions = std::mem::take(&mut self.state().regions);
         regions.into_iter().filter(|(_, region)| region.slot(region.len()).is_none()).map(|(node, _)| node).collect()
@@ -169,7 +169,7 @@ impl Net {
         self.changed.notify_waiters();
     }
 
-    /// Whether messages get through from one node to another.
+    /// Returns whether messages get through from one node to another.
     fn is_open(&self, from: NodeId, to: NodeId) -> bool {
         let state = self.state();
         let is_down = |node| state.nodes.get(&node).is_some_and(|health| health.is_frozen || health.is_killed);
@@ -246,7 +246,7 @@ impl Net {
         }
     }
 
-    /// Whether the next request between two nodes is to be refused.
+    /// Returns whether the next request between two nodes is to be refused.
     fn takes_refusal(&self, from: NodeId, to: NodeId) -> bool {
         let mut state = self.state();
         let refused = state.links.get_mut(&pair(from, to)).map(|link| &mut link.refused);
@@ -409,7 +409,7 @@ impl SimConnection {
     }
 }
 
-/// The first word of a message, for the trace.
+/// Returns the first word of a message, for the trace.
 fn name(message: &[u8]) -> String {
     let words = match decode_sealed::<Request>(message) {
         Ok(Request::Read(request)) => format!("{request:?}"),

@@ -19,7 +19,7 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `end`, which must not be 0.
+    /// Returns a number below `end`, which must not be 0.
     pub(super) fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
@@ -36,7 +36,8 @@ impl Random {
         from + Duration::from_micros(self.below((to - from).as_micros().max(1) as u64))
     }
 
-    /// A duration whose logarithm is uniform: each doubling between `from` and `to` is equally likely.
+    /// Returns a duration whose logarithm is uniform: each doubling between `from` and `to` is
+    /// equally likely.
     pub(super) fn log_duration(&mut self, from: Duration, to: Duration) -> Duration {
         let doublings = (to.as_secs_f64() / from.as_secs_f64()).log2();
         from.mul_f64((doublings * (self.below(1 << 20) as f64 / f64::from(1 << 20))).exp2())

@@ -1,4 +1,4 @@
-//! The session of one seed: a stage-in on a healthy network; then a second one, beside readers, while faults happen; then all
+//! The session of one seed: a stage-in on a healthy network; then a second one, with readers, while faults happen; then all
 //! faults end, and the promises are checked.
 
 use std::net::SocketAddr;
@@ -29,7 +29,7 @@ use crate::fetch::Fetched;
 use crate::store::Dataset;
 use crate::{Config, Node};
 
-/// Longer than any session takes. A session that is not over by then hangs.
+/// Longer than any session takes. A session that is not over by then has hung.
 const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
 const STAGE_IN_MAX: Duration = Duration::from_secs(150);
@@ -55,7 +55,7 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    /// The message about broken promises, if there are any.
+    /// Returns the message about broken promises, if there are any.
     pub(super) fn failure(&self) -> Option<String> {
         (!self.broken.is_empty()).then(|| format!("seed {}: {}", self.seed, self.broken.join("; ")))
     }
@@ -422,7 +422,7 @@ impl Reader {
         reasons
     }
 
-    /// The contents of each file, or the error of its read.
+    /// Returns the contents of each file, or the error of its read.
     async fn bytes(&self, target: &[u8], paths: &[&[u8]]) -> Result<Vec<Result<Vec<u8>, String>>, String> {
         let dataset = dataset(&self.server, target).ok_or("there is no such dataset")?;
         let mut chunks: Vec<(usize, Chunk)> = Vec::new();

@@ -24,8 +24,8 @@ pub(super) struct Sources {
     pub(super) second: Vec<Source>,
 }
 
-/// A temporary folder, in memory if this machine has a file system there: a seed makes many files, and real drives only slow
-/// the simulation down.
+/// Returns a temporary folder, in memory if this machine has a file system there: a seed creates many files, and real drives only
+/// slow the simulation down.
 pub(super) fn scratch() -> tempfile::TempDir {
     let builder = || {
         let mut builder = tempfile::Builder::new();
@@ -71,7 +71,7 @@ fn file(archive: &str, number: usize, len: usize) -> (Vec<u8>, Vec<u8>) {
     (format!("{archive}/{number}").into_bytes(), words.flatten().take(len).collect())
 }
 
-/// An uncompressed tar archive of `files`.
+/// Returns an uncompressed tar archive of `files`.
 fn tar(files: &Files) -> Vec<u8> {
     let mut archive = Vec::new();
     for (path, bytes) in files {

@@ -38,19 +38,19 @@ impl NodeStageIn {
         if room.grow(more) { 0 } else { more }
     }
 
-    /// Takes the room that was reserved for the catalog, and its drive.
+    /// Takes over the space that was reserved for the catalog, and its drive.
     fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
         let reserved = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
         let room = reserved.unwrap_or_else(|| Reservation::empty(&self.catalog_drive));
         (self.catalog_drive.clone(), room)
     }
 
-    /// Hands over the catalog on the node that built it.
+    /// Takes over the catalog on the node that built it.
     pub(crate) fn set_catalog(&self, catalog: Arc<File>) {
         self.publication().catalog = Some(catalog);
     }
 
-    /// Fetches the catalog unless it is here, checks it, and prepares the dataset.
+    /// Fetches the catalog unless it is here already, checks it, and prepares the dataset.
     pub(crate) async fn prepare(self: &Arc<Self>, announced: PreparedCatalog) -> Result<(), NodeStageInError> {
         let PreparedCatalog { dataset: id, target, from, len, checksum } = announced;
         let (drive, mut room) = self.take_catalog_room();
@@ -119,7 +119,7 @@ impl NodeStageIn {
         }
     }
 
-    /// Undoes the stage-in on this node, however far it came.
+    /// Undoes the stage-in on this node, however far it got.
     pub(super) fn abort(&self) {
         self.stop();
         let mut publication = self.publication();
@@ -137,8 +137,8 @@ impl NodeStageIn {
         self.ingest.segments().free();
     }
 
-    /// Whether the dataset is visible on this node. From then on only the coordinator may take it back, because other nodes
-    /// may show it too.
+    /// Returns whether the dataset is visible on this node. From then on only the coordinator may take it back, because other
+    /// nodes may show it too.
     pub(super) fn is_visible(&self) -> bool {
         self.publication().visible.is_some()
     }

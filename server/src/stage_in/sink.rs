@@ -143,7 +143,7 @@ fn ship_error(node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> S
     StageInError::Ship { node, cause: cause.into() }
 }
 
-/// Why this node did not take a batch of its own worker.
+/// Returns why this node did not take a batch of its own worker.
 fn not_stored(node: NodeId, error: NodeStageInError) -> StageInError {
     match error {
         NodeStageInError::Ingest(IngestError::Damaged(damaged)) => corrupted(node, damaged),

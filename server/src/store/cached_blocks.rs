@@ -72,12 +72,12 @@ fn hash(block: BlockId, seed: u64) -> u64 {
 }
 
 impl CachedBlocks {
-    /// The number of published blocks, and their bytes.
+    /// Returns the number of published blocks, and their bytes.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.blocks.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
     }
 
-    /// The share of blocks that the threshold selects, in thousandths.
+    /// Returns the share of blocks that the threshold selects, in thousandths.
     pub(crate) fn share_permille(&self) -> u64 {
         self.threshold() * 1000 / ALL
     }
@@ -107,13 +107,14 @@ impl CachedBlocks {
     }
 }
 
-/// The threshold that selects as many blocks as fit into `room` bytes, when all datasets together have `wanted` bytes to cache.
+/// Returns the threshold that selects as many blocks as fit into `room` bytes, when all datasets together have `wanted` bytes
+/// to cache.
 pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
     let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
     share.map_or(ALL, |share| share.min(ALL.into()) as u64)
 }
 
-/// A threshold below `threshold` that frees about `bytes` of `cached_room`.
+/// Returns a threshold below `threshold` that frees about `bytes` of `cached_room`.
 pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) -> u64 {
     let left = u128::from(cached_room.saturating_sub(bytes));
     let share = (u128::from(threshold) * left).checked_div(cached_room.into()).unwrap_or(0) as u64;
@@ -127,7 +128,7 @@ impl Dataset {
         self.catalog().header().bytes.saturating_sub(self.owned().bytes)
     }
 
-    /// Whether a block that arrived from its owner is to be cached.
+    /// Returns whether a block that arrived from its owner is to be cached.
     pub(crate) fn should_cache(&self, block: BlockId) -> bool {
         let threshold = self.cached_blocks().threshold();
         threshold > 0
@@ -171,7 +172,7 @@ impl Dataset {
                 None => {}
             }
         }
-        // Blocks with similar hashes lie side by side: they are withdrawn together, so whole pages become free.
+        // Blocks with similar hashes lie next to each other: they are withdrawn together, so whole pages become free.
         whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
         let written = self.write_whole(&mut writing, &whole).and_then(|written| {
@@ -232,13 +233,13 @@ impl Dataset {
             writing.group += 1;
             writing.group
         };
-        // Without the lock: a sync may take long, and more blocks may be written meanwhile.
+        // Without the lock: a sync may take long, and more blocks may be written in the meantime.
         let result = self.segments().sync_healthy();
         let mut writing = self.cached_blocks().lock();
         if self.is_gone() {
             return Ok(());
         }
-        // A write meanwhile may have received an error in place of the sync, so we ask the drives rather than look at `result`.
+        // A concurrent write may have received the error instead, so we ask the drives rather than look at `result`.
         let is_lost = |position: DrivePosition| self.segments().has_failed(position.drive);
         let (unsynced, partial) = (writing.unsynced.len(), writing.partial.len());
         writing.unsynced.retain(|_, block| !is_lost(block.position));
@@ -272,7 +273,7 @@ impl Dataset {
         }
     }
 
-    /// Whether [`Self::free_withdrawn`] may have something to free.
+    /// Returns whether [`Self::free_withdrawn`] may have something to free.
     pub(crate) fn has_withdrawn(&self) -> bool {
         self.cached_blocks().lock().has_withdrawn
     }
@@ -293,7 +294,7 @@ impl Dataset {
         Ok(freed)
     }
 
-    /// The cached blocks that processes find, with their locations and lengths.
+    /// Returns the cached blocks that processes find, with their locations and lengths.
     fn published_cached(&self) -> impl Iterator<Item = (BlockId, Location, u64)> {
         (0..self.catalog().header().blocks).map(BlockId).filter_map(|block| match self.locations().find(block) {
             Some(location @ Location::Cached(_)) => Some((block, location, self.catalog().block(block)?.1)),

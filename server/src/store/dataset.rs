@@ -21,7 +21,7 @@ use super::shared_file;
 /// Up to this many bytes of dead blocks stay: looking for them costs more than their room is worth.
 const DEAD_BYTES_MAX: u64 = 1 << 20;
 
-/// Why a dataset cannot be made ready on this node.
+/// Why a dataset cannot be prepared on this node.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PrepareError {
     #[error(transparent)]
@@ -34,7 +34,7 @@ pub(crate) enum PrepareError {
     Write(#[from] io::Error),
 }
 
-/// How much of a dataset this node owns.
+/// The part of a dataset that this node owns.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Owned {
     pub(crate) samples: u64,
@@ -42,7 +42,7 @@ pub(crate) struct Owned {
     pub(crate) bytes: u64,
 }
 
-/// What the catalog says about a chunk.
+/// The catalog's facts about a chunk.
 #[derive(Clone)]
 pub(crate) struct ChunkInfo {
     pub(crate) len: u64,
@@ -136,7 +136,7 @@ impl Dataset {
         self.id
     }
 
-    /// The path of the dataset's root below the namespace's prefix.
+    /// Returns the path of the dataset's root below the namespace's prefix.
     pub(crate) fn target(&self) -> &[u8] {
         &self.target
     }
@@ -149,7 +149,7 @@ impl Dataset {
         self.owned
     }
 
-    /// The files that a client gets, all read-only: the catalog, the locations, and the segments by drive.
+    /// Returns the files that a client gets, all read-only: the catalog, the locations, and the segments by drive.
     pub(crate) fn client_files(&self) -> io::Result<Vec<File>> {
         let mut files = vec![self.catalog_file.try_clone()?, self.locations_file.try_clone()?];
         for segment in self.segments.files() {
@@ -162,7 +162,7 @@ impl Dataset {
         &self.catalog_file
     }
 
-    /// Whether the whole block is in this node's segments.
+    /// Returns whether the whole block is in this node's segments.
     pub(crate) fn is_local(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
@@ -175,12 +175,12 @@ impl Dataset {
         &self.segments
     }
 
-    /// The blocks of other nodes that are cached on this node.
+    /// Returns the blocks of other nodes that are cached on this node.
     pub(crate) fn cached_blocks(&self) -> &CachedBlocks {
         &self.cached_blocks
     }
 
-    /// Asks the processor to load what the calls below will read about these chunks.
+    /// Prefetches into the processor's cache what the calls below will read about these chunks.
     pub(crate) fn prefetch(&self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.catalog.prefetch_block(chunk.block);
@@ -203,7 +203,7 @@ impl Dataset {
         self.locations.publish_absent(block, location)
     }
 
-    /// A chunk to be sent to a peer; `None` unless this node owns its block.
+    /// Returns a chunk to be sent to a peer; `None` unless this node owns its block.
     pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
         // Not from a cached copy, which may be freed while it is sent.
         let Location::Owned(position) = self.locations.find(chunk.block)? else { return None };

@@ -171,7 +171,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// A reservation of 0 bytes.
+    /// Creates a reservation of 0 bytes.
     pub(crate) fn empty(drive: &Arc<Drive>) -> Self {
         Self { drive: drive.clone(), bytes: 0 }
     }
@@ -209,7 +209,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Makes a file without a name. Its room is freed when its last descriptor is closed.
+/// Creates a file without a name. Its room is freed when its last descriptor is closed.
 pub(crate) fn unnamed_file(folder: &Path) -> io::Result<File> {
     let open =
         |flags: OFlag, path: &Path| OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags.bits()).open(path);
@@ -227,7 +227,7 @@ pub(crate) fn unnamed_file(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// A second descriptor of a file, which cannot write to it.
+/// Returns a second descriptor of a file, which cannot write to it.
 pub(crate) fn read_only(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }

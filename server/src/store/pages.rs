@@ -33,7 +33,7 @@ impl Pages {
         self.used.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() * PAGE_SIZE
     }
 
-    /// The offset of the first used page.
+    /// Returns the offset of the first used page.
     pub(super) fn first_used(&self) -> Option<u64> {
         let word = self.used.iter().position(|&word| word != 0)?;
         Some((self.first + word as u64 * 64 + u64::from(self.used[word].trailing_zeros())) * PAGE_SIZE)

@@ -36,7 +36,7 @@ struct Segment {
 struct Room {
     /// The offset after the last allocated block.
     end: u64,
-    /// Bytes behind `end` that are reserved, but not allocated to blocks yet.
+    /// Bytes after `end` that are reserved, but not allocated to blocks yet.
     reserved: u64,
     /// The offset up to which the file system has allocated room.
     preallocated_to: u64,
@@ -68,7 +68,7 @@ pub(crate) fn room_for(len: u64) -> u64 {
 }
 
 impl Segments {
-    /// Makes a segment with its header on each drive.
+    /// Creates a segment with its header on each drive.
     pub(crate) fn create(drives: &[Arc<Drive>], dataset: DatasetId) -> io::Result<Self> {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
             let made = unnamed_file(drive.path()).and_then(|file| {
@@ -84,7 +84,7 @@ impl Segments {
         Ok(Self { segments: drives.iter().enumerate().map(create).collect::<io::Result<_>>()? })
     }
 
-    /// The drives' numbers, the one with the most free room first.
+    /// Returns the drives' numbers, the one with the most free room first.
     pub(crate) fn drives_by_room(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.segments.len() as u8).collect();
         numbers.sort_by_key(|&number| std::cmp::Reverse(self.segments[usize::from(number)].drive.free()));
@@ -96,7 +96,7 @@ impl Segments {
         self.segment(drive)?.reserve(len)
     }
 
-    /// Allocates positions for blocks, one after the other, in `reserved` bytes that were reserved for them. What they do not
+    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved for them. What they do not
     /// need of the reservation is freed.
     pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
@@ -147,7 +147,8 @@ impl Segments {
         synced.into_iter().collect()
     }
 
-    /// Whether a drive has lost written bytes. Then nothing that was written to it since the last successful sync counts.
+    /// Returns whether a drive has lost written bytes. Then nothing that was written to it since the last successful sync
+    /// counts.
     pub(crate) fn has_failed(&self, drive: u8) -> bool {
         self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
     }
@@ -191,7 +192,7 @@ impl Segments {
         })
     }
 
-    /// Makes the blocks that are cached from now on share no page with those cached before.
+    /// Ensures that blocks cached from now on share no page with those cached before.
     pub(crate) fn begin_cached_group(&self) {
         self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
@@ -280,17 +281,17 @@ impl Segments {
         Ok(freed)
     }
 
-    /// The segment on a drive.
+    /// Returns the segment on a drive.
     pub(crate) fn file(&self, drive: u8) -> Option<&Arc<File>> {
         self.segments.get(usize::from(drive)).map(|segment| &segment.file)
     }
 
-    /// The path of a drive's data dir, for messages.
+    /// Returns the path of a drive's data dir, for messages.
     pub(crate) fn drive_path(&self, drive: u8) -> &[u8] {
         self.segments.get(usize::from(drive)).map_or(b"", |segment| segment.drive.path().as_os_str().as_encoded_bytes())
     }
 
-    /// All segments, by drive.
+    /// Returns all segments, by drive.
     pub(crate) fn files(&self) -> impl Iterator<Item = &Arc<File>> {
         self.segments.iter().map(|segment| &segment.file)
     }

@@ -1,4 +1,4 @@
-//! Members of archives: how a tar is read from one member to the next, and what becomes of each. The
+//! Members of archives: how a tar is read member by member, and how each member is handled. The
 //! functions that take a member serve zips and archives within archives too.
 
 use std::fs::File;
@@ -18,7 +18,7 @@ use crate::source::tar::{End, Next, TarError, TarKind, TarMember, TarReader};
 
 /// The archive that is being read.
 pub(super) struct Archive<'a> {
-    /// Number of the source that it is, or that contains it.
+    /// Number of the source that is this archive or contains it.
     pub(super) source: u32,
     /// The path for messages. An archive within an archive is named like a file in a directory.
     pub(super) path: PathBuf,
@@ -33,12 +33,12 @@ pub(super) struct Archive<'a> {
 }
 
 impl<'a> Archive<'a> {
-    /// The archive that is the source of a unit.
+    /// Returns the archive that is the source of a unit.
     pub(super) fn of_unit(unit: &'a Unit, path: &Path, is_decompressed: bool) -> Self {
         Self { source: unit.source, path: path.to_owned(), prefix: &unit.prefix, inner: Vec::new(), depth: 0, is_decompressed }
     }
 
-    /// The error for damage in this archive.
+    /// Returns the error for damage in this archive.
     pub(super) fn damaged(&self, offset: u64, reason: impl ToString) -> StageInError {
         let (path, is_decompressed) = (self.path.clone(), self.is_decompressed);
         StageInError::Damaged { path, offset, is_decompressed, reason: reason.to_string() }
@@ -56,7 +56,7 @@ pub(super) enum Keys {
 }
 
 impl Keys {
-    /// The key of a member whose data starts at `offset`.
+    /// Returns the key of a member whose data starts at `offset`.
     pub(super) fn key(&mut self, archive: &Archive<'_>, offset: u64) -> Result<MemberKey, StageInError> {
         let offset = match self {
             Self::Offset(base) => *base + offset,
@@ -130,7 +130,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Notes an archive that may have been cut off.
+    /// Records an archive that may have been cut off.
     pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End) {
         if end == End::Unmarked {
             self.unit.counts.unmarked_ends += 1;
@@ -139,7 +139,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Takes a member of a tar. The reader stands at the member's data.
+    /// Takes a member of a tar. The reader is positioned at the member's data.
     pub(super) fn take_from_tar<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
@@ -218,7 +218,7 @@ impl<S: Sink> Worker<S> {
         self.take_member(Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind })
     }
 
-    /// The path of a member in the dataset, or `None` if the member is not taken.
+    /// Returns the path of a member in the dataset, or `None` if the member is not taken.
     fn path_of(&mut self, archive: &Archive<'_>, name: &[u8], is_directory: bool) -> Result<Option<Vec<u8>>, StageInError> {
         let full = if archive.inner.is_empty() { name.to_vec() } else { [&archive.inner, &b"/"[..], name].concat() };
         let path = match self.selector.decide(&full, is_directory) {

@@ -24,12 +24,12 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         self.len
     }
 
-    /// Whether the batch has no bytes.
+    /// Returns whether the batch has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The blocks, in the order of their bytes in the buffer.
+    /// Returns the blocks, in the order of their bytes in the buffer.
     pub fn blocks(&self) -> &[ShippedBlock] {
         &self.blocks
     }
@@ -50,7 +50,7 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Batch { buffer, len: self.len, blocks: self.blocks.clone(), members: self.members.clone() }
     }
 
-    /// The room for the next block of `len` bytes. The caller has checked that it fits.
+    /// Returns the room for the next block of `len` bytes. The caller has checked that it fits.
     pub(super) fn space(&mut self, len: usize) -> &mut [u8] {
         &mut self.buffer[self.len..self.len + len]
     }

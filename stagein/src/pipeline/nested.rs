@@ -51,7 +51,8 @@ impl<R: Read> Read for Recorder<R> {
 }
 
 impl<S: Sink> Worker<S> {
-    /// The archive that a member is according to its name. `None` if the member is to stay a file.
+    /// Returns the archive that a member is according to its name. `None` if the member is to stay
+    /// a file.
     pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
         if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
             return None;

@@ -24,7 +24,7 @@ use crate::path_conflicts::rival;
 
 impl<S: Sink> Worker<S> {
     /// Takes a file: reads its `size` bytes from `data` and ships them. `read_error` turns a failed
-    /// read into an error that names the source. After an error, the file is as if it had not been
+    /// read into an error that names the source. After an error, the file is treated as if it had not been
     /// there.
     pub(super) fn take_file(
         &mut self,
@@ -132,12 +132,14 @@ impl<S: Sink> Worker<S> {
         owner.ok_or_else(|| StageInError::NoRoom { sample: display(path) })
     }
 
-    /// What the owner compares to find path conflicts. Only a sample's first block carries it.
+    /// Returns what the owner compares to find path conflicts. Only a sample's first block carries
+    /// it.
     fn rival(&self, index: usize, part: u32) -> Rival {
         if part > 0 { Rival::default() } else { rival(&self.members[index].path, self.unit.rivalry) }
     }
 
-    /// The key by which a path is placed and shuffled; samples with equal keys stay together.
+    /// Returns the key by which a path is placed and shuffled; samples with equal keys stay
+    /// together.
     fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
         match self.selection.group {
             Grouping::None => path,

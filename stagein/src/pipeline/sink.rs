@@ -1,4 +1,4 @@
-//! The border between a worker and the nodes that store blocks.
+//! The boundary between a worker and the nodes that store blocks.
 
 use std::ops::DerefMut;
 
@@ -15,7 +15,7 @@ use crate::StageInError;
 /// The sink owns the memory of all batches of a worker, and so decides how far the worker can be
 /// ahead of the owners.
 pub trait Sink {
-    /// Memory of [`BATCH_LEN_MAX`] bytes that a batch is gathered in.
+    /// Memory of [`BATCH_LEN_MAX`] bytes in which a batch is gathered.
     type Buffer: DerefMut<Target = [u8]>;
 
     /// Lends a buffer for blocks of `owner`. Returns `None` if the worker has all of its buffers
@@ -60,7 +60,7 @@ pub trait Sink {
     fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
 }
 
-/// What became of a batch or piece that was shipped.
+/// The outcome of shipping a batch or piece.
 pub enum Delivery<B> {
     /// The owner has stored the batch. The number is the first block's number at its owner; the
     /// other blocks have the numbers after it.

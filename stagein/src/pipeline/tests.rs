@@ -152,7 +152,7 @@ struct Staged {
 }
 
 impl Staged {
-    /// The dataset by path. A later member replaces an earlier one.
+    /// Returns the dataset by path. A later member replaces an earlier one.
     fn tree(&self) -> BTreeMap<String, (MemberKind, Vec<u8>)> {
         let entry = |(member, bytes): &(Member, Vec<u8>)| {
             let mut kind = member.kind.clone();

@@ -19,7 +19,7 @@ use crate::StageInError;
 const OPTIONS: MatchOptions =
     MatchOptions { case_sensitive: true, require_literal_separator: false, require_literal_leading_dot: true };
 
-/// Whether the text has wildcards.
+/// Returns whether the text has wildcards.
 pub(super) fn is_glob(text: &[u8]) -> bool {
     text.iter().any(|byte| b"*?[".contains(byte))
 }
@@ -151,7 +151,7 @@ impl<'a> Glob<'a> {
     }
 }
 
-/// Whether the entry is a directory, or a symlink to one.
+/// Returns whether the entry is a directory, or a symlink to one.
 fn is_directory(entry: &DirEntry) -> bool {
     entry.file_type().is_ok_and(|kind| kind.is_dir() || kind.is_symlink() && entry.path().is_dir())
 }

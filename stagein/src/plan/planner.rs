@@ -237,8 +237,8 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// The directory that an archive's members go below with `--prefix-by-source`: its name without the
-/// archive's ending, or without any ending.
+/// Returns the directory that an archive's members go below with `--prefix-by-source`: its name
+/// without the archive's ending, or without any ending.
 fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = name_of(path)?;
     let stem = without_archive_ending(&name).map(<[u8]>::to_vec);

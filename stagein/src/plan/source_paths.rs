@@ -21,7 +21,7 @@ use super::activity::PlanActivity;
 use super::glob::{Glob, is_glob};
 use crate::StageInError;
 
-/// The paths that the patterns expand to, in order, each with its rivals. With
+/// Returns the paths that the patterns expand to, in order, each with its rivals. With
 /// `--on-conflict error`, all paths of one pattern or list are rivals.
 pub(super) fn expand_with_rivals(
     patterns: &[Vec<u8>],
@@ -43,8 +43,8 @@ pub(super) fn expand_with_rivals(
     Ok(all)
 }
 
-/// The paths that the patterns expand to, in the order of the patterns. The matches of one glob are
-/// sorted by their bytes.
+/// Returns the paths that the patterns expand to, in the order of the patterns. The matches of one
+/// glob are sorted by their bytes.
 pub(super) fn expand(patterns: &[Vec<u8>], activity: &PlanActivity<'_>) -> Result<Vec<PathBuf>, StageInError> {
     let mut expanded = SourcePaths::default();
     for pattern in patterns {

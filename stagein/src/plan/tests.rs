@@ -11,7 +11,7 @@ use dayfly_meta::wire::peer::{Unit, Work};
 
 use super::*;
 
-/// A plan and its units, sorted by source.
+/// Returns a plan and its units, sorted by source.
 fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<Unit>), StageInError> {
     let patterns: Vec<Vec<u8>> = patterns.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let request = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };

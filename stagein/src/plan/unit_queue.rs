@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::StageInError;
 
-/// The units of a plan that no worker has got yet.
+/// The units of a plan that no worker has received yet.
 ///
 /// Large units come first, so that no worker starts one when the others are done. The rest come in
 /// random order, so that neighbors in the sources do not go to the owners' drives at the same time.
@@ -63,7 +63,8 @@ impl UnitQueue {
         Ok(())
     }
 
-    /// The encoded length of the next unit, if it is small enough to be assigned with others.
+    /// Returns the encoded length of the next unit, if it is small enough to be assigned with
+    /// others.
     pub(crate) fn next_small_len(&self) -> Option<usize> {
         self.units.last().filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
     }

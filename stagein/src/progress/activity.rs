@@ -1,4 +1,4 @@
-//! What each thread of a stage-in does now. Nothing reads this while a stage-in advances. When
+//! The current activity of each thread of a stage-in. Nothing reads this while a stage-in advances. When
 //! nothing advances anymore, the error names what each thread waits for, and on which source or
 //! drive.
 
@@ -8,7 +8,7 @@ use dayfly_meta::limits::{NOTE_LEN_MAX, WAITS_REPORTED_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Step;
 
-/// What one thread does now. Dropping it removes the thread from the list.
+/// The current activity of one thread. Dropping it removes the thread from the list.
 pub struct Activity(Arc<Mutex<Current>>);
 
 #[derive(Default)]
@@ -20,7 +20,7 @@ struct Current {
 }
 
 impl Activity {
-    /// The thread starts a step on the source or drive at `path`.
+    /// Records that the thread starts a step on the source or drive at `path`.
     pub fn begin(&self, step: Step, path: &[u8]) {
         let mut current = lock(&self.0);
         current.step = Some(step);
@@ -28,12 +28,12 @@ impl Activity {
         current.path.extend_from_slice(path);
     }
 
-    /// The thread starts another step on the same source or drive.
+    /// Records that the thread starts another step on the same source or drive.
     pub fn switch_to(&self, step: Step) {
         lock(&self.0).step = Some(step);
     }
 
-    /// The thread has finished and waits for work.
+    /// Records that the thread has finished and waits for work.
     pub fn end(&self) {
         lock(&self.0).step = None;
     }

@@ -12,10 +12,10 @@ use std::io::{self, BufRead, BufReader, Read};
 use dayfly_meta::catalog::Compression;
 use dayfly_meta::limits::DECODER_MEMORY_MAX;
 
-/// Bytes that a decoder reads from its input at once.
+/// Bytes that a decoder reads from its input at a time.
 const READ_LEN: usize = 1 << 20;
 
-/// The compression of a file with these first bytes.
+/// Returns the compression of a file with these first bytes.
 pub(crate) fn recognize(start: &[u8]) -> Compression {
     const MAGICS: [(&[u8], Compression); 5] = [
         (&[0x1f, 0x8b, 8], Compression::Gzip),
@@ -57,7 +57,7 @@ pub(crate) fn decoder_within<'a>(
             Streams::boxed(input, |input| Ok(bzip2::bufread::BzDecoder::new(input)), bzip2::bufread::BzDecoder::into_inner)?
         }
         Compression::Xz => {
-            // The limit includes memory that liblzma needs besides the dictionary.
+            // The limit includes memory that liblzma needs in addition to the dictionary.
             let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + (1 << 20), liblzma::stream::CONCATENATED)?;
             Box::new(liblzma::bufread::XzDecoder::new_stream(input, stream))
         }
@@ -116,8 +116,8 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
     }
 }
 
-/// The dictionary size in bytes of an xz file's first block, which its decoder allocates. A header
-/// that cannot be parsed counts as the largest possible size.
+/// Returns the dictionary size in bytes of an xz file's first block, which its decoder allocates. A
+/// header that cannot be parsed counts as the largest possible size.
 fn xz_dictionary_len(start: &[u8]) -> u64 {
     // A stream header of 12 bytes comes first. The block header after it has its own length (one
     // byte), flags, two optional lengths, and the filters.

@@ -85,14 +85,15 @@ pub(crate) fn walk(
     Ok(())
 }
 
-/// The subdirectories of a directory, sorted. They become the roots when a component is stripped.
+/// Returns the subdirectories of a directory, sorted. They become the roots when a component is
+/// stripped.
 pub(crate) fn subdirectories(path: &Path) -> Result<Vec<PathBuf>, StageInError> {
     let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
     let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir())).collect())
 }
 
-/// The entry of a source that is a single file.
+/// Returns the entry of a source that is a single file.
 pub(crate) fn single_file(metadata: &Metadata) -> TreeEntry {
     entry(0, Vec::new(), metadata, TreeKind::File(metadata.len()))
 }
@@ -103,7 +104,7 @@ fn entry(number: u64, path: Vec<u8>, metadata: &Metadata, kind: TreeKind) -> Tre
     TreeEntry { number, path, mode: metadata.mode() & 0o7777, mtime_s, mtime_ns, ctime_s, ctime_ns, kind }
 }
 
-/// The kind of a path; `None` for a device, FIFO or socket.
+/// Returns the kind of a path; `None` for a device, FIFO or socket.
 fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> io::Result<Option<TreeKind>> {
     let kind = metadata.file_type();
     if kind.is_dir() {

@@ -84,12 +84,12 @@ impl PlainReader {
         })
     }
 
-    /// The file that is read.
+    /// Returns the file that is read.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
-    /// The file's length in bytes when it was opened.
+    /// Returns the file's length in bytes when it was opened.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
@@ -120,8 +120,8 @@ impl PlainReader {
         }
     }
 
-    /// The next `len` bytes, or fewer at the end of the file. They are returned again by the next
-    /// read.
+    /// Returns the next `len` bytes, or fewer at the end of the file. They are returned again by
+    /// the next read.
     pub(crate) fn peek(&mut self, len: usize) -> io::Result<&[u8]> {
         while self.buffer.len() - self.at < len {
             self.buffer.drain(..std::mem::take(&mut self.at));
@@ -212,13 +212,14 @@ impl<R: Skip + ?Sized> Skip for &mut R {
     }
 }
 
-/// The current version of an open file. Comparing versions shows whether a source has changed.
+/// Returns the current version of an open file. Comparing versions shows whether a source has
+/// changed.
 pub(crate) fn version(file: &File) -> io::Result<Version> {
     let metadata = file.metadata()?;
     Ok(version_of(&metadata))
 }
 
-/// The version that `metadata` describes.
+/// Returns the version that `metadata` describes.
 pub(crate) fn version_of(metadata: &std::fs::Metadata) -> Version {
     Version {
         size: metadata.len(),

@@ -75,7 +75,7 @@ pub(crate) enum Next {
     End(End),
 }
 
-/// Whether a file with these first bytes is a tar, possibly a damaged one.
+/// Returns whether a file with these first bytes is a tar, possibly a damaged one.
 pub(crate) fn is_tar(start: &[u8]) -> bool {
     start.first_chunk::<BLOCK_LEN>().is_some_and(|block| block[257..262] == *b"ustar" || header::checksum_matches(block))
 }
@@ -120,12 +120,12 @@ impl<R: Skip> TarReader<R> {
         self.position.saturating_add(self.data_left).saturating_add(self.padding)
     }
 
-    /// What global extended headers have set so far.
+    /// Returns what global extended headers have set so far.
     pub(crate) fn globals(&self) -> &Extension {
         &self.global
     }
 
-    /// The reader of the tar's bytes.
+    /// Returns the reader of the tar's bytes.
     pub(crate) fn input(&mut self) -> &mut R {
         &mut self.input
     }

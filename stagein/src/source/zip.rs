@@ -56,7 +56,7 @@ impl From<io::Error> for ZipError {
     }
 }
 
-/// Whether a file with these first bytes is a zip.
+/// Returns whether a file with these first bytes is a zip.
 pub(crate) fn is_zip(start: &[u8]) -> bool {
     start.starts_with(b"PK\x03\x04") || start.starts_with(b"PK\x05\x06")
 }

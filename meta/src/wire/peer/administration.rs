@@ -31,7 +31,7 @@ pub enum AdministrationRequest {
 pub enum AgreedNetwork {
     /// All nodes use RDMA.
     Rdma {
-        /// What is not as it should be, for the user.
+        /// What is wrong, for the user.
         note: Option<String>,
     },
     /// All nodes use TCP.
@@ -53,7 +53,7 @@ pub enum AdministrationReply {
     Done,
     /// The node's status.
     Status(Box<NodeStatus>),
-    /// The node serves no longer.
+    /// The node has stopped serving.
     Ended {
         /// Bytes freed on its data dirs.
         freed_bytes: u64,

@@ -15,7 +15,7 @@ pub struct Rivalry {
     pub match_number: u32,
 }
 
-/// What an owner compares of a sample's path.
+/// The hash of a sample's path, and the numbers of its rivalry, which the owner compares.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rival {
     /// Hash of the path, seeded by the pattern.

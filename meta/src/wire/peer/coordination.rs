@@ -35,7 +35,7 @@ pub enum CoordinatorRequest {
     Report {
         /// The stage-in that the report is about.
         stage_in: u64,
-        /// Counted since the last report.
+        /// What was counted since the last report.
         progress: Counted,
         /// What the node's threads wait for, if nothing was counted.
         waits: Vec<String>,

@@ -49,7 +49,7 @@ pub enum RejectionKind {
 }
 
 impl Rejection {
-    /// Makes a rejection; `reason` is for the user.
+    /// Creates a rejection; `reason` is for the user.
     pub fn new(kind: RejectionKind, reason: impl ToString) -> Self {
         Self { kind, reason: reason.to_string() }
     }

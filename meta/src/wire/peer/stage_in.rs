@@ -16,11 +16,11 @@ pub enum NodeStageInRequest {
     Begin {
         /// The stage-in's number, which the coordinator assigns.
         stage_in: u64,
-        /// What to take of the sources.
+        /// What to take from the sources.
         selection: Selection,
         /// Seed of the placement, and of the order in which blocks are stored.
         seed: u64,
-        /// Source bytes that this node may read in a second.
+        /// Source bytes that this node may read per second.
         max_rate: Option<u64>,
         /// Free bytes on each node, in order: its weight in the placement.
         capacities: Vec<u64>,
@@ -91,7 +91,7 @@ pub enum NodeStageInReply {
     Finished {
         /// Length of each sorted run in bytes.
         run_lens: Vec<u64>,
-        /// Counted since the last report.
+        /// What was counted since the last report.
         counted: Counted,
     },
 }

@@ -11,7 +11,7 @@ use crate::wire::control::Counts;
 pub struct Unit {
     /// Number of its source.
     pub source: u32,
-    /// Number of this assignment. A range that was begun at a wrong offset is assigned again, under another number.
+    /// Number of this assignment. A range that was started at a wrong offset is assigned again under another number.
     pub ticket: u32,
     /// The directory of the dataset below which its names go.
     pub prefix: Vec<u8>,
@@ -21,7 +21,7 @@ pub struct Unit {
     pub work: Work,
 }
 
-/// What a worker reads for a unit.
+/// The work of a unit.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub enum Work {
     /// A whole compressed tar archive.
@@ -95,7 +95,7 @@ pub struct TarPosition {
     pub globals: Vec<u8>,
 }
 
-/// What a worker found in a range of a plain tar.
+/// A worker's findings in a range of a plain tar.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct RangeReport {
     /// Offset of the first header in the range; `None` if there was none.

@@ -79,7 +79,7 @@ impl Fixture {
         self.dataset.locations().find(BlockId(block)).and_then(Location::position)
     }
 
-    /// The blocks that processes find.
+    /// Returns the blocks that processes find.
     fn found(&self) -> Vec<u32> {
         (0..FILES).filter(|&block| self.position(block).is_some()).collect()
     }

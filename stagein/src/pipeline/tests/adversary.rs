@@ -1,5 +1,5 @@
 //! Tars made to fool a worker that starts in the middle: members whose data looks like headers, like
-//! archives, or like the end mark, and extended headers at the borders of ranges. However such a tar
+//! archives, or like the end mark, and extended headers at the boundaries of ranges. However such a tar
 //! is split, the result must be the same as for a reader that starts at the beginning.
 
 use std::io::Write;
@@ -14,7 +14,7 @@ use super::*;
 use crate::plan::{SplitTar, UnitQueue};
 use crate::source::plain::version;
 
-/// A header block with a correct checksum.
+/// Returns a header block with a correct checksum.
 fn header(name: &[u8], kind: u8, size: u64, magic: &[u8; 8]) -> Vec<u8> {
     let mut block = vec![0; 512];
     block[..name.len().min(100)].copy_from_slice(&name[..name.len().min(100)]);
@@ -43,7 +43,7 @@ fn pax(kind: u8, key: &str, value: &str) -> Vec<u8> {
 
 const MAGICS: [&[u8; 8]; 3] = [b"ustar\x0000", b"ustar  \0", b"\0\0\0\0\0\0\0\0"];
 
-/// A tar of some members, each of which may be a trap.
+/// Returns a tar of some members, each of which may be a trap.
 fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     let mut bytes = Vec::new();
     for number in 0..members {
@@ -93,7 +93,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     bytes
 }
 
-/// A plan whose ranges start at these offsets, all but the first without a known start.
+/// Returns a plan whose ranges start at these offsets, all but the first without a known start.
 fn split_plan(path: &Path, cuts: &[u64]) -> StageInPlan {
     let file = fs::File::open(path).unwrap();
     let (version, path) = (version(&file).unwrap(), path.as_os_str().as_bytes().to_vec());

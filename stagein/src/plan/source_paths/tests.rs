@@ -9,7 +9,7 @@ use super::*;
 use crate::plan::check_sources;
 use crate::progress::ProgressMonitor;
 
-/// The matches of a pattern in a folder, relative to the folder.
+/// Returns the matches of a pattern in a folder, relative to the folder.
 fn matches(folder: &Path, pattern: &[u8]) -> Result<Vec<Vec<u8>>, StageInError> {
     let monitor = ProgressMonitor::default();
     let pattern = [folder.as_os_str().as_bytes(), b"/", pattern].concat();

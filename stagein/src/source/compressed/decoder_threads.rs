@@ -38,7 +38,7 @@ use crate::source::plain::{PlainReader, Skip};
 use independent::MarkerScanner;
 use splitter::{Boundaries, Splitter};
 
-/// Bytes that go through a channel at once.
+/// Bytes that go through a channel at a time.
 const CHUNK_LEN: usize = 256 << 10;
 /// Unused chunks that are kept for later; more are freed.
 const POOL_CHUNKS_MAX: usize = 16;
@@ -48,7 +48,7 @@ type CompressedChunk = io::Result<Vec<u8>>;
 /// Output of a decoder, or why there is no more.
 type Output = io::Result<Decoded>;
 
-/// What a decoder sends to the worker.
+/// A message from a decoder to the worker.
 enum Decoded {
     Bytes(Vec<u8>),
     /// The end of a gzip stream that was decoded in parts: the CRC-32 and the length, modulo 2^32,
@@ -73,7 +73,7 @@ struct ChunkPool {
 }
 
 impl ChunkPool {
-    /// A chunk of [`CHUNK_LEN`] bytes.
+    /// Returns a chunk of [`CHUNK_LEN`] bytes.
     fn take(&self) -> Vec<u8> {
         let mut chunk = self.chunks.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
         chunk.resize(CHUNK_LEN, 0);
@@ -148,8 +148,8 @@ pub(crate) fn start<'scope, 'env>(
     })
 }
 
-/// Whether a gzip file has a marker between parts near its start. Only files in independent parts
-/// have markers, apart from chance.
+/// Returns whether a gzip file has a marker between parts near its start. Only files in independent
+/// parts have markers, apart from chance.
 fn has_marker(input: &mut PlainReader) -> io::Result<bool> {
     Ok(!MarkerScanner::default().scan(input.peek(CHUNK_LEN)?).is_empty())
 }

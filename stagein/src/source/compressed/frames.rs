@@ -61,12 +61,12 @@ impl FrameScanner {
         Some(scanner)
     }
 
-    /// The largest window that a frame has demanded so far, in bytes.
+    /// Returns the largest window that a frame has demanded so far, in bytes.
     pub(super) fn window(&self) -> u64 {
         self.window
     }
 
-    /// Whether the next byte starts a frame.
+    /// Returns whether the next byte starts a frame.
     pub(super) fn is_at_boundary(&self) -> bool {
         self.skip == 0 && self.field.is_empty() && matches!(self.expected, Field::Magic)
     }
@@ -106,7 +106,7 @@ impl FrameScanner {
         (self.expected, self.needed) = (expected, needed);
     }
 
-    /// The field as a little-endian number.
+    /// Returns the field as a little-endian number.
     fn number(&self) -> u64 {
         self.field.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
     }
@@ -216,7 +216,7 @@ mod tests {
     use super::super::tests::compress;
     use super::*;
 
-    /// A block as `bgzip` writes it.
+    /// Returns a block as `bgzip` writes it.
     pub(super) fn bgzf(bytes: &[u8]) -> Vec<u8> {
         use std::io::Write;
         let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());

@@ -34,8 +34,8 @@ pub(super) struct Header {
     pub(super) mtime_s: i64,
 }
 
-/// Whether the checksum field matches the block. Some old versions of tar summed signed bytes, so
-/// both sums are accepted.
+/// Returns whether the checksum field matches the block. Some old versions of tar summed signed
+/// bytes, so both sums are accepted.
 pub(super) fn checksum_matches(block: &[u8; BLOCK_LEN]) -> bool {
     const FIELD: std::ops::Range<usize> = 148..156;
     // The checksum field itself is summed as if it were filled with blanks.
@@ -87,13 +87,13 @@ impl Header {
     }
 }
 
-/// The text of a field, which ends at the first NUL.
+/// Returns the text of a field, which ends at the first NUL.
 fn text(field: &[u8]) -> Vec<u8> {
     field.split(|&byte| byte == 0).next().unwrap_or_default().to_vec()
 }
 
-/// The number in a field: octal digits between blanks or, if the first bit is set, big-endian
-/// two's complement ("base 256"). An empty field is 0.
+/// Returns the number in a field: octal digits between blanks or, if the first bit is set,
+/// big-endian two's complement ("base 256"). An empty field is 0.
 pub(super) fn number(field: &[u8]) -> Option<i128> {
     let first = *field.first()?;
     if first & 0x80 != 0 {

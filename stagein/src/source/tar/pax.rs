@@ -49,8 +49,9 @@ impl Extension {
 }
 
 impl Extension {
-    /// The fields as records that [`Self::parse`] reads back. Equal extensions have equal records.
-    /// Sparse maps are left out, because they belong to one member and never to a global header.
+    /// Returns the fields as records that [`Self::parse`] reads back. Equal extensions have equal
+    /// records. Sparse maps are left out, because they belong to one member and never to a global
+    /// header.
     pub(crate) fn records(&self) -> Vec<u8> {
         let mut text = Vec::new();
         let mut record = |key: &str, value: &[u8]| {

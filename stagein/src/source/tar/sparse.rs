@@ -42,7 +42,7 @@ impl Expansion {
         Ok(Self { pieces: pieces.into_iter(), piece: (0, 0), at: 0, size })
     }
 
-    /// Bytes of the file, with its holes.
+    /// Bytes of the file, including its holes.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
@@ -139,7 +139,7 @@ impl PaxSparse {
         Some(())
     }
 
-    /// Starts the expansion. The reader stands at the member's data.
+    /// Starts the expansion. The reader is positioned at the member's data.
     pub(super) fn expansion<R: Skip>(mut self, tar: &mut TarReader<R>) -> Result<Expansion, String> {
         let size = self.size.ok_or(BROKEN)?;
         if self.map_is_in_data {

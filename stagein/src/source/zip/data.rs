@@ -61,7 +61,7 @@ pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<B
     })
 }
 
-/// What is left to check of a member's data.
+/// The checks that a member's data still has to pass.
 struct Check {
     /// Bytes that are still to come.
     left: u64,

@@ -46,7 +46,8 @@ pub(crate) struct Record {
     pub(crate) offset: u64,
 }
 
-/// The length of the record at the start of `bytes`. `None` if `bytes` ends within the record.
+/// Returns the length of the record at the start of `bytes`. `None` if `bytes` ends within the
+/// record.
 pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     if !b"PK\x01\x02".starts_with(&bytes[..bytes.len().min(4)]) {
         return Err("the central directory is malformed: a record is expected here");
@@ -58,7 +59,7 @@ pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     Ok((len <= bytes.len()).then_some(len))
 }
 
-/// The bytes that a record's member takes in the archive, for planning units.
+/// Returns the bytes that a record's member takes in the archive, for planning units.
 pub(super) fn stored_len(record: &[u8]) -> u64 {
     match u32_at(record, 20) {
         // The exact number is in an extra field. A member of 4 GiB and more ends its unit anyway.
@@ -162,7 +163,7 @@ impl<'a> Zip64Numbers<'a> {
     }
 }
 
-/// The name, converted to UTF-8 if its encoding is known.
+/// Returns the name, converted to UTF-8 if its encoding is known.
 fn name(raw: &[u8], is_utf8: bool, system: u8, extra: &[u8]) -> Vec<u8> {
     let unicode = fields(extra).find(|(kind, field)| *kind == 0x7075 && field.first() == Some(&1));
     if let Some((_, field)) = unicode.filter(|(_, field)| u32_at(field, 1) == crc32fast::hash(raw) && field.len() > 5) {
@@ -179,7 +180,7 @@ fn name(raw: &[u8], is_utf8: bool, system: u8, extra: &[u8]) -> Vec<u8> {
     name
 }
 
-/// A character of code page 437, the encoding of names on DOS.
+/// Returns a character of code page 437, the encoding of names on DOS.
 fn oem(byte: u8) -> char {
     const UPPER: &str = "ÇüéâäàåçêëèïîìÄÅÉæÆôöòûùÿÖÜ¢£¥₧ƒáíóúñÑªº¿⌐¬½¼¡«»░▒▓│┤╡╢╖╕╣║╗╝╜╛┐└┴┬├─┼╞╟╚╔╩╦╠═╬╧╨╤╥╙╘╒╓╫╪┘┌█▄▌▐▀αßΓπΣσµτΦΘΩδ∞φε∩≡±≥≤⌠⌡÷≈°∙·√ⁿ²■\u{a0}";
     match byte {
@@ -188,7 +189,8 @@ fn oem(byte: u8) -> char {
     }
 }
 
-/// The modification time in the extra fields, which is exact and in UTC. The Unix field is preferred.
+/// Returns the modification time in the extra fields, which is exact and in UTC. The Unix field is
+/// preferred.
 fn time(extra: &[u8]) -> Option<(i64, u32)> {
     const NTFS_EPOCH_S: i64 = -11_644_473_600;
     let mut found = None;

@@ -67,7 +67,7 @@ pub(super) fn decode_stream(
     monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));
 }
 
-/// Fills the chunk as far as there are bytes, up to the end or a failure. Returns how many there
+/// Fills the chunk with the bytes available, up to the end or a failure. Returns how many there
 /// are, since bytes before a failure count too.
 fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error>) -> usize {
     let mut filled = 0;
@@ -85,8 +85,8 @@ fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error
     filled
 }
 
-/// An xz decoder with threads of its own. The library uses them for blocks whose headers state
-/// their lengths. Several streams are decoded one after another.
+/// Returns an xz decoder with threads of its own. The library uses them for blocks whose headers
+/// state their lengths. Several streams are decoded one after another.
 fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
     let open = move |input| {
         let stream = liblzma::stream::MtStreamBuilder::new()

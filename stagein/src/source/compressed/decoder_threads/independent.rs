@@ -24,7 +24,7 @@ pub(super) struct MarkerScanner {
 }
 
 impl MarkerScanner {
-    /// Whether the next byte starts a part.
+    /// Returns whether the next byte starts a part.
     pub(super) fn is_at_boundary(&self) -> bool {
         self.last & MARKER_MASK == MARKER
     }

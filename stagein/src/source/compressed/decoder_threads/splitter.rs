@@ -31,7 +31,7 @@ pub(super) enum Boundaries {
 }
 
 impl Boundaries {
-    /// Whether a piece may start with the next byte.
+    /// Returns whether a piece may start with the next byte.
     fn is_at_boundary(&self) -> bool {
         match self {
             Self::None => false,
@@ -51,7 +51,7 @@ impl Boundaries {
     }
 }
 
-/// What a piece is, which decides how it is decoded.
+/// The kind of a piece, which decides how it is decoded.
 #[derive(Clone, Copy)]
 enum PieceKind {
     /// Complete streams or frames.
@@ -66,7 +66,7 @@ pub(super) struct Splitter<'scope, 'env> {
     pub(super) limits: DecoderLimits,
     pub(super) pool: ChunkPool,
     pub(super) monitor: Arc<ProgressMonitor>,
-    /// Takes the output of every piece, in order. It has room for as many as may decode at once.
+    /// Takes the output of every piece, in order. Its capacity is the number of pieces that may be decoded at once.
     pub(super) pieces: SyncSender<Receiver<Output>>,
 }
 
@@ -128,13 +128,13 @@ impl<'scope> Splitter<'scope, '_> {
         }
         drop(piece);
         if permit.is_some() {
-            // The decoder ends once its output is taken, or nobody wants it anymore.
+            // The decoder ends once its output has been taken or is no longer wanted.
             let _ = decoder.join();
         }
     }
 
-    /// The window in bytes that a decoder will need, according to the first bytes of the file. 0 for
-    /// formats whose windows are always small.
+    /// Returns the window in bytes that a decoder will need, according to the first bytes of the
+    /// file. 0 for formats whose windows are always small.
     fn window_len(&self, start: &[u8]) -> u64 {
         match self.compression {
             Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),

@@ -34,9 +34,9 @@ fn frames_are_decoded_in_order_and_damage_is_an_error() {
     }
 }
 
-/// A gzip stream as `pigz --independent` writes it: each part ends with a full flush and another
-/// empty block. If `is_independent` is false, a sync flush lets parts refer to the ones before
-/// them.
+/// Returns a gzip stream as `pigz --independent` writes it: each part ends with a full flush and
+/// another empty block. If `is_independent` is false, a sync flush lets parts refer to the ones
+/// before them.
 fn in_parts(content: &[u8], part_len: usize, is_independent: bool) -> Vec<u8> {
     let mut deflate = flate2::Compress::new(flate2::Compression::fast(), false);
     let mut packed = vec![0x1f, 0x8b, 8, 8, 0, 0, 0, 0, 0, 3, b'n', 0];
