@@ -37,7 +37,7 @@ impl Arena {
         true
     }
 
-    /// The bytes of a leased chunk; `None` if the range is not within the arena.
+    /// Returns the bytes of a leased chunk; `None` if the range is not within the arena.
     pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
         // SAFETY: the range lies within the mapping, which lives as long as `self` and never
         // faults, as above. While the caller holds the lease the server writes nothing there, and

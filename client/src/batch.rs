@@ -269,12 +269,12 @@ impl SampleRef {
 }
 
 impl<'a> Batch<'a> {
-    /// The number of samples that were requested.
+    /// Returns the number of samples that were requested.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether no sample was requested.
+    /// Returns whether no sample was requested.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
@@ -318,8 +318,8 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// The bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or lost its
-    /// lease.
+    /// Returns the bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or
+    /// lost its lease.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         let is_there = match self.states.get(index) {
             None | Some(ItemState::Pending | ItemState::Deferred) => false,
@@ -329,8 +329,8 @@ impl<'a> Batch<'a> {
         if is_there { self.bytes(index).ok() } else { None }
     }
 
-    /// Whether everything that the program saw so far was real: the session goes on, no dataset of the batch was replaced, no
-    /// drive failed, and no lease on a delivered sample was revoked.
+    /// Returns whether everything that the program saw so far was real: the session goes on, no dataset of the batch was
+    /// replaced, no drive failed, and no lease on a delivered sample was revoked.
     pub fn is_good(&self) -> bool {
         let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.is_gone();
         let is_lost =
@@ -338,7 +338,7 @@ impl<'a> Batch<'a> {
         is_whole && !self.states.iter().any(is_lost)
     }
 
-    /// Whether the session has ended, or a dataset of the batch was replaced.
+    /// Returns whether the session has ended, or a dataset of the batch was replaced.
     fn is_gone(&self) -> bool {
         let mut last: *const Dataset = std::ptr::null();
         let is_gone = |item: &SampleRef| {
@@ -477,8 +477,8 @@ impl<'a> Batch<'a> {
         Ok(Some(index))
     }
 
-    /// Whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned by a
-    /// drive that failed.
+    /// Returns whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned
+    /// by a drive that failed.
     fn is_lost(&self, index: usize) -> bool {
         match &self.states[index] {
             ItemState::Leased(leased) => !self.holds(leased),

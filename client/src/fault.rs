@@ -46,7 +46,7 @@ pub fn disposition() -> Disposition {
     Disposition { handler: HANDLER.load(Ordering::Acquire), flags: FLAGS.load(Ordering::Acquire) as c_int }
 }
 
-/// Whether the handler is installed, so that segments may be mapped.
+/// Returns whether the handler is installed, so that segments may be mapped.
 pub fn is_available() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
@@ -158,8 +158,8 @@ impl Mapped {
         Some(Self { viewed })
     }
 
-    /// Whether some of its bytes are zeros in place of missing ones. Call it after a copy: the
-    /// handler poisons the range before it makes any zeros visible.
+    /// Returns whether some of its bytes are zeros in place of missing ones. Call it after a copy: the handler poisons the range
+    /// before it makes any zeros visible.
     pub(crate) fn is_poisoned(&self) -> bool {
         fence(Ordering::Acquire);
         self.viewed.is_poisoned.load(Ordering::Acquire)
@@ -173,8 +173,8 @@ impl Drop for Mapped {
     }
 }
 
-/// How many pages of this process are zeros in place of missing bytes. If the number changed, bytes
-/// that were looked at meanwhile do not count.
+/// Returns how many pages of this process are zeros in place of missing bytes. If the number changed, bytes that were looked at
+/// meanwhile do not count.
 pub(crate) fn zeroed() -> usize {
     ZEROED.load(Ordering::Acquire)
 }

@@ -88,17 +88,17 @@ pub(crate) fn release(socket: &mut Socket, leases: Vec<u64>) -> Result<(), Clien
 }
 
 impl FetchAnswer {
-    /// Whether the leases of this part still hold.
+    /// Returns whether the leases of this part still hold.
     pub(crate) fn is_held(&self, session: &Session) -> bool {
         self.terms.hold(session)
     }
 
-    /// Whether this part answers for no chunk.
+    /// Returns whether this part answers for no chunk.
     pub(crate) fn is_empty(&self) -> bool {
         self.chunks.is_empty()
     }
 
-    /// The chunks of this part, each with its index in the request.
+    /// Returns the chunks of this part, each with its index in the request.
     pub(crate) fn into_chunks(self) -> impl Iterator<Item = (usize, ArrivedChunk)> {
         let terms = self.terms;
         self.chunks.into_iter().map(move |(index, chunk)| {
@@ -113,12 +113,12 @@ impl FetchAnswer {
 }
 
 impl LeasedChunk {
-    /// Whether the lease still held when the caller last looked at the bytes, which was before this call.
+    /// Returns whether the lease still held when the caller last looked at the bytes, which was before this call.
     pub(crate) fn is_held(&self, session: &Session) -> bool {
         self.terms.hold(session)
     }
 
-    /// The first `len` bytes of the chunk, in place. They count only if [`Self::is_held`] says so afterwards.
+    /// Returns the first `len` bytes of the chunk, in place. They count only if [`Self::is_held`] says so afterward.
     pub(crate) fn bytes<'a>(&self, session: &'a Session, len: u64) -> Result<&'a [u8], ClientError> {
         session.arena.leased(self.offset, len).ok_or(OUTSIDE)
     }

@@ -36,12 +36,12 @@ impl Default for Timeouts {
 }
 
 impl Timeouts {
-    /// The time between two polls.
+    /// Returns the time between two polls.
     pub(crate) fn poll_interval(&self) -> Duration {
         (self.heartbeat / HEARTBEAT_POLLS).max(Duration::from_millis(1))
     }
 
-    /// The kernel's clock is coarser than ours, so a poll may come this early.
+    /// Returns the kernel's clock is coarser than ours, so a poll may come this early.
     pub(crate) fn shortest_poll_interval(&self) -> Duration {
         self.poll_interval() * 9 / 10
     }

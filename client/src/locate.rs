@@ -58,19 +58,19 @@ pub struct SessionFolder {
     pub folder: PathBuf,
 }
 
-/// The folder that contains one folder for each user.
+/// Returns the folder that contains one folder for each user.
 pub fn runtime_base() -> PathBuf {
     let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
     // Servers have another working directory than the process that starts them.
     std::path::absolute(&base).unwrap_or(base)
 }
 
-/// The folder of all sessions of this user, below the given folder of all users.
+/// Returns the folder of all sessions of this user, below the given folder of all users.
 pub fn runtime_dir_in(base: &Path) -> PathBuf {
     base.join(format!("dayfly-{}", geteuid()))
 }
 
-/// The folder of all sessions of this user.
+/// Returns the folder of all sessions of this user.
 pub fn runtime_dir() -> PathBuf {
     runtime_dir_in(&runtime_base())
 }
@@ -174,7 +174,7 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// All folders of sessions, whether they are running or left over.
+/// Returns all folders of sessions, whether they are running or left over.
 ///
 /// # Errors
 ///
@@ -196,17 +196,18 @@ pub fn all(folder: &Path) -> Result<Vec<SessionFolder>, ClientError> {
     Ok(found)
 }
 
-/// The sessions that have a live server on this machine.
+/// Returns the sessions that have a live server on this machine.
 ///
 /// # Errors
 ///
-/// As [`all`].
+/// Same as for [`all`].
 pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
     Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
-/// The session that is meant: the one that `DAYFLY_SESSION` names; else the session of this job, as
-/// the workload manager names it; else the only session that does not belong to another job.
+/// Returns the session that is meant: the one that `DAYFLY_SESSION` names; else the session of this
+/// job, as the workload manager names it; else the only session that does not belong to another
+/// job.
 ///
 /// # Errors
 ///
@@ -238,8 +239,8 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
 }
 
 impl SessionFolder {
-    /// The session that the environment names, without a check that it lives. For processes that
-    /// were started as a part of it.
+    /// Returns the session that the environment names, without a check that it lives. For processes
+    /// that were started as a part of it.
     ///
     /// # Errors
     ///
@@ -269,8 +270,8 @@ impl SessionFolder {
         }
     }
 
-    /// The node that the environment names, without a check that it lives; else the lowest live
-    /// node.
+    /// Returns the node that the environment names, without a check that it lives; else the lowest
+    /// live node.
     ///
     /// # Errors
     ///
@@ -280,7 +281,7 @@ impl SessionFolder {
         wanted.map_or_else(|| self.my_node(), Ok)
     }
 
-    /// The path of the socket on which a node's server listens.
+    /// Returns the path of the socket on which a node's server listens.
     pub fn socket(&self, node: NodeId) -> PathBuf {
         self.folder.join(format!("node-{node}.sock"))
     }
@@ -325,7 +326,7 @@ impl SessionFolder {
         self.folder.join(format!("node-{node}.lock"))
     }
 
-    /// The nodes whose servers live on this machine, lowest first.
+    /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
         let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
         let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
@@ -335,13 +336,13 @@ impl SessionFolder {
         nodes
     }
 
-    /// The process id of a node's server, if it lives.
+    /// Returns the process id of a node's server, if it lives.
     pub fn pid(&self, node: NodeId) -> Option<i32> {
         let path = self.lock_path(node);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The process id of the session's supervisor, if it lives on this machine.
+    /// Returns the process id of the session's supervisor, if it lives on this machine.
     pub fn supervisor(&self) -> Option<i32> {
         let path = self.folder.join(SUPERVISOR_LOCK);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
@@ -364,8 +365,8 @@ impl SessionFolder {
         }
     }
 
-    /// The node that this process belongs to: the one that `DAYFLY_NODE` names, else the lowest on
-    /// this machine.
+    /// Returns the node that this process belongs to: the one that `DAYFLY_NODE` names, else the
+    /// lowest on this machine.
     ///
     /// # Errors
     ///

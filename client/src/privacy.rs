@@ -40,13 +40,13 @@ enum Exposure {
     Renamable { base: PathBuf, mode: u32 },
 }
 
-/// The end of a message: whose file it is, and what this user can do about it.
+/// Returns the end of a message: whose file it is, and what this user can do about it.
 fn of(owner: u32) -> String {
     if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }
 
 impl NotPrivate {
-    /// The user that the folder belongs to, if that is not this user.
+    /// Returns the user that the folder belongs to, if that is not this user.
     pub fn owner(&self) -> Option<u32> {
         let (Exposure::Link { owner } | Exposure::NoDirectory { owner } | Exposure::Foreign { owner }) = self.exposure else {
             return None;

@@ -75,7 +75,7 @@ fn watch(descriptor: RawFd, on: bool) {
     };
 }
 
-/// Whether a descriptor is reserved by the library.
+/// Returns whether a descriptor is reserved by the library.
 pub fn is_reserved(descriptor: RawFd) -> bool {
     let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
     word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)

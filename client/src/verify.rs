@@ -82,8 +82,8 @@ fn chunk_len(dataset: &Dataset, chunk: Chunk) -> Result<u64, ClientError> {
 }
 
 impl Dataset {
-    /// A path of the sample that a block belongs to. This searches the whole catalog, so it is only
-    /// for error messages.
+    /// Returns a path of the sample that a block belongs to. This searches the whole catalog, so it
+    /// is only for error messages.
     fn path_of_block(&self, block: BlockId) -> Option<Vec<u8>> {
         let (sample, _) = self.catalog().block(block)?;
         let entries =

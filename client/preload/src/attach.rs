@@ -79,8 +79,7 @@ fn attach() -> Result<Attached, Fault> {
     log(&format!("process {} attached to node {node} of session {}", std::process::id(), location.session));
     let view = Box::into_raw(Box::new(View::new(session)));
     if VIEW.compare_exchange(null_mut(), view, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // Another thread attached first.
-        // SAFETY: made just above, and not published.
+        // Another thread attached first. SAFETY: created just above and not published.
         drop(unsafe { Box::from_raw(view) });
     }
     known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))
@@ -95,7 +94,7 @@ fn no_server(location: &SessionFolder, node: NodeId) -> Fault {
     Fault::Errno(libc::EIO)
 }
 
-/// The `sigaction` behind our hook, which keeps the program's own handler for SIGBUS.
+/// Returns the `sigaction` behind our hook, which keeps the program's own handler for SIGBUS.
 unsafe extern "C" fn next_sigaction(number: i32, new: *const libc::sigaction, old: *mut libc::sigaction) -> i32 {
     // SAFETY: the client library passes its own live structures.
     let (new, old) = unsafe { (FromC::new(new), FromC::new(old)) };

@@ -79,7 +79,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     result.map(|()| copy)
 }
 
-/// Makes an empty kernel copy for each description that a forked child may hand over to another program, so that parent and
+/// Creates an empty kernel copy for each description that a forked child may hand over to another program, so that parent and
 /// child then have the same copy and the same offset.
 pub(crate) fn prepare_fork() {
     let Some(view) = known_view() else { return };
@@ -177,7 +177,7 @@ fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::
     Ok(copy)
 }
 
-/// Makes a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
+/// Creates a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
 /// not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
     let Some(description) = table::find(number) else { return Ok(None) };

@@ -20,7 +20,7 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// The error number for callers that cannot continue outside the namespace.
+    /// Returns the error number for callers that cannot continue outside the namespace.
     pub(crate) fn errno(&self) -> Errno {
         match self {
             Self::Errno(errno) => *errno,

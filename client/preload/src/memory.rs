@@ -214,7 +214,7 @@ impl<'a> FromC<'a, *mut c_char> {
 }
 
 impl<'a> FromC<'a, c_ulong> {
-    /// A word that is a plain number, for the commands of `fcntl` that take one.
+    /// Returns a word that is a plain number, for the commands of `fcntl` that take one.
     pub(crate) fn number(value: c_ulong) -> Self {
         Self(value, PhantomData)
     }

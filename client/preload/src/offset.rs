@@ -114,7 +114,7 @@ impl Offset {
         let copy = Box::into_raw(Box::new(copy));
         let is_set = self.kernel_copy.compare_exchange(null_mut(), copy, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if !is_set {
-            // SAFETY: made just above, and not published.
+            // SAFETY: created just above and not published.
             drop(unsafe { Box::from_raw(copy) });
         }
         is_set

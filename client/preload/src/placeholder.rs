@@ -39,7 +39,7 @@ pub(crate) fn open(socket: &Path) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Makes a duplicate at the lowest free number.
+/// Creates a duplicate at the lowest free number.
 pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
     let placeholder = PLACEHOLDER.load(Ordering::Acquire);
     let number = match close_on_exec {

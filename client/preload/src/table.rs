@@ -136,7 +136,7 @@ impl Reference {
         self.word
     }
 
-    /// Makes another reference, for another number.
+    /// Creates another reference, for another number.
     fn again(&self) -> Self {
         self.slot.state.fetch_add(1, Ordering::AcqRel);
         Self { slot: self.slot, word: self.word }
@@ -184,7 +184,7 @@ pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
     Ok(Reference { slot, word: (generation << INDEX_BITS) | (index as u64 + 1) })
 }
 
-/// Makes another reference to the description that a word names, if it is still open.
+/// Creates another reference to the description that a word names, if it is still open.
 fn acquire(word: u64) -> Option<Reference> {
     let slot = DESCRIPTIONS.get(((word & INDEX_MASK) as usize).checked_sub(1)?)?;
     let mut state = slot.state.load(Ordering::Acquire);

@@ -132,7 +132,7 @@ impl Batch<'_> {
         if is_recalled && self.process == std::process::id() { self.copy_and_release() } else { Ok(()) }
     }
 
-    /// Whether the lease still held when the sample was last looked at, which was before this call.
+    /// Returns whether the lease still held when the sample was last looked at, which was before this call.
     pub(super) fn holds(&self, leased: &LeasedSample) -> bool {
         !self.is_broken && leased.chunk.is_held(self.session)
     }

@@ -51,8 +51,8 @@ impl Watch {
         self.held.push(Held { path, device: metadata.dev(), inode: metadata.ino() });
     }
 
-    /// The first watched name that no longer exists or refers to another file. A name that cannot
-    /// be looked up for another reason counts as present.
+    /// Returns the first watched name that no longer exists or refers to another file. A name that
+    /// cannot be looked up for another reason counts as present.
     pub fn gone(&self) -> Option<&Path> {
         self.held.iter().find(|held| held.is_gone()).map(|held| &*held.path)
     }

@@ -337,7 +337,7 @@ impl LaunchError {
         move |source| Self::Io { action: action.into(), source: source.into() }
     }
 
-    /// Whether the options are at fault, so that the same call can never succeed.
+    /// Returns whether the options are at fault, so that the same call can never succeed.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::InvalidPrefix { .. }

@@ -39,7 +39,7 @@ pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
 /// begins a comment.
 ///
 /// # Errors
-/// As [`expand_host_list`].
+/// Same as for [`expand_host_list`].
 pub(crate) fn hosts_of_file(content: &str) -> Result<Vec<String>, HostListError> {
     let mut hosts: Vec<String> = Vec::new();
     for line in content.lines() {

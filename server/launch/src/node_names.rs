@@ -73,7 +73,7 @@ fn resolve(host: &str) -> Vec<IpAddr> {
         .collect()
 }
 
-/// Whether two names are of the same host, although one may lack its domain.
+/// Returns whether two names are of the same host, although one may lack its domain.
 pub(crate) fn is_same_host(one: &str, other: &str) -> bool {
     let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
     !one.is_empty()

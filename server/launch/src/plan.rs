@@ -70,13 +70,13 @@ impl SessionPlan {
         Ok(Self { options: options.clone(), keep, prefix, memory, deadlines, allocation, notices })
     }
 
-    /// The path below which programs will see the namespace.
+    /// Returns the path below which programs will see the namespace.
     pub fn prefix(&self) -> &[u8] {
         &self.prefix
     }
 
-    /// Whether node 0, which reads the sources' names, will run on this machine. Only then can this
-    /// process check the sources.
+    /// Returns whether node 0, which reads the sources' names, will run on this machine. Only then
+    /// can this process check the sources.
     pub fn has_node_0_here(&self) -> bool {
         self.allocation.has_node_0_here()
     }

@@ -68,7 +68,7 @@ pub enum PreflightError {
 }
 
 impl PreflightError {
-    /// Whether the command line is at fault.
+    /// Returns whether the command line is at fault.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,

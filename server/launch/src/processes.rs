@@ -196,7 +196,7 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     let mut readers = JoinSet::new();
     outputs.into_iter().flatten().for_each(|output| drop(readers.spawn(forward_lines(output, lines.clone()))));
     if let (Some(mut input), Some(line)) = (input, line) {
-        // If the process exits at once, its output says why. Closing its input afterwards does not
+        // If the process exits at once, its output says why. Closing its input afterward does not
         // end it.
         let _ = input.write_all(line).await;
     }

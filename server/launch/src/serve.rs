@@ -75,7 +75,7 @@ impl InvitedServer {
         Ok(Self { session, invitation })
     }
 
-    /// The log filter that the launcher was given in `DAYFLY_LOG`.
+    /// Returns the log filter that the launcher was given in `DAYFLY_LOG`.
     pub fn log_filter(&self) -> Option<&str> {
         self.invitation.log.as_deref()
     }
@@ -119,8 +119,8 @@ fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
     Invitation::from_line(&line)
 }
 
-/// The names by which the host list may name this node: the launcher's first, then the manager's,
-/// then the machine's own.
+/// Returns the names by which the host list may name this node: the launcher's first, then the
+/// manager's, then the machine's own.
 fn node_names(invitation: &Invitation) -> Vec<String> {
     let by_manager = invitation.node_name_variable.as_ref().and_then(|name| std::env::var(name).ok());
     let own = Some(own_host_name()).filter(|name| !name.is_empty());

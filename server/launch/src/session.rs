@@ -86,7 +86,7 @@ impl RunningSession {
         }
     }
 
-    /// The session's folder on this machine.
+    /// Returns the session's folder on this machine.
     pub fn location(&self) -> &SessionFolder {
         &self.location
     }

@@ -2,7 +2,8 @@
 //!
 //! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker copies
 //! them once more. This module works around defects of the crate:
-//! - Requests and answers go by the inner transport, which also detects lost peers. Only bulk bytes go by the crate's WRITE and READ.
+//! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes go by the crate's WRITE and
+//!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
 //! - A lost wake-up costs milliseconds instead of tenths of a second, because its timeout is short.
@@ -66,7 +67,7 @@ struct RemoteBuffer {
 enum Moved {
     /// It did. There are this many bytes for each slot, back to back.
     Yes(Vec<u64>),
-    /// It did not. The request must go by the inner transport.
+    /// It did not. The request must go over the inner transport.
     No,
 }
 
@@ -100,7 +101,7 @@ impl<T: Transport> AsyncRdma<T> {
     }
 }
 
-/// Makes a queue pair that is not joined to its other end yet.
+/// Creates a queue pair that is not joined to its other end yet.
 fn queue_pair(found: &Found) -> io::Result<async_rdma::Rdma> {
     let mtu = match found.packet_len {
         256 => MTU::MTU256,
@@ -292,7 +293,7 @@ impl AsyncService {
             Some(buffer) => {
                 match buffer.fill(pieces).await {
                     Ok(filled) => filled.write_to(RemoteMr::new(remote.buffer), total).await.is_ok(),
-                    // Sent by the inner transport, only the pieces that cannot be read will fail.
+                    // Sent over the inner transport, only the pieces that cannot be read will fail.
                     Err(_) => false,
                 }
             }
@@ -313,7 +314,7 @@ impl AsyncService {
         let has_failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
         let (message, moved) = match answered {
             Ok(message) => (message, Moved::Yes(Vec::new())),
-            // Nothing was taken, so the offer can be sent by the inner transport.
+            // Nothing was taken, so the offer can be sent over the inner transport.
             Err(_) if has_failed => (Vec::new(), Moved::No),
             Err(refusal) => return Err(refusal),
         };

@@ -85,7 +85,7 @@ pub(crate) enum Denied {
 }
 
 impl Denied {
-    /// The error for the caller of the request.
+    /// Returns the error for the caller of the request.
     pub(crate) fn into_error(self, peer: NodeId, address: SocketAddr, timeout: Duration) -> TransportError {
         match self {
             Self::Stuck(Overdue { requests, bytes }) => TransportError::Stuck { peer, address, requests, bytes },

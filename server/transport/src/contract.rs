@@ -5,7 +5,7 @@
 //! - A [`Service`] answers the requests of the peers.
 //!
 //! A slot passed to an operation comes back only when no more bytes can land in it. A request that misses its deadline fails
-//! towards its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
+//! toward its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
 //!
 //! `conformance.rs` holds all transports to this contract with one test body.
 
@@ -42,7 +42,7 @@ pub enum Piece {
 }
 
 impl Piece {
-    /// Length of the piece in bytes.
+    /// Returns the length of the piece in bytes.
     pub fn len(&self) -> u64 {
         match self {
             Self::File { len, .. } => *len,
@@ -50,7 +50,7 @@ impl Piece {
         }
     }
 
-    /// Whether the piece has no bytes.
+    /// Returns whether the piece has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -111,10 +111,10 @@ pub struct Offered {
 /// The way to one peer.
 #[async_trait]
 pub trait Connection: Send + Sync {
-    /// The node at the other end.
+    /// Returns the node at the other end.
     fn peer(&self) -> NodeId;
 
-    /// Whether the peer was found lost. A lost connection never recovers.
+    /// Returns whether the peer was found lost. A lost connection never recovers.
     fn is_lost(&self) -> bool;
 
     /// Sends a request whose answer's bytes land in `slots`. `timeout` counts from the last progress.
@@ -158,12 +158,12 @@ impl Incoming {
         Self { len, landing }
     }
 
-    /// Number of bytes offered.
+    /// Returns the number of bytes offered.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether the offer has no bytes.
+    /// Returns whether the offer has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -190,7 +190,7 @@ pub trait Landing: Send {
 /// One node's access to a network.
 #[async_trait]
 pub trait Transport: Send + Sync {
-    /// Makes shared memory from which slots are allocated. A transport that must register memory registers it here.
+    /// Creates shared memory from which slots are allocated. A transport that must register memory registers it here.
     ///
     /// # Errors
     /// The memory cannot be made, or cannot be registered although the user insists on RDMA.
@@ -208,7 +208,7 @@ pub trait Transport: Send + Sync {
     /// This transport serves already.
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving>;
 
-    /// The networks that this node can use, for [`agree`](crate::agree).
+    /// Returns the networks that this node can use, for [`agree`](crate::agree).
     fn ability(&self) -> Ability;
 
     /// Follows what all nodes have agreed on. Until then the transport uses the best network that it has.

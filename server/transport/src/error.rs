@@ -119,12 +119,12 @@ pub enum LossCause {
 }
 
 impl LossCause {
-    /// The cause of a connection that could not be made.
+    /// Returns the cause of a connection that could not be made.
     pub fn unreachable(error: io::Error) -> Self {
         Self::Unreachable(Arc::new(error))
     }
 
-    /// The cause of a connection that ended with `error`.
+    /// Returns the cause of a connection that ended with `error`.
     pub fn ended(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::UnexpectedEof => Self::Closed,

@@ -27,7 +27,7 @@
 //! - Catalogs, datasets, samples and blocks: messages are bytes, and a [`Service`] gives them their meaning.
 //! - Who is a member: its users name nodes and addresses.
 //!
-//! In turn, nothing above this crate knows whether bytes went by TCP or RDMA.
+//! In turn, nothing above this crate knows whether bytes went over TCP or RDMA.
 //!
 //! # Example
 //! One node pulls five bytes from another:

@@ -50,12 +50,12 @@ impl<'a> PageCacheLoader<'a> {
         Self { pieces, peer, drive_readers, len_max, permit: None, progress: None }
     }
 
-    /// Whether the loader has started, so that some piece was not in the page cache.
+    /// Returns whether the loader has started, so that some piece was not in the page cache.
     pub(crate) fn is_started(&self) -> bool {
         self.progress.is_some()
     }
 
-    /// The answer's permit to read from the drives: one for all of its pieces, however they are read.
+    /// Returns the answer's permit to read from the drives: one for all of its pieces, however they are read.
     pub(crate) async fn permit(&mut self) -> Option<Arc<FairPermit>> {
         if self.permit.is_none() {
             // After this timeout the asker has given up anyway. Reading without a permit is then the lesser harm.
@@ -64,7 +64,7 @@ impl<'a> PageCacheLoader<'a> {
         self.permit.clone()
     }
 
-    /// Why a piece could not be read, if the thread has waited for it in vain.
+    /// Returns why a piece could not be read, if the thread has waited for it in vain.
     pub(crate) fn failure(&self, piece: usize) -> Option<PieceError> {
         self.progress.as_ref()?.borrow().failed.get(&piece).cloned()
     }
@@ -88,7 +88,7 @@ impl<'a> PageCacheLoader<'a> {
 
 type Range = (Arc<File>, u64, u64);
 
-/// The range of a piece that has to come from a drive.
+/// Returns the range of a piece that has to come from a drive.
 fn range(piece: &Piece, len_max: u64) -> Option<Range> {
     match piece {
         Piece::File { file, offset, len, .. } if (1..=len_max).contains(len) => Some((file.clone(), *offset, *len)),
@@ -131,7 +131,7 @@ pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Re
     }
 }
 
-/// Makes a call that may block on the current thread. The runtime moves its other tasks to other threads meanwhile.
+/// Makes a call that may block on the current thread. The runtime moves its other tasks to other threads in the meantime.
 pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(call),
@@ -139,7 +139,7 @@ pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     }
 }
 
-/// Whether a range is probably in the page cache, judged by its first, middle and last byte.
+/// Returns whether a range is probably in the page cache, judged by its first, middle and last byte.
 pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
     let last = offset + len - 1;
     let positions = [offset, (offset + len / 2) / PAGE_SIZE * PAGE_SIZE, last];

@@ -89,7 +89,7 @@ pub enum Obstacle {
         /// That node's port.
         other: Port,
     },
-    /// Pairs of nodes tried to connect by RDMA and failed.
+    /// Pairs of nodes tried to connect over RDMA and failed.
     #[error("{first}{}", match more { 0 => String::new(), 1 => " (and 1 more pair)".to_owned(), _ => format!(" (and {more} more pairs)") })]
     UnreachedPairs {
         /// What the first pair reported.
@@ -166,7 +166,7 @@ impl Selection {
         self.agreed.borrow().is_some()
     }
 
-    /// Whether a node that cannot use RDMA must fail. After the agreement it may fall back to TCP for single pairs.
+    /// Returns whether a node that cannot use RDMA must fail. After the agreement it may fall back to TCP for single pairs.
     pub(crate) fn insists_on_rdma(&self) -> bool {
         self.preference == Preference::Rdma && !self.is_agreed()
     }

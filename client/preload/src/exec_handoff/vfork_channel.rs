@@ -56,7 +56,7 @@ pub(crate) fn open() {
     let [receiver, sender] = pair.map(|end| ReservedFd::new(File::from(unsafe { OwnedFd::from_raw_fd(end) })));
     let made = Box::into_raw(Box::new(Channel { receiver, sender }));
     if CHANNEL.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // SAFETY: made just above, and not published.
+        // SAFETY: created just above and not published.
         drop(unsafe { Box::from_raw(made) });
     }
 }

@@ -70,7 +70,7 @@ impl ServerEnvironment {
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_in_memory, warnings })
     }
 
-    /// The session's folders in the data dirs. Each contains the folders of its nodes.
+    /// Returns the session's folders in the data dirs. Each contains the folders of its nodes.
     pub(super) fn session_folders(&self) -> Vec<PathBuf> {
         data_dir::session_folders(&self.data_dirs, self.location.session)
     }

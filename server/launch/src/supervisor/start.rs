@@ -278,12 +278,12 @@ impl SessionStart {
         }
     }
 
-    /// The hosts whose servers have neither joined nor failed.
+    /// Returns the hosts whose servers have neither joined nor failed.
     fn awaited(&self) -> impl Iterator<Item = usize> {
         (0..self.joined.len()).filter(|&index| self.joined[index].is_none() && self.failed[index].is_none())
     }
 
-    /// A host's name for the user.
+    /// Returns a host's name for the user.
     fn host_name(&self, index: usize) -> String {
         match &self.request.allocation.hosts[index] {
             host if host.is_empty() => format!("node {index}"),

@@ -159,7 +159,7 @@ impl Answerer {
         let outcome = self.outcomes.begin(peer, nonce, request.number);
         let answered = self.service.offered(peer, message, incoming).await;
         outcome.end(answered.clone());
-        // If the answer does not fit, the asker sends the offer again by the inner transport.
+        // If the answer does not fit, the asker sends the offer again over the inner transport.
         let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
         let answered = answered.map_or_else(WireAnswer::Refused, done);
         let has_arrived = self.finish(queue, &request, answered).await;
@@ -330,7 +330,7 @@ impl Gather<'_> {
         Ok(true)
     }
 
-    /// The asker's memory for the bytes of a piece, from offset `from` on.
+    /// Returns the asker's memory for the bytes of a piece, from offset `from` on.
     fn target(&self, at: usize, from: u64) -> Remote {
         let (range, _) = self.request.ranges[at];
         Remote { address: range.address.wrapping_add(from), key: range.key }

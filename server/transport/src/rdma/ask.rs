@@ -28,7 +28,7 @@ pub(super) enum Outcome {
     Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The peer refused.
     Refused(Refusal),
-    /// The request or its answer does not fit here, so the request must go by the inner transport.
+    /// The request or its answer does not fit here, so the request must go over the inner transport.
     Unfit(Vec<Slot>),
     /// The queue pair ended while the request, of this number, was under way. The peer may or may not have answered it.
     Failed(Vec<Slot>, u32),
@@ -117,7 +117,7 @@ impl Asker {
         if asked_len > self.request_len_max || !is_one_region {
             return Outcome::Unfit(slots);
         }
-        // If too many requests wait for their answers, this one goes by the inner transport, with most of its time left.
+        // If too many requests wait for their answers, this one goes over the inner transport, with most of its time left.
         let patience = limit / 4;
         let Ok(Ok(permit)) = timeout(patience, self.window.clone().acquire_owned()).await else { return Outcome::Unfit(slots) };
         let answer_at = asked_len.next_multiple_of(8);
@@ -175,7 +175,7 @@ impl Drop for Asker {
     }
 }
 
-/// The memory range of a slot, if its region is registered.
+/// Returns the memory range of a slot, if its region is registered.
 fn range(slot: &Slot, offered: Option<usize>) -> Option<(Remote, u32)> {
     let len = u32::try_from(offered.unwrap_or(slot.len())).ok()?;
     Some((Remote { address: slot.address(), key: slot.keys()?.remote }, len))

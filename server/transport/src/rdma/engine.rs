@@ -2,7 +2,7 @@
 //! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
 //!
 //! The thread sleeps on one `poll` for completions, commands and events of the card. A queue pair that fails is drained first: a
-//! marker is posted behind its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
+//! marker is posted after its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -37,7 +37,7 @@ const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 const POLLED_TOGETHER: usize = 64;
 /// A flag in the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The identifier of the marker behind the work of a failed queue pair.
+/// The identifier of the marker after the work of a failed queue pair.
 const MARKER: u64 = 1 << 62;
 /// The library's number for the event that a port went down.
 const PORT_DOWN: u32 = 10;
@@ -46,11 +46,11 @@ const FATAL: [u32; 3] = [0, 8, 14];
 
 /// Callbacks for the events of a queue pair. They run on the engine's thread and must not block it.
 pub(super) trait Events: Send {
-    /// A message arrived. An error, which says what is wrong with it, ends the queue pair.
+    /// Returns a message arrived. An error, which says what is wrong with it, ends the queue pair.
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// The peer completed a write into this node's memory and attached this number. An error ends the queue pair.
+    /// Returns the peer completed a write into this node's memory and attached this number. An error ends the queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
-    /// The queue pair was destroyed, so no more bytes can land through it.
+    /// Returns the queue pair was destroyed, so no more bytes can land through it.
     fn on_end(&mut self, reason: &str);
 }
 
@@ -202,7 +202,7 @@ impl Engine {
         (network.written_bytes, network.read_bytes) = (get(written_bytes), get(read_bytes));
     }
 
-    /// Makes a queue pair for this engine, which is not joined to its other end yet.
+    /// Creates a queue pair for this engine, which is not joined to its other end yet.
     pub(super) fn queue_pair(&self, depth: u32) -> Result<QueuePair, RdmaError> {
         QueuePair::new(&self.device, &self.completions, &self.receives, depth)
     }
@@ -474,7 +474,7 @@ impl EngineThread {
         all.into_iter().for_each(|queue| self.begin_end(queue, reason, !self.is_stopping));
     }
 
-    /// Starts to drain a queue pair: its work fails, and a marker is posted behind it.
+    /// Starts to drain a queue pair: its work fails, and a marker is posted after it.
     fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
         let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
         tracing::debug!(queue = queue.pair.number(), reason, "queue pair ends");

@@ -52,7 +52,7 @@ impl Limits {
         Self {
             receives: self.receives.min(device.receives),
             completions: self.completions.min(device.completions),
-            // One entry of the queue is reserved for the marker behind the work of a failed queue pair.
+            // One entry of the queue is reserved for the marker after the work of a failed queue pair.
             send_depth: self.send_depth.min(device.send_depth.saturating_sub(1)),
             write_len: self.write_len.min(device.message_len),
             ..self

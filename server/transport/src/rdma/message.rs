@@ -85,12 +85,12 @@ pub(super) struct WireRequest {
     pub(super) message: Vec<u8>,
 }
 
-/// Length of a request with this many ranges and a message of this length.
+/// Returns the length of a request with this many ranges and a message of this length.
 pub(super) fn request_len(ranges: usize, message: usize) -> usize {
     REQUEST_HEAD_LEN + ranges * RANGE_LEN + message
 }
 
-/// Length of an answer with this many lengths and a message of this length.
+/// Returns the length of an answer with this many lengths and a message of this length.
 pub(super) fn answer_len(lens: usize, message: usize) -> usize {
     ANSWER_HEAD_LEN + lens * 4 + message
 }

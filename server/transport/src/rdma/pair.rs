@@ -1,5 +1,6 @@
-//! A pair of nodes: the inner transport's connection, and beside it a queue pair by which this node asks. A queue pair that fails is
-//! replaced, with growing pauses, as long as the peer lives and RDMA is wanted. Meanwhile requests go by the inner transport.
+//! A pair of nodes: the inner transport's connection, and beside it a queue pair by which this node asks. A queue pair that fails
+//! is replaced, with growing pauses, as long as the peer lives and RDMA is wanted. Meanwhile requests go over the inner
+//! transport.
 //!
 //! The two ends agree about queue pairs by messages over the inner transport: `docs/PROTOCOL.md` has their formats.
 
@@ -36,7 +37,7 @@ const SET_UP: u8 = 1;
 const HOLD: u8 = 2;
 /// A request to end a queue pair.
 const END: u8 = 3;
-/// An offer that was sent by RDMA before, and whose answer never arrived.
+/// An offer that was sent over RDMA before, and whose answer never arrived.
 const AGAIN: u8 = 4;
 
 /// The deadline of a `HOLD` request: longer than any session.
@@ -57,7 +58,8 @@ pub(super) async fn connect(
     if shared.is_wanted() {
         let (first, tried) = oneshot::channel();
         holder = Some(QueuePairHolder(tokio::spawn(keep_up(pair.clone(), first))));
-        // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go by the inner transport.
+        // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go over the inner
+        // transport.
         if lock(&shared.known).insert(pair.inner.peer()) {
             // The request that needs the connection has its own deadline, most of which may be spent on dialing.
             let _ = timeout(shared.deadlines.request / 5 * 3, tried).await;
@@ -224,7 +226,7 @@ impl Connection for PairedConnection {
     }
 
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
-        // Requests without slots go by the inner transport. Some of them must not be answered twice, and a request that fails
+        // Requests without slots go over the inner transport. Some of them must not be answered twice, and a request that fails
         // here is sent again.
         if !slots.is_empty()
             && let Some(asker) = self.asker()

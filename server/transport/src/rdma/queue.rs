@@ -51,13 +51,13 @@ impl Completions {
         Ok(completions)
     }
 
-    /// Number of entries. More completions than that would make the queue unusable.
+    /// Returns the number of entries. More completions than that would make the queue unusable.
     pub(super) fn entries(&self) -> u32 {
         // SAFETY: the queue lives as long as `self`.
         u32::try_from(unsafe { self.queue.as_ref().cqe }).unwrap_or(0)
     }
 
-    /// A descriptor that becomes readable at the first completion after [`arm`](Self::arm).
+    /// Returns a descriptor that becomes readable at the first completion after [`arm`](Self::arm).
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is the channel's, which lives as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
@@ -243,12 +243,12 @@ impl QueuePair {
         unsafe { self.queue.as_ref().qp_num }
     }
 
-    /// Number of operations that may be in flight, not counting the marker that is posted when the queue pair fails.
+    /// Returns the number of operations that may be in flight, not counting the marker that is posted when the queue pair fails.
     pub(super) fn depth(&self) -> u32 {
         self.depth
     }
 
-    /// The description of this end.
+    /// Returns the description of this end.
     pub(super) fn endpoint(&self) -> Endpoint {
         let Device { address, limits, .. } = &*self.device;
         Endpoint { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }

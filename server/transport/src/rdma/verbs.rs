@@ -419,7 +419,8 @@ functions! {
     destroy_qp = "ibv_destroy_qp": unsafe extern "C" fn(*mut Qp) -> c_int;
 }
 
-/// The library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the process.
+/// Returns the library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the
+/// process.
 pub(super) fn verbs() -> Result<&'static Verbs, RdmaError> {
     static VERBS: OnceLock<Result<Verbs, Arc<libloading::Error>>> = OnceLock::new();
     let loaded = VERBS.get_or_init(|| {

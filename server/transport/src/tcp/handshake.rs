@@ -117,7 +117,7 @@ async fn read(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
-/// Whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
+/// Returns whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
 pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())

@@ -153,22 +153,23 @@ impl Link {
         self.ending.notify_one();
     }
 
-    /// Why the link has ended or is about to end.
+    /// Returns why the link has ended or is about to end.
     pub(super) fn ended(&self) -> Option<&LossCause> {
         self.ended.get()
     }
 
-    /// Number of requests that wait for their answers.
+    /// Returns the number of requests that wait for their answers.
     pub(super) fn load(&self) -> usize {
         PEER_REQUESTS_MAX - self.permits.available_permits()
     }
 
-    /// The time, since the start, at which bytes last arrived.
+    /// Returns the time, since the start, at which bytes last arrived.
     pub(super) fn last_received(&self) -> Duration {
         self.last_received.at()
     }
 
-    /// The time, since the start, at which the stream last took bytes of an offer. A ping queued behind them may arrive late.
+    /// Returns the time, since the start, at which the stream last took bytes of an offer. A ping queued behind them may arrive
+    /// late.
     pub(super) fn last_sent(&self) -> Duration {
         self.last_sent.at()
     }

@@ -43,7 +43,7 @@ impl Links {
         self.up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the peer is lost. A peer without links is lost for good, even before the monitor has noticed.
+    /// Returns whether the peer is lost. A peer without links is lost for good, even before the monitor has noticed.
     pub(super) fn is_lost(&self) -> bool {
         if self.lost.get().is_none() {
             let ended = {
@@ -57,7 +57,7 @@ impl Links {
         self.lost.get().is_some()
     }
 
-    /// The error that the peer is lost. `cause` applies only if the peer was not found lost before.
+    /// Returns the error that the peer is lost. `cause` applies only if the peer was not found lost before.
     pub(super) fn lost_by(&self, cause: &LossCause) -> TransportError {
         let cause = self.lost.get().unwrap_or(cause).clone();
         TransportError::Lost { peer: self.peer, address: self.address, cause }
@@ -119,7 +119,7 @@ impl LinkMonitor {
         monitor
     }
 
-    /// Runs until the peer is lost. Afterwards no link is left.
+    /// Runs until the peer is lost. Afterward no link is left.
     pub(super) async fn run(mut self) {
         while !self.links.is_lost() {
             self.ping();
@@ -133,7 +133,7 @@ impl LinkMonitor {
                 },
                 Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),
                 () = sleep(wait) => {
-                    // A process that was suspended first reads what has arrived meanwhile.
+                    // A process that was suspended first reads what has arrived in the meantime.
                     if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
                         self.silent_checks = 0;
                         self.histories.iter_mut().for_each(|history| history.silent_checks = 0);
@@ -156,7 +156,7 @@ impl LinkMonitor {
         }
     }
 
-    /// How long to sleep: until the next link may have been silent for too long.
+    /// Returns how long to sleep: until the next link may have been silent for too long.
     fn pause(&self) -> Duration {
         let now = self.links.start.elapsed();
         let oldest = self.links.lock().iter().flatten().map(|link| link.last_received()).min().unwrap_or(now);
