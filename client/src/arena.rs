@@ -1,5 +1,5 @@
-//! The server's arena, mapped read-only. Bytes are copied from it, or looked at in place while
-//! they are leased, and marked as read.
+//! The server's arena, mapped read-only. Bytes are copied from it, or read in place while they are
+//! leased, and marked as read.
 
 use std::fs::File;
 use std::io;

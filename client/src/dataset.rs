@@ -63,7 +63,7 @@ impl Dataset {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
-    /// Returns whether the dataset's bytes have been given up. Bytes copied before this call
+    /// Returns whether the dataset's bytes have been discarded. Bytes copied before this call
     /// returned `true` may be zeros.
     pub(crate) fn is_gone(&self) -> bool {
         self.locations.is_gone()
@@ -168,8 +168,8 @@ impl Dataset {
         }
     }
 
-    /// Returns a segment that was given up is shorter than it was, so a failed read may mean that
-    /// the dataset is gone.
+    /// Returns a discarded segment is shorter than it was, so a failed read may mean that the
+    /// dataset is gone.
     fn segment_error(&self, error: io::Error) -> ClientError {
         if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }
     }

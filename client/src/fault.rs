@@ -1,11 +1,9 @@
-//! Reading mapped files whose bytes may be missing, because the drive fails or the server gave the
-//! file up. The processor then faults and the kernel sends SIGBUS. This module's handler makes the
-//! copy return early instead of letting the process die.
+//! Reads mapped files whose bytes may be missing, because the drive fails or the server discarded the file. The processor then
+//! faults and the kernel sends SIGBUS. This module's handler makes the copy return early instead of letting the process die.
 //!
-//! If the program itself looks at missing bytes in place, the handler maps a page of zeros over
-//! them. That page stays for as long as the mapping does, so the whole mapping is poisoned first:
-//! it lends no further views, no copy from it is believed, and a batch notices by the count of
-//! zeroed pages that the program may have seen zeros.
+//! If the program itself looks at missing bytes in place, the handler maps a page of zeros over them. That page stays for as long
+//! as the mapping does, so the whole mapping is poisoned first: it lends no further views, no copy from it is trusted, and a
+//! batch notices by the count of zeroed pages that the program may have seen zeros.
 //!
 //! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes
 //! to the handler that the program or the system had set.
@@ -41,7 +39,7 @@ pub fn replace_disposition(new: Disposition) -> Disposition {
     Disposition { handler: HANDLER.swap(new.handler, Ordering::AcqRel), flags }
 }
 
-/// How the program wants SIGBUS handled.
+/// Returns how the program wants SIGBUS handled.
 pub fn disposition() -> Disposition {
     Disposition { handler: HANDLER.load(Ordering::Acquire), flags: FLAGS.load(Ordering::Acquire) as c_int }
 }
@@ -173,8 +171,8 @@ impl Drop for Mapped {
     }
 }
 
-/// Returns how many pages of this process are zeros in place of missing bytes. If the number changed, bytes that were looked at
-/// meanwhile do not count.
+/// Returns how many pages of this process are zeros in place of missing bytes. If the number changed, bytes that were read in the
+/// meantime are not valid.
 pub(crate) fn zeroed() -> usize {
     ZEROED.load(Ordering::Acquire)
 }

@@ -2,8 +2,8 @@
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
 //! server on this machine has its socket there and holds a lock file there for as long as it lives;
-//! so does the supervisor. A lock that is held proves that its process lives, however that process
-//! might end. [`Watch`] checks that these files still have their names.
+//! so does the supervisor. A lock that is held proves that its process lives, regardless of how
+//! that process ends. [`Watch`] checks that these files still have their names.
 
 mod watch;
 
@@ -205,13 +205,12 @@ pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
     Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
-/// Returns the session that is meant: the one that `DAYFLY_SESSION` names; else the session of this
-/// job, as the workload manager names it; else the only session that does not belong to another
-/// job.
+/// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of this job,
+/// as the workload manager names it; else the only session that does not belong to another job.
 ///
 /// # Errors
 ///
-/// If no session is running, the named one is not, or several could be meant.
+/// If no session is running, the named one is not running, or several are possible.
 pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
     let mut running = running()?;
     let names = |running: &[SessionFolder]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
@@ -239,8 +238,8 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
 }
 
 impl SessionFolder {
-    /// Returns the session that the environment names, without a check that it lives. For processes
-    /// that were started as a part of it.
+    /// Returns the session that the environment names, without checking that it is alive. For
+    /// processes that were started as part of it.
     ///
     /// # Errors
     ///
@@ -270,12 +269,12 @@ impl SessionFolder {
         }
     }
 
-    /// Returns the node that the environment names, without a check that it lives; else the lowest
-    /// live node.
+    /// Returns the node that the environment names, without checking that it is alive; otherwise
+    /// the lowest live node.
     ///
     /// # Errors
     ///
-    /// If none is named and none lives.
+    /// If none is named and none is alive.
     pub fn node_of_environment(&self) -> Result<NodeId, ClientError> {
         let wanted = env::var(NODE_VARIABLE).ok().and_then(|wanted| wanted.parse().ok()).map(NodeId);
         wanted.map_or_else(|| self.my_node(), Ok)
@@ -287,7 +286,7 @@ impl SessionFolder {
     }
 
     /// Takes a node's lock for its server and writes the server's process id into it. The lock
-    /// becomes free when that process ends, however it does. `None` if another process holds it.
+    /// becomes free when that process ends, however it ends. `None` if another process holds it.
     ///
     /// # Errors
     ///
@@ -298,8 +297,8 @@ impl SessionFolder {
         Ok(Some(lock))
     }
 
-    /// Watches what a node's server must find for as long as it lives: the folder, its lock and its
-    /// socket.
+    /// Watches the files that a node's server depends on for as long as it lives: the folder, its
+    /// lock and its socket.
     ///
     /// # Errors
     ///
@@ -311,7 +310,8 @@ impl SessionFolder {
         Ok(watch)
     }
 
-    /// Watches what the supervisor must find for as long as it lives: the folder and its lock.
+    /// Watches the files that the supervisor depends on for as long as it lives: the folder and its
+    /// lock.
     ///
     /// # Errors
     ///
@@ -399,7 +399,7 @@ impl SessionFolder {
         self.remove_if_last(remove)
     }
 
-    /// As [`Self::remove_if_dead`], for the holder of the supervisor's lock.
+    /// Like [`Self::remove_if_dead`], for the holder of the supervisor's lock.
     ///
     /// # Errors
     ///
@@ -414,7 +414,7 @@ impl SessionFolder {
     }
 }
 
-/// As [`lock_file`], but tries several times: a process that only checks the lock holds it for a
+/// Like [`lock_file`], but tries several times: a process that only checks the lock holds it for a
 /// moment.
 fn lock_patiently(path: &Path) -> io::Result<Option<Flock<File>>> {
     for _ in 0..LOCK_ATTEMPTS {
@@ -437,7 +437,7 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
 }
 
 fn is_locked(path: &Path) -> bool {
-    // A shared lock, so that two processes that check do not take each other for the owner.
+    // Uses a shared lock, so that two processes that check do not mistake each other for the owner.
     let Ok(file) = File::open(path) else { return false };
     Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
 }

@@ -55,11 +55,11 @@ impl NotPrivate {
     }
 }
 
-/// Checks that a folder is this user's alone.
+/// Checks that a folder belongs only to this user.
 ///
 /// # Errors
 ///
-/// If it is a symbolic link, no directory, another user's, or open to others; or if it is not there.
+/// If it is a symbolic link, not a directory, owned by another user, open to others, or missing.
 pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
     let exposure = match fs::symlink_metadata(folder) {
         Err(error) => Exposure::Unseen(error),

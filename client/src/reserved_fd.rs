@@ -1,6 +1,6 @@
-//! Descriptors that this library reserves for itself. They have high numbers, out of the way of the
-//! numbers that programs see, are close-on-exec, and are recorded, so that a program that closes
-//! all descriptors does not close them.
+//! Descriptors that this library reserves for itself. They have high numbers, away from the numbers
+//! that programs see, are close-on-exec, and are recorded, so that a program that closes all
+//! descriptors does not close them.
 
 use std::fs::File;
 use std::io;

@@ -50,7 +50,7 @@ pub(crate) enum Copied {
 }
 
 impl SegmentMap {
-    /// Returns the windows of a segment. There are none if SIGBUS is not handled.
+    /// Creates the windows of a segment. There are none if SIGBUS is not handled.
     pub(crate) fn new(segment: &File) -> Self {
         let len = segment.metadata().map_or(0, |metadata| metadata.len());
         let windows = if fault::is_available() { len.div_ceil(SEGMENT_WINDOW_LEN) } else { 0 };

@@ -1,4 +1,4 @@
-//! Verifying what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
+//! Verifies what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
 //! a bad copy to the server, which examines it itself. If the server drops the copy, it fetches the
 //! chunk from its owner, and the reader gets those bytes.
 

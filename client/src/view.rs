@@ -19,7 +19,7 @@ use crate::{Batch, ClientError, Dataset, Delivery, OnMissing, Session};
 pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
 use resolve::ResolvedPath;
 
-/// Why a call on the namespace fails.
+/// The reason why a call on the namespace failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ViewError {
     /// The path names nothing.
@@ -43,7 +43,7 @@ pub enum ViewError {
     /// The path is not in the namespace. The value is the prefix.
     #[error("not in the namespace, which is at '{}'", display(.0))]
     Elsewhere(Vec<u8>),
-    /// A symlink leads out of the namespace. The value is where to.
+    /// A symlink leads out of the namespace. The value is its destination.
     #[error("it leads out of the namespace, to '{}'", display(.0))]
     Outside(Vec<u8>),
     /// The namespace is read-only.
@@ -119,12 +119,12 @@ pub struct View {
 }
 
 impl View {
-    /// Returns the namespace of an attached session.
+    /// Creates a view of an attached session's namespace.
     pub fn new(session: Session) -> Self {
         Self { session }
     }
 
-    /// Returns the session that the view was made of.
+    /// Returns the session that the view was created from.
     pub fn session(&self) -> &Session {
         &self.session
     }
@@ -326,7 +326,7 @@ impl View {
                 let names = self.virtual_names(path)?.len() as u32;
                 let inode = u64::from(crc32c::crc32c(path)) + 1;
                 let kind = FileKind::Directory;
-                // As old as the newest dataset below it.
+                // Its time is that of the newest dataset below it.
                 let datasets = self.session.datasets()?;
                 let below = datasets.iter().filter(|dataset| dayfly_meta::path::is_below(dataset.target(), path));
                 let mtime_s = below.map(|dataset| dataset.catalog().header().created_s).max().unwrap_or(0);

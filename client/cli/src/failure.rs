@@ -51,7 +51,7 @@ impl Failure {
         Self { message: Some(message.to_string()), status: USAGE }
     }
 
-    /// Returns a failure whose messages were already printed.
+    /// Creates a failure whose messages were already printed.
     pub(crate) fn silent() -> Self {
         Self { message: None, status: FAILED }
     }

@@ -43,7 +43,7 @@ pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, F
     Ok(memory::owned(descriptor)?)
 }
 
-/// Copies all of a file. Afterward nobody can change a copy in memory.
+/// Copies all of a file. Afterward, nobody can change an in-memory copy.
 pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Fault> {
     copy_range(view, file, 0, file.stat().size, copy, 0)?;
     if file.stat().size <= MEMORY_COPY_LEN_MAX {

@@ -25,8 +25,8 @@ pub struct OpenFile {
     entry: EntryId,
     pub(super) sample: SampleId,
     stat: Stat,
-    /// The last chunk whose checksum was found right: its block and, in the lower 16 bits, its
-    /// index; plus one, so that 0 means none.
+    /// The last chunk whose checksum was correct: its block and, in the lower 16 bits, its index;
+    /// plus one, so that 0 means none.
     pub(super) verified: AtomicU64,
 }
 

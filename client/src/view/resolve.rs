@@ -1,5 +1,5 @@
 //! Resolving a path to what it names. Usually this is one lookup in one catalog. Only if that fails
-//! or ends at a symlink, the path is walked name by name, as a kernel would.
+//! or ends at a symlink is the path walked name by name, as a kernel would do.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -141,7 +141,7 @@ pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Opt
     })
 }
 
-/// What a normal path below the prefix names, with no symlink followed.
+/// Returns what a normal path below the prefix names, with no symlink followed.
 fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<ResolvedPath> {
     if let Some((dataset, within)) = split(datasets, path) {
         return dataset.catalog().find(within).map(|entry| ResolvedPath::Entry(dataset.clone(), entry.id));

@@ -46,11 +46,11 @@ const FATAL: [u32; 3] = [0, 8, 14];
 
 /// Callbacks for the events of a queue pair. They run on the engine's thread and must not block it.
 pub(super) trait Events: Send {
-    /// Returns a message arrived. An error, which says what is wrong with it, ends the queue pair.
+    /// A message arrived. An error, which says what is wrong with it, ends the queue pair.
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// Returns the peer completed a write into this node's memory and attached this number. An error ends the queue pair.
+    /// The peer completed a write into this node's memory and attached this number. An error ends the queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
-    /// Returns the queue pair was destroyed, so no more bytes can land through it.
+    /// The queue pair was destroyed, so no more bytes can land through it.
     fn on_end(&mut self, reason: &str);
 }
 

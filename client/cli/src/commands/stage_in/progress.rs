@@ -75,7 +75,7 @@ impl Bars {
     }
 }
 
-/// Returns the templates are fixed, so they parse. If one did not, the default style would do.
+/// The templates are fixed, so they parse. If one did not, the default style would do.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
