@@ -8,7 +8,7 @@ pub enum HostListError {
     /// The text does not follow the syntax.
     #[error("'{0}' is not a list of hosts; write it as n1,n2 or n[1-8]")]
     Syntax(String),
-    /// The list is longer than a session can be.
+    /// The list has more hosts than a session can have.
     #[error("'{0}' names more than {NODES_MAX} hosts, the most that a session can have")]
     TooMany(String),
 }

@@ -79,8 +79,8 @@ pub(crate) enum Input {
 pub(crate) type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Launcher {
-    /// Returns whether all servers run on this machine. Everything that differs for local sessions
-    /// asks here.
+    /// Returns whether all servers run on this machine. All code that treats local sessions
+    /// differently calls this.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.start, Start::Local)
     }

@@ -32,7 +32,7 @@ impl SessionPlan {
     /// if its supervisor is lost.
     ///
     /// # Errors
-    /// Fails if the options contradict each other, or the hosts cannot be found out.
+    /// Fails if the options contradict each other, or the hosts cannot be determined.
     pub fn new(options: &SessionOptions, keep: Duration, notices: Notices) -> Result<Self, LaunchError> {
         let prefix = normalized_prefix(&options.prefix)?;
         let path = Path::new(OsStr::from_bytes(&prefix));

@@ -1,8 +1,9 @@
-//! A second RDMA provider, built on the crate `async-rdma` and behind the feature of that name. `docs/DECISIONS.md` compares the two.
+//! A second RDMA provider, built on the crate `async-rdma` and enabled by the feature of that name. `docs/DECISIONS.md` compares
+//! the two.
 //!
-//! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker copies
-//! them once more. This module works around defects of the crate:
-//! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes go by the crate's WRITE and
+//! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker
+//! copies them one extra time. This module works around defects of the crate:
+//! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes use the crate's WRITE and
 //!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
@@ -85,7 +86,7 @@ fn split<T: DeserializeOwned>(message: &[u8]) -> Option<(&[u8], T)> {
     Some((message, serde_json::from_slice(ours).ok()?))
 }
 
-/// A transport that moves bulk bytes by `async-rdma`, and everything else by `inner`.
+/// A transport that moves bulk bytes with `async-rdma`, and everything else over `inner`.
 pub struct AsyncRdma<T> {
     inner: T,
     found: Result<Found, String>,
@@ -293,7 +294,7 @@ impl AsyncService {
             Some(buffer) => {
                 match buffer.fill(pieces).await {
                     Ok(filled) => filled.write_to(RemoteMr::new(remote.buffer), total).await.is_ok(),
-                    // Sent over the inner transport, only the pieces that cannot be read will fail.
+                    // If the answer is sent over the inner transport, only the pieces that cannot be read will fail.
                     Err(_) => false,
                 }
             }

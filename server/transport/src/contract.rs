@@ -1,13 +1,13 @@
 //! The contract between transports and their users: the traits that every transport implements, and the types that cross them.
 //!
-//! - A [`Transport`] is one node's access to a network: it makes [`Region`]s, dials peers, and serves them.
-//! - A [`Connection`] is the way to one peer, with two operations: [`Connection::pull`] and [`Connection::offer`].
+//! - A [`Transport`] is one node's access to a network: it creates [`Region`]s, dials peers, and serves them.
+//! - A [`Connection`] leads to one peer, with two operations: [`Connection::pull`] and [`Connection::offer`].
 //! - A [`Service`] answers the requests of the peers.
 //!
-//! A slot passed to an operation comes back only when no more bytes can land in it. A request that misses its deadline fails
-//! toward its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
+//! A slot passed to an operation comes back only when no more bytes can land in it. A request that misses its deadline returns an
+//! error to its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
 //!
-//! `conformance.rs` holds all transports to this contract with one test body.
+//! `conformance.rs` checks all transports against this contract with one test body.
 
 use std::fs::File;
 use std::io;
@@ -108,7 +108,7 @@ pub struct Offered {
     pub payload: Slot,
 }
 
-/// The way to one peer.
+/// A connection to one peer.
 #[async_trait]
 pub trait Connection: Send + Sync {
     /// Returns the node at the other end.
@@ -139,7 +139,7 @@ pub trait Service: Send + Sync + 'static {
     /// A refusal reaches the asker as [`TransportError::Refused`].
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal>;
 
-    /// Answers an offer. The service takes the bytes by [`Incoming::land`], or leaves them by dropping `incoming`.
+    /// Answers an offer. The service takes the bytes with [`Incoming::land`], or leaves them by dropping `incoming`.
     ///
     /// # Errors
     /// A refusal reaches the asker as [`TransportError::Refused`].
@@ -153,7 +153,7 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Describes `len` offered bytes that the transport moves by `landing`, once it has a slot for them.
+    /// Describes `len` offered bytes, which the transport moves with `landing` once it has a slot for them.
     pub fn new(len: u64, landing: Box<dyn Landing>) -> Self {
         Self { len, landing }
     }
@@ -193,7 +193,7 @@ pub trait Transport: Send + Sync {
     /// Creates shared memory from which slots are allocated. A transport that must register memory registers it here.
     ///
     /// # Errors
-    /// The memory cannot be made, or cannot be registered although the user insists on RDMA.
+    /// The memory cannot be created, or cannot be registered although the user insists on RDMA.
     fn region(&self, len: u64) -> io::Result<Region>;
 
     /// Connects to a peer. Both ends prove to each other that they hold the session's key.
@@ -205,7 +205,7 @@ pub trait Transport: Send + Sync {
     /// Answers the peers' requests until the returned guard is dropped.
     ///
     /// # Errors
-    /// This transport serves already.
+    /// This transport is already serving.
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving>;
 
     /// Returns the networks that this node can use, for [`agree`](crate::agree).
@@ -214,7 +214,7 @@ pub trait Transport: Send + Sync {
     /// Follows what all nodes have agreed on. Until then the transport uses the best network that it has.
     fn agree(&self, agreement: Agreement);
 
-    /// Peers that are not reached by the network that was agreed on, each with the reason.
+    /// Returns the peers that are not reached over the agreed network, each with the reason.
     fn fallen_back(&self) -> Vec<(NodeId, String)>;
 
     /// Describes the network and counts its work, for `dayfly status`.

@@ -1,4 +1,4 @@
-//! Reading through the page cache. A part of an answer's bytes may be in the page cache, and the rest is on a drive. The
+//! Reading through the page cache. Part of an answer's bytes may be in the page cache, and the rest is on a drive. The
 //! [`PageCacheLoader`] of an answer requests all missing ranges from the drive at once, sorted by position, and waits for them on
 //! a thread of its own.
 
@@ -23,7 +23,7 @@ use crate::fair_queue::{FairPermit, FairQueue};
 /// Distance between the bytes that the thread reads to wait for a range. The drive reads what lies between them in one go.
 const WAIT_STEP: u64 = 128 << 10;
 
-/// How far the thread has come.
+/// How far the thread has progressed.
 #[derive(Default)]
 struct LoadProgress {
     /// The thread has waited for all pieces before this one.
@@ -64,7 +64,7 @@ impl<'a> PageCacheLoader<'a> {
         self.permit.clone()
     }
 
-    /// Returns why a piece could not be read, if the thread has waited for it in vain.
+    /// Returns why a piece could not be read, if the thread has waited for it without success.
     pub(crate) fn failure(&self, piece: usize) -> Option<PieceError> {
         self.progress.as_ref()?.borrow().failed.get(&piece).cloned()
     }
@@ -121,7 +121,7 @@ fn load_ranges(ranges: &[Option<Range>], progress: &watch::Sender<LoadProgress>,
 }
 
 /// Reads bytes that are in the page cache and never waits for a drive, so it may run on a runtime thread. Returns how many bytes,
-/// from the first on, it could read.
+/// starting with the first, it could read.
 pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
     match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
         Ok(count) => Ok(count),
@@ -131,7 +131,7 @@ pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Re
     }
 }
 
-/// Makes a call that may block on the current thread. The runtime moves its other tasks to other threads in the meantime.
+/// Makes a call that may block on the current thread. In the meantime, the runtime moves its other tasks to other threads.
 pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(call),

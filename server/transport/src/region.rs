@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 
-/// The keys by which a card accesses a region.
+/// The keys with which a card accesses a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Keys {
     /// The key for operations of this node.
@@ -142,7 +142,7 @@ impl Slot {
         u64::from(self.allocation.offset) * UNIT
     }
 
-    /// Returns the length of the slot in bytes, as it was asked for.
+    /// Returns the length of the slot in bytes, as requested.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -162,7 +162,7 @@ impl Slot {
         self.pointer() as u64
     }
 
-    /// Returns the keys by which a card accesses the slot, if its region is registered.
+    /// Returns the keys with which a card accesses the slot, if its region is registered.
     pub(crate) fn keys(&self) -> Option<Keys> {
         self.region.inner.registration.get().map(|registration| registration.keys)
     }

@@ -18,7 +18,7 @@ pub enum Preference {
     Rdma,
     /// TCP, even where there is RDMA.
     Tcp,
-    /// RDMA by the second provider, the crate `async-rdma`, or no session at all.
+    /// RDMA through the second provider, the crate `async-rdma`, or no session at all.
     #[cfg(feature = "async-rdma")]
     AsyncRdma,
 }
@@ -146,7 +146,7 @@ pub fn agree(preference: Preference, nodes: &[Ability], failed: &[String]) -> Re
     }
 }
 
-/// What a transport may use: the best that it has, until all nodes have agreed, and then what they agreed on.
+/// The network that a transport may use: the best that it has until all nodes have agreed, and then the one they agreed on.
 pub(crate) struct Selection {
     preference: Preference,
     agreed: watch::Sender<Option<Agreement>>,

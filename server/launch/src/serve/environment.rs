@@ -1,5 +1,5 @@
-//! What a server finds on its machine: the session's folder, usable data dirs, and its shares of
-//! drives, cores and memory.
+//! The environment of a server on its machine: the session's folder, usable data dirs, and its
+//! shares of drives, cores and memory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

@@ -92,7 +92,7 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// Returns the token by which the peer accesses the buffer.
+    /// Returns the token with which the peer accesses the buffer.
     pub(super) fn token(&self) -> Option<MrToken> {
         self.memory.as_ref()?.token_with_timeout(TOKEN_TIMEOUT)
     }

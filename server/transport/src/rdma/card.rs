@@ -24,7 +24,7 @@ pub(super) struct Shared {
     /// Set if the card turned out to be unusable after it was opened.
     pub(super) unusable: OnceLock<RdmaError>,
     pub(super) selection: Selection,
-    /// Peers that are reached over the inner transport alone, each with the reason.
+    /// Peers that are reached only over the inner transport, each with the reason.
     pub(super) fallen_back: Mutex<BTreeMap<NodeId, String>>,
     /// Peers to which a connection was made before.
     pub(super) known: Mutex<BTreeSet<NodeId>>,
@@ -45,9 +45,9 @@ impl Shared {
     }
 }
 
-/// An open card with all that is needed to ask and to answer by it.
+/// An open card with everything needed to send and answer requests through it.
 pub(super) struct Card {
-    /// Fields are dropped in order, so the engine stops before the objects that it uses go.
+    /// Fields are dropped in order, so the engine stops before the objects that it uses are dropped.
     pub(super) engine: Arc<Engine>,
     pub(super) device: Arc<Device>,
     pub(super) limits: Limits,

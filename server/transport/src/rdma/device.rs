@@ -128,7 +128,7 @@ impl Device {
     fn open_named(verbs: &'static Verbs, name: &str, wanted_port: Option<u8>, choice: &Choice) -> Result<Self, RdmaError> {
         let context = open_context(verbs, name)?;
         let closing = |error| {
-            // SAFETY: the context was opened above, and nothing was made from it.
+            // SAFETY: the context was opened above, and nothing was created from it.
             unsafe { (verbs.close_device)(context.as_ptr()) };
             error
         };
@@ -219,7 +219,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: everything that was made from the domain and the context held `self` and is gone.
+        // SAFETY: everything created from the domain and the context held `self` and is gone.
         unsafe {
             (self.verbs.dealloc_pd)(self.pd());
             (self.verbs.close_device)(self.context());

@@ -120,7 +120,7 @@ impl Shared {
     fn send(&self, command: Command) {
         {
             let mut commands = self.lock();
-            // Dropping the command notifies those who wait for its outcome.
+            // Dropping the command notifies the callers that wait for its outcome.
             if commands.is_dead {
                 return;
             }
@@ -259,7 +259,7 @@ struct EngineThread {
     receives: Arc<Receives>,
     limits: Limits,
     shared: Arc<Shared>,
-    /// The memory of the receives.
+    /// The memory for the receives.
     buffer: Slot,
     queues: HashMap<QueueId, Queue>,
     /// The queue pairs by their numbers on the card, which completions carry.
@@ -521,7 +521,7 @@ impl EngineThread {
             self.end_all(&error.to_string());
         }
         self.shared.is_asleep.store(true, Ordering::SeqCst);
-        // What arrived since the last check wakes nothing up, so it is checked once more.
+        // Anything that arrived since the last check triggers no wake-up, so this checks once more.
         let has_more = !self.shared.lock().waiting.is_empty() || !matches!(self.take_completions(), Ok(0));
         if has_more {
             self.shared.is_asleep.store(false, Ordering::SeqCst);
@@ -552,7 +552,7 @@ impl EngineThread {
         for (kind, port, description) in self.device.events() {
             tracing::debug!(device = self.device.name, event = description, "event of the card");
             if kind == PORT_DOWN && port == u32::from(self.device.port) {
-                // The work under way would only wait for its timeout.
+                // Otherwise, the work under way would only wait for its timeout.
                 tracing::warn!(device = self.device.name, port, "the card's port went down");
                 self.end_all("the card's port went down");
             } else if FATAL.contains(&kind) {

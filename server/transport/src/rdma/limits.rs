@@ -14,13 +14,13 @@ pub(crate) struct Limits {
     pub(crate) request_len: u32,
     /// Entries of the completion queue.
     pub(crate) completions: u32,
-    /// Operations under way on a queue pair by which this node answers.
+    /// Operations under way on a queue pair on which this node answers.
     pub(crate) send_depth: u32,
     /// Bytes under way on a queue pair.
     pub(crate) bytes_in_flight: u64,
     /// Longest single operation in bytes.
     pub(crate) write_len: u32,
-    /// Requests under way on a queue pair by which this node asks.
+    /// Requests under way on a queue pair on which this node asks.
     pub(crate) window: u32,
     /// Registered memory for the bytes of answers.
     pub(crate) staging_len: u64,

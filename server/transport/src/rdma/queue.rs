@@ -17,7 +17,7 @@ const RECEIVER_NOT_READY_TIMER: u8 = 24;
 /// Number of times that a request that found no receive is sent again.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 /// An unacknowledged packet is sent again after 4.096 us x 2^18, which is about 1.1 s. With [`RETRIES`], a dead peer is noticed
-/// within 4.3 s, unless its TCP connection shows it before. Shorter times ended queue pairs that were only busy.
+/// within 4.3 s, unless its TCP connection reveals it sooner. Shorter times ended queue pairs that were merely busy.
 const ACKNOWLEDGE_TIMER: u8 = 18;
 /// Number of times that an unacknowledged packet is sent again.
 const RETRIES: u8 = 3;
@@ -175,7 +175,7 @@ pub(super) struct Work {
     pub(super) local_key: u32,
 }
 
-/// One end of a queue pair, as the other end must know it to join.
+/// One end of a queue pair, with the details that the other end needs to join it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) queue: u32,
@@ -295,8 +295,8 @@ impl QueuePair {
 
     /// Posts operations in order with one call. Only the last one has a completion, under `id`.
     ///
-    /// The card accesses memory by registered keys only. The caller must keep that memory until the completion has arrived or the
-    /// queue pair has been dropped.
+    /// The card accesses memory only through registered keys. The caller must keep that memory until the completion has arrived
+    /// or the queue pair has been dropped.
     ///
     /// # Errors
     /// The error, and the number of operations that were posted nevertheless.

@@ -1,5 +1,6 @@
-//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in its ABI 1.1, so
-//! a build needs no headers, and a host without the library runs the same program. Names and fields are those of the library.
+//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in version 1.1
+//! of its ABI, so a build needs no headers, and a host without the library runs the same program. Names and fields are those of
+//! the library.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::{offset_of, size_of};

@@ -1,4 +1,4 @@
-//! Who this node is, and what the two ends of a connection prove to each other.
+//! The identity of this node, which the two ends of a connection prove to each other.
 
 use std::sync::Arc;
 

@@ -35,7 +35,7 @@ pub(super) enum PullOutcome {
 struct PendingRequest {
     progress: Progress,
     state: RequestState,
-    /// The permit and the share are held as long as the slots, so a peer's part is bounded even if callers give up early.
+    /// The permit and the share are held as long as the slots, so a peer's share is bounded even if callers give up early.
     _permit: OwnedSemaphorePermit,
     _share: Option<Arc<BudgetShare>>,
 }
@@ -147,7 +147,7 @@ impl Link {
         requests.into_values().chain(landing).for_each(|request| request.state.return_slots());
     }
 
-    /// Ends the link. Only the first cause counts.
+    /// Ends the link. Only the first cause is recorded.
     pub(super) fn end(&self, cause: LossCause) {
         let _ = self.ended.set(cause);
         self.ending.notify_one();
@@ -279,7 +279,7 @@ impl Link {
     }
 }
 
-/// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer knows anyway.
+/// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer already knows.
 async fn send_withdrawn(sender: Sender, request: u64, _permit: OwnedSemaphorePermit) {
     let _ = sender.send(Outgoing::Frame { kind: Kind::Withdrawn, request, argument: 0, body: Vec::new() }).await;
 }

@@ -57,13 +57,13 @@ impl Links {
         self.lost.get().is_some()
     }
 
-    /// Returns the error that the peer is lost. `cause` applies only if the peer was not found lost before.
+    /// Returns the error for a lost peer. `cause` applies only if the peer was not found lost before.
     pub(super) fn lost_by(&self, cause: &LossCause) -> TransportError {
         let cause = self.lost.get().unwrap_or(cause).clone();
         TransportError::Lost { peer: self.peer, address: self.address, cause }
     }
 
-    /// Records that the peer is lost; only the first cause counts.
+    /// Records that the peer is lost; only the first cause is recorded.
     fn lose(&self, cause: LossCause) {
         if self.lost.set(cause).is_ok() {
             let error = self.lost.get();

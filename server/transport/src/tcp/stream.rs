@@ -1,4 +1,4 @@
-//! Writes frames. One task owns the writing half of a link, so that a request that is aborted never leaves half a frame. The task
+//! Writes frames. One task owns the writing half of a link, so an aborted request never leaves a partial frame behind. The task
 //! takes frames from a bounded queue, which slows down senders that are faster than the link.
 
 use std::fs::File;
@@ -34,7 +34,7 @@ pub(super) enum Outgoing {
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
     /// The last bytes of an answer, as a `Data` frame, and the `End` frame that names the pieces that could not be read.
     Last { request: u64, body: Vec<u8>, unread: Unread },
-    /// The bytes of a slot, as `Data` frames. The slot is returned by `back` once they are written.
+    /// The bytes of a slot, as `Data` frames. The slot is returned through `back` once they are written.
     Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
     /// A range of a file, as `Data` frames, sent by the kernel alone where possible. `done` reports whether its bytes are valid.
     File { request: u64, range: FileRange, done: oneshot::Sender<Result<(), PieceError>> },
