@@ -20,7 +20,7 @@ use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
 use crate::{cwd, table};
 
-/// Where a path leads.
+/// The side to which a path leads.
 pub(crate) enum Side<'a> {
     /// To the kernel's files.
     Kernel,

@@ -1,4 +1,4 @@
-//! Which of the process's descriptor numbers are ours, and what is open behind them.
+//! Records which of the process's descriptor numbers are ours, and what they have open.
 //!
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!

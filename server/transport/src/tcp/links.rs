@@ -172,7 +172,7 @@ impl LinkMonitor {
         let newest = links.iter().flatten().map(|link| link.last_received()).max().unwrap_or_default();
         for (link, history) in links.iter().zip(&mut self.histories) {
             let Some(link) = link else { continue };
-            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link takes them, it lives.
+            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link accepts them, it is alive.
             let is_behind_ours = !link.last_sent().is_zero() && link.last_received() < link.last_sent() + peer_lost;
             let limit = if is_behind_ours { peer_lost } else { link_silent };
             let is_silent = now.saturating_sub(link.last_received().max(link.last_sent())) >= limit;
