@@ -2,7 +2,7 @@
 # Measures how much a stage-in at half of its full rate slows a reader of another dataset. The reader runs on one core, the
 # servers on another.
 # Usage: bench/interference.sh ARCHIVE [RUNS] [NODES]
-# Needs two cores, and dayfly and dayfly-bench in PATH. With more than one node, the servers do a part of the reading.
+# Needs two cores, and dayfly and dayfly-bench in PATH. With more than one node, the servers do part of the reading.
 set -euo pipefail
 archive=$(realpath "$1"); runs=${2:-5}; nodes=${3:-1}
 work=$(mktemp -d -p "${TMPDIR:-/tmp}")

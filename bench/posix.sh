@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares the POSIX library with a fresh ext4 (on a loop device) that has the same files. The two are measured in turn; the table
+# Compares the POSIX library with a fresh ext4 file system (on a loop device) that contains the same files. The two are measured in turn; the table
 # shows medians of RUNS. The page cache is warm unless a row says cold.
 # Usage: bench/posix.sh [RUNS] [ENTRIES]
 # Needs root, and dayfly, dayfly-bench and python3 in PATH.

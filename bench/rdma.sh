@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Counts what a batch of 64 samples of 110 KB costs both servers, over RDMA and over TCP: system calls, and work for the card.
-# It measures no rates, because those of Soft-RoCE say nothing about a real card.
+# Counts what a batch of 64 samples of 110 KB costs the servers at both ends, over RDMA and over TCP: system calls, and work for the card.
+# It measures no rates, because the rates of Soft-RoCE say nothing about a real card.
 # Needs root, strace, python3 and an RDMA card, which this virtual machine emulates:
 #
 #   cargo build --release && cargo build --release -p dayfly-bench
@@ -13,7 +13,7 @@ trap 'umount "$work/drive" 2> /dev/null || true; rm -rf "$work"' EXIT
 mkdir "$work/set" "$work/drive" "$work/run"
 export DAYFLY_RUNTIME_DIR=$work/run
 for number in $(seq 700); do head -c 110000 /dev/urandom > "$work/set/$number"; done
-# ext4 and not tmpfs, because only on a real file system can a server ask what is in the page cache.
+# Uses ext4 rather than tmpfs, because a server can ask what is in the page cache only on a real file system.
 truncate -s 700M "$work/disk"; mkfs.ext4 -q "$work/disk"; mount -o loop "$work/disk" "$work/drive"
 
 batches=4

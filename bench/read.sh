@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures reads in a session of four servers in network namespaces, and compares them with one bare TCP stream between
-# two of them.
+# two of those namespaces.
 # Usage: bench/read.sh [RUNS [ROW...]]     rows: remote-large remote-small posix unet local epochs cold
 # Needs root, and dayfly, dayfly-bench (release builds), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the data sets.
 set -euo pipefail

@@ -1,5 +1,5 @@
-//! The server's arena, mapped read-only. Bytes are copied from it, or looked at in place while
-//! they are leased, and marked as read.
+//! The server's arena, mapped read-only. Bytes are copied from it, or read in place while they are
+//! leased, and marked as read.
 
 use std::fs::File;
 use std::io;
@@ -37,7 +37,7 @@ impl Arena {
         true
     }
 
-    /// The bytes of a leased chunk; `None` if the range is not within the arena.
+    /// Returns the bytes of a leased chunk; `None` if the range is not within the arena.
     pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
         // SAFETY: the range lies within the mapping, which lives as long as `self` and never
         // faults, as above. While the caller holds the lease the server writes nothing there, and

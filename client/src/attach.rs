@@ -116,43 +116,42 @@ impl Session {
         Ok(session)
     }
 
-    /// The session's id.
+    /// Returns the session's id.
     pub fn id(&self) -> SessionId {
         self.id
     }
 
-    /// The node whose server this process is attached to.
+    /// Returns the node whose server this process is attached to.
     pub fn node(&self) -> NodeId {
         self.node
     }
 
-    /// The number of nodes in the session.
+    /// Returns the number of nodes in the session.
     pub fn nodes(&self) -> u16 {
         self.nodes
     }
 
-    /// The path below which programs see the namespace.
+    /// Returns the path below which programs see the namespace.
     pub fn prefix(&self) -> &[u8] {
         &self.prefix
     }
 
-    /// Whether reads are verified against the checksums taken at stage-in.
+    /// Returns whether reads are verified against the checksums taken at stage-in.
     pub fn verifies_reads(&self) -> bool {
         self.verify_reads
     }
 
-    /// The server's status page.
+    /// Returns the server's status page.
     pub(crate) fn status_page(&self) -> &StatusPage {
         self.heartbeat.status_page()
     }
 
-    /// Whether the session has ended. This is one read of memory.
+    /// Returns whether the session has ended. This is one read of memory.
     pub fn is_gone(&self) -> bool {
         self.status_page().is_gone()
     }
 
-    /// The datasets of the session, by number. Asks the server only if they have changed since the
-    /// last call.
+    /// Returns the datasets of the session, by number. Asks the server only if they have changed since the last call.
     ///
     /// # Errors
     ///
@@ -167,8 +166,7 @@ impl Session {
         }
         let _no_fork = fork::lock();
         let (generation, all) = self.list(&known.all)?;
-        // If the session ended meanwhile, the list is empty, which does not mean that there was no
-        // dataset.
+        // If the session ended in the meantime, the list is empty, which does not mean that there was no dataset.
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
@@ -305,8 +303,8 @@ impl Session {
         }
     }
 
-    /// Whether this process owns the idle connections. A `vfork` child, which shares its parent's
-    /// memory, does not, and neither does a child whose fork this library did not notice.
+    /// Returns whether this process owns the idle connections. A `vfork` child, which shares its parent's memory, does not, and
+    /// neither does a child whose fork this library did not notice.
     fn is_own_process(&self) -> bool {
         self.process.load(Ordering::Acquire) == std::process::id()
     }
@@ -316,8 +314,8 @@ impl Session {
         self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
-    /// Whether a batch is assumed to be cold, that is, not in memory. With a number, that many batches
-    /// are assumed to be cold, beginning with this one.
+    /// Returns whether a batch is assumed to be cold, that is, not in memory. With a number, that many batches are assumed to be
+    /// cold, beginning with this one.
     pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
         // Threads may race here; an approximate count is enough.
         let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));

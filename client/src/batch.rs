@@ -1,7 +1,7 @@
 //! Reading many samples at once: `read_many` and `read_many_into`.
 //!
-//! A batch lends the samples that are on this node where they lie, in mapped segments. It requests all others from the server
-//! with one message, and lends them in the arena under a lease as they arrive.
+//! A batch lends the samples that are on this node in place, in mapped segments. It requests all others from the server with one
+//! message, and lends them in the arena under a lease as they arrive.
 //!
 //! The server may revoke a lease when a batch makes no progress for a long time, because its process reads nothing from its
 //! socket, or because other processes wait for the room. The batch then reads a sample again if it was not delivered yet. For
@@ -61,17 +61,17 @@ pub struct Delivered<'a> {
     pub bytes: Result<&'a [u8], &'a ClientError>,
 }
 
-/// Samples that are being read, and that stay where they lie until the batch is dropped.
+/// Samples that are being read, and that stay in place until the batch is dropped.
 ///
-/// A program may look at delivered samples until then, also through [`Self::get`]. Before it believes what it saw, it asks
-/// [`Self::is_good`].
+/// Until then, a program may look at delivered samples, including through [`Self::get`]. Before it trusts what it saw, it must
+/// call [`Self::is_good`].
 pub struct Batch<'a> {
     session: &'a Session,
     items: Vec<Option<SampleRef>>,
     states: Vec<ItemState>,
     delivery: Delivery,
     on_missing: OnMissing,
-    /// The first item that was not delivered yet.
+    /// The first item that has not been delivered yet.
     next: usize,
     /// Remote items that have arrived and were not delivered yet, for [`Delivery::AsAvailable`].
     arrived: VecDeque<usize>,
@@ -83,14 +83,14 @@ pub struct Batch<'a> {
     is_broken: bool,
     /// [`fault::zeroed`] when the batch began.
     zeroed: usize,
-    /// Keeps cached blocks of this node in place while the batch lives. `None` if the server could not be reached; then no server
-    /// is there to drop a block either.
+    /// Keeps cached blocks of this node in place while the batch lives. `None` if the server could not be reached; in that case
+    /// there is no server to drop a block either.
     views: Option<Views<'a>>,
     /// The process that owns the connection and the views.
     process: u32,
 }
 
-/// Where the bytes of an item are.
+/// The place of an item's bytes.
 enum ItemState {
     /// The sample has no bytes, or none that are still wanted.
     Empty,
@@ -140,7 +140,7 @@ impl Session {
         self.begin_batch(requested(dataset, samples), delivery, on_missing)
     }
 
-    /// Reads whole samples into buffers, each as far as its buffer reaches. Returns the samples' sizes, in the order of the
+    /// Reads whole samples into buffers, each up to the length of its buffer. Returns the samples' sizes, in the order of the
     /// request.
     ///
     /// # Errors
@@ -162,8 +162,8 @@ impl Session {
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Batch<'_>, ClientError> {
-        // The views must begin before any location is looked up. The batch keeps the connection until its end, because the server
-        // knows by it whose views these are.
+        // The views must begin before any location is looked up. The batch keeps the connection until it ends, because the server
+        // identifies the owner of the views by it.
         let socket = self.take_socket().ok();
         let views = socket.as_ref().map(|socket| self.begin_views(socket.slot()));
         let mut batch = Batch {
@@ -231,7 +231,7 @@ impl Session {
             }
         }
         if fault::zeroed() != zeroed {
-            // Some page of some file was missing. That is so rare that all samples are read again.
+            // A page of some file was missing. This is rare enough to simply read all samples again.
             for (index, &at) in whole_at.iter().enumerate() {
                 let Some(buffer) = buffers.get_mut(at) else { continue };
                 if let Ok(len) = sizes[at]
@@ -269,12 +269,12 @@ impl SampleRef {
 }
 
 impl<'a> Batch<'a> {
-    /// The number of samples that were requested.
+    /// Returns the number of samples that were requested.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether no sample was requested.
+    /// Returns whether no sample was requested.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }
@@ -318,8 +318,8 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// The bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or lost its
-    /// lease.
+    /// Returns the bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or
+    /// lost its lease.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
         let is_there = match self.states.get(index) {
             None | Some(ItemState::Pending | ItemState::Deferred) => false,
@@ -329,8 +329,8 @@ impl<'a> Batch<'a> {
         if is_there { self.bytes(index).ok() } else { None }
     }
 
-    /// Whether everything that the program saw so far was real: the session goes on, no dataset of the batch was replaced, no
-    /// drive failed, and no lease on a delivered sample was revoked.
+    /// Returns whether everything that the program has seen so far is valid: the session is still running, no dataset of the
+    /// batch was replaced, no drive failed, and no lease on a delivered sample was revoked.
     pub fn is_good(&self) -> bool {
         let is_whole = !self.is_broken && self.zeroed == fault::zeroed() && !self.is_gone();
         let is_lost =
@@ -338,7 +338,7 @@ impl<'a> Batch<'a> {
         is_whole && !self.states.iter().any(is_lost)
     }
 
-    /// Whether the session has ended, or a dataset of the batch was replaced.
+    /// Returns whether the session has ended, or a dataset of the batch was replaced.
     fn is_gone(&self) -> bool {
         let mut last: *const Dataset = std::ptr::null();
         let is_gone = |item: &SampleRef| {
@@ -355,7 +355,8 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Finds out where each item is. The two passes before let the processor fetch the records of all items at the same time.
+    /// Finds the location of each item. The two preceding passes let the processor fetch the records of all items at the same
+    /// time.
     fn look_up(&mut self, requested: Vec<RequestedSample>) {
         for item in requested.iter().flatten() {
             item.dataset.catalog().prefetch_sample(item.sample);
@@ -467,7 +468,7 @@ impl<'a> Batch<'a> {
         if self.session.verifies_reads() {
             self.verify(index);
         }
-        // Checked after the bytes were verified: a checksum taken of revoked bytes says nothing.
+        // Checked after the bytes were verified: a checksum of revoked bytes means nothing.
         if matches!(self.states[index], ItemState::Deferred) || self.is_lost(index) {
             self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
         }
@@ -477,8 +478,8 @@ impl<'a> Batch<'a> {
         Ok(Some(index))
     }
 
-    /// Whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned by a
-    /// drive that failed.
+    /// Returns whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned
+    /// by a drive that failed.
     fn is_lost(&self, index: usize) -> bool {
         match &self.states[index] {
             ItemState::Leased(leased) => !self.holds(leased),
@@ -500,7 +501,7 @@ impl<'a> Batch<'a> {
         self.session.read_at(&item.dataset, item.sample, 0, buffer, &mut None).map(|_| ())
     }
 
-    /// Verifies an item's only chunk where it lies. Samples of several chunks are verified as they are copied.
+    /// Verifies an item's only chunk in place. Samples of several chunks are verified as they are copied.
     fn verify(&mut self, index: usize) {
         let Some(item) = &self.items[index] else { return };
         let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) else { return };

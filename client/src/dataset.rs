@@ -43,51 +43,51 @@ impl Dataset {
         Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect() })
     }
 
-    /// The dataset's number in the session.
+    /// Returns the dataset's number in the session.
     pub fn id(&self) -> DatasetId {
         self.id
     }
 
-    /// The path of its root, below the prefix.
+    /// Returns the path of its root, below the prefix.
     pub fn target(&self) -> &[u8] {
         &self.target
     }
 
-    /// The dataset's index.
+    /// Returns the dataset's index.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
 
-    /// Whether this node has the block on its drives, as its owner or as a cached block.
+    /// Returns whether this node has the block on its drives, as its owner or as a cached block.
     pub fn is_here(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
 
-    /// Whether the dataset's bytes have been given up. Bytes copied before this call returned
-    /// `true` may be zeros.
+    /// Returns whether the dataset's bytes have been discarded. Bytes copied before this call
+    /// returned `true` may be zeros.
     pub(crate) fn is_gone(&self) -> bool {
         self.locations.is_gone()
     }
 
-    /// Whether this node has a cached copy of a block that another node owns.
+    /// Returns whether this node has a cached copy of a block that another node owns.
     pub(crate) fn is_cached(&self, block: BlockId) -> bool {
         matches!(self.locations.find(block), Some(Location::Cached(_)))
     }
 
-    /// The segment and the offset of a block that this node owns. Both are valid for as long as the
-    /// dataset exists.
+    /// Returns the segment and the offset of a block that this node owns. Both are valid for as
+    /// long as the dataset exists.
     pub fn segment_position(&self, block: BlockId) -> Option<(&File, u64)> {
         let Location::Owned(position) = self.locations.find(block)? else { return None };
         let (segment, _) = self.segments.get(usize::from(position.drive))?;
         Some((segment, position.offset))
     }
 
-    /// A number that sorts the blocks on this node's drives by drive, then front to back.
+    /// Returns a number that sorts the blocks on this node's drives by drive, then front to back.
     pub(crate) fn drive_order(&self, block: BlockId) -> Option<u64> {
         self.locations.find(block)?.position().map(|position| Location::Owned(position).pack())
     }
 
-    /// Where a block can be read without a message.
+    /// Returns where a block can be read without a message.
     pub(crate) fn find(&self, block: BlockId) -> Option<Location> {
         self.locations.find(block)
     }
@@ -122,7 +122,7 @@ impl Dataset {
         }
     }
 
-    /// Whether a mapped range of a segment is in memory.
+    /// Returns whether a mapped range of a segment is in memory.
     pub(crate) fn is_resident(&self, position: DrivePosition, len: u64) -> bool {
         self.segments.get(usize::from(position.drive)).is_some_and(|(_, map)| map.is_resident(position.offset, len))
     }
@@ -149,7 +149,7 @@ impl Dataset {
                     (Ok(()), Source::Arena)
                 }
             };
-            // The block may have been evicted meanwhile, and fetched again to another place.
+            // The block may have been evicted in the meantime, and fetched again to another place.
             if self.locations.is_still(block, location) {
                 return result.map(|()| Some(source));
             }
@@ -168,7 +168,7 @@ impl Dataset {
         }
     }
 
-    /// A segment that was given up is shorter than it was, so a failed read may mean that the
+    /// Returns a discarded segment is shorter than it was, so a failed read may mean that the
     /// dataset is gone.
     fn segment_error(&self, error: io::Error) -> ClientError {
         if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }

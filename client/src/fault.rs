@@ -1,11 +1,9 @@
-//! Reading mapped files whose bytes may be missing, because the drive fails or the server gave the
-//! file up. The processor then faults and the kernel sends SIGBUS. This module's handler makes the
-//! copy return early instead of letting the process die.
+//! Reads mapped files whose bytes may be missing, because the drive fails or the server discarded the file. The processor then
+//! faults and the kernel sends SIGBUS. This module's handler makes the copy return early instead of letting the process die.
 //!
-//! If the program itself looks at missing bytes in place, the handler maps a page of zeros over
-//! them. That page stays for as long as the mapping does, so the whole mapping is poisoned first:
-//! it lends no further views, no copy from it is believed, and a batch notices by the count of
-//! zeroed pages that the program may have seen zeros.
+//! If the program itself looks at missing bytes in place, the handler maps a page of zeros over them. That page stays for as long
+//! as the mapping does, so the whole mapping is poisoned first: it lends no further views, no copy from it is trusted, and a
+//! batch notices by the count of zeroed pages that the program may have seen zeros.
 //!
 //! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes
 //! to the handler that the program or the system had set.
@@ -41,12 +39,12 @@ pub fn replace_disposition(new: Disposition) -> Disposition {
     Disposition { handler: HANDLER.swap(new.handler, Ordering::AcqRel), flags }
 }
 
-/// How the program wants SIGBUS handled.
+/// Returns how the program wants SIGBUS handled.
 pub fn disposition() -> Disposition {
     Disposition { handler: HANDLER.load(Ordering::Acquire), flags: FLAGS.load(Ordering::Acquire) as c_int }
 }
 
-/// Whether the handler is installed, so that segments may be mapped.
+/// Returns whether the handler is installed, so that segments may be mapped.
 pub fn is_available() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
@@ -158,8 +156,8 @@ impl Mapped {
         Some(Self { viewed })
     }
 
-    /// Whether some of its bytes are zeros in place of missing ones. Call it after a copy: the
-    /// handler poisons the range before it makes any zeros visible.
+    /// Returns whether some of its bytes are zeros in place of missing ones. Call it after a copy: the handler poisons the range
+    /// before it makes any zeros visible.
     pub(crate) fn is_poisoned(&self) -> bool {
         fence(Ordering::Acquire);
         self.viewed.is_poisoned.load(Ordering::Acquire)
@@ -173,8 +171,8 @@ impl Drop for Mapped {
     }
 }
 
-/// How many pages of this process are zeros in place of missing bytes. If the number changed, bytes
-/// that were looked at meanwhile do not count.
+/// Returns how many pages of this process are zeros in place of missing bytes. If the number changed, bytes that were read in the
+/// meantime are not valid.
 pub(crate) fn zeroed() -> usize {
     ZEROED.load(Ordering::Acquire)
 }

@@ -1,12 +1,12 @@
-//! Requests for chunks that only the server can provide, and the meaning of its answers.
+//! Requests chunks that only the server can provide, and interprets its answers.
 //!
-//! The server answers a [`FromClient::Fetch`] in parts. A chunk in such a part is on this node's drives by now, or lies in
-//! the arena under a lease, or cannot be read. This module is the only one that interprets those answers. Its two users
-//! differ in how long they hold a lease: [`crate::read`] copies the bytes from the arena and releases the lease at once,
-//! [`crate::batch`] holds the lease and lends the bytes where they lie.
+//! The server answers a [`FromClient::Fetch`] in parts. A chunk in such a part is now on this node's drives, is in the arena
+//! under a lease, or cannot be read. This module is the only one that interprets those answers. Its two users differ in how long
+//! they hold a lease: [`crate::read`] copies the bytes from the arena and releases the lease at once, [`crate::batch`] holds the
+//! lease and lends the bytes in place.
 //!
-//! Invariant: a caller believes leased bytes only if the lease still held *after* it looked at them. The server
-//! may revoke a lease at any time and put another chunk into the same slot.
+//! Invariant: a caller trusts leased bytes only if the lease still held *after* it looked at them. The server may revoke a lease
+//! at any time and put another chunk into the same slot.
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
@@ -29,7 +29,7 @@ pub(crate) struct FetchAnswer {
 
 /// A chunk as it arrived.
 pub(crate) enum ArrivedChunk {
-    /// The block is on this node's drives by now, so a local read finds it.
+    /// The block is now on this node's drives, so a local read finds it.
     Local,
     /// The bytes lie in the arena.
     Leased(LeasedChunk),
@@ -37,7 +37,7 @@ pub(crate) enum ArrivedChunk {
     Failed(ClientError),
 }
 
-/// A chunk in the arena, with what decides whether its bytes may be believed.
+/// A chunk in the arena, with the terms that decide whether its bytes may be trusted.
 #[derive(Clone, Copy)]
 pub(crate) struct LeasedChunk {
     /// Offset of its first byte in the arena.
@@ -88,17 +88,17 @@ pub(crate) fn release(socket: &mut Socket, leases: Vec<u64>) -> Result<(), Clien
 }
 
 impl FetchAnswer {
-    /// Whether the leases of this part still hold.
+    /// Returns whether the leases of this part still hold.
     pub(crate) fn is_held(&self, session: &Session) -> bool {
         self.terms.hold(session)
     }
 
-    /// Whether this part answers for no chunk.
+    /// Returns whether this part covers no chunks.
     pub(crate) fn is_empty(&self) -> bool {
         self.chunks.is_empty()
     }
 
-    /// The chunks of this part, each with its index in the request.
+    /// Returns the chunks of this part, each with its index in the request.
     pub(crate) fn into_chunks(self) -> impl Iterator<Item = (usize, ArrivedChunk)> {
         let terms = self.terms;
         self.chunks.into_iter().map(move |(index, chunk)| {
@@ -113,12 +113,12 @@ impl FetchAnswer {
 }
 
 impl LeasedChunk {
-    /// Whether the lease still held when the caller last looked at the bytes, which was before this call.
+    /// Returns whether the lease still held when the caller last looked at the bytes, which was before this call.
     pub(crate) fn is_held(&self, session: &Session) -> bool {
         self.terms.hold(session)
     }
 
-    /// The first `len` bytes of the chunk, in place. They count only if [`Self::is_held`] says so afterwards.
+    /// Returns the first `len` bytes of the chunk, in place. They are valid only if [`Self::is_held`] returns `true` afterward.
     pub(crate) fn bytes<'a>(&self, session: &'a Session, len: u64) -> Result<&'a [u8], ClientError> {
         session.arena.leased(self.offset, len).ok_or(OUTSIDE)
     }

@@ -1,4 +1,4 @@
-//! A lock between forks and changes to the descriptor table. The kernel copies a process's
+//! A lock that separates forks from changes to the descriptor table. The kernel copies a process's
 //! descriptors and its memory one after the other. A descriptor that another thread opens in
 //! between is known to the child's memory, but is not open in the child, where its number may later
 //! be reused for another file. Operations that open descriptors and record their numbers hold this

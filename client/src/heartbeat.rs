@@ -2,12 +2,12 @@
 //! second.
 //!
 //! This process has no thread for that. It looks at the word whenever it sends something and, while
-//! it waits for an answer, at regular polls. Once the word has stood still for [`HEARTBEAT_POLLS`]
-//! polls, every request fails at once until the word moves again.
+//! it waits for an answer, at regular polls. Once the word has not changed for [`HEARTBEAT_POLLS`]
+//! polls, every request fails at once until the word changes again.
 //!
 //! Time is counted in polls that this process waited through. A process that was stopped, for
-//! however long, counts one poll. So it does not take a server for dead that kept running, or that
-//! was stopped and continued together with it.
+//! however long, counts one poll. It therefore does not mistake a server for dead if the server
+//! kept running, or was stopped and resumed together with the process.
 //!
 //! All state is atomic: threads share it, a forked child continues with its copy, and a signal
 //! handler finds nothing locked.
@@ -36,7 +36,7 @@ impl Default for Timeouts {
 }
 
 impl Timeouts {
-    /// The time between two polls.
+    /// Returns the time between two polls.
     pub(crate) fn poll_interval(&self) -> Duration {
         (self.heartbeat / HEARTBEAT_POLLS).max(Duration::from_millis(1))
     }
@@ -73,7 +73,7 @@ impl Heartbeat {
         self.timeouts
     }
 
-    /// Fails while the server is known to stand still.
+    /// Fails while the server is known to be stalled.
     pub(crate) fn check(&self) -> io::Result<()> {
         let beat = self.status_page.heartbeat();
         if self.seen.swap(beat, Ordering::AcqRel) != beat {

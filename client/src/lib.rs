@@ -1,8 +1,8 @@
 //! A process's side of a Dayfly session: attach to this node's server, look up names, read samples.
 //!
-//! The library blocks, starts no threads, and needs no runtime. It works in programs with many threads and in forked
-//! children, which call [`Session::after_fork`]. Lookups read mapped memory. A block on this node costs at most one `pread`;
-//! only what is neither on this node's drives nor in its arena takes a message to the server.
+//! The library blocks, starts no threads, and needs no runtime. It works in programs with many threads and in forked children,
+//! which call [`Session::after_fork`]. Lookups read mapped memory. A block on this node costs at most one `pread`; only a block
+//! that is neither on this node's drives nor in its arena takes a message to the server.
 //!
 //! - [`locate`] finds the sessions on this machine, [`Session`] attaches to one.
 //! - [`View`] is the namespace with the meaning that POSIX programs expect; the command line and the preload library are
@@ -10,7 +10,7 @@
 //! - [`Session::read_many`] reads many samples with one message and lends them without a copy, as a [`Batch`].
 //! - [`Samples`] shuffles a dataset, and [`Session::submit`] has the server prefetch along that order.
 //!
-//! Nothing here speaks to another node: the servers do that.
+//! Nothing here talks to another node; only the servers do.
 //!
 //! # Example
 //!

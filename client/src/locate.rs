@@ -2,8 +2,8 @@
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
 //! server on this machine has its socket there and holds a lock file there for as long as it lives;
-//! so does the supervisor. A lock that is held proves that its process lives, however that process
-//! might end. [`Watch`] checks that these files still have their names.
+//! so does the supervisor. A lock that is held proves that its process lives, regardless of how
+//! that process ends. [`Watch`] checks that these files still have their names.
 
 mod watch;
 
@@ -58,19 +58,19 @@ pub struct SessionFolder {
     pub folder: PathBuf,
 }
 
-/// The folder that contains one folder for each user.
+/// Returns the folder that contains one folder for each user.
 pub fn runtime_base() -> PathBuf {
     let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
     // Servers have another working directory than the process that starts them.
     std::path::absolute(&base).unwrap_or(base)
 }
 
-/// The folder of all sessions of this user, below the given folder of all users.
+/// Returns the folder of all sessions of this user, below the given folder of all users.
 pub fn runtime_dir_in(base: &Path) -> PathBuf {
     base.join(format!("dayfly-{}", geteuid()))
 }
 
-/// The folder of all sessions of this user.
+/// Returns the folder of all sessions of this user.
 pub fn runtime_dir() -> PathBuf {
     runtime_dir_in(&runtime_base())
 }
@@ -174,7 +174,7 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// All folders of sessions, whether they are running or left over.
+/// Returns all folders of sessions, whether they are running or left over.
 ///
 /// # Errors
 ///
@@ -196,21 +196,21 @@ pub fn all(folder: &Path) -> Result<Vec<SessionFolder>, ClientError> {
     Ok(found)
 }
 
-/// The sessions that have a live server on this machine.
+/// Returns the sessions that have a live server on this machine.
 ///
 /// # Errors
 ///
-/// As [`all`].
+/// Same as for [`all`].
 pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
     Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
-/// The session that is meant: the one that `DAYFLY_SESSION` names; else the session of this job, as
-/// the workload manager names it; else the only session that does not belong to another job.
+/// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of this job,
+/// as the workload manager names it; else the only session that does not belong to another job.
 ///
 /// # Errors
 ///
-/// If no session is running, the named one is not, or several could be meant.
+/// If no session is running, the named one is not running, or several are possible.
 pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
     let mut running = running()?;
     let names = |running: &[SessionFolder]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
@@ -238,8 +238,8 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
 }
 
 impl SessionFolder {
-    /// The session that the environment names, without a check that it lives. For processes that
-    /// were started as a part of it.
+    /// Returns the session that the environment names, without checking that it is alive. For
+    /// processes that were started as part of it.
     ///
     /// # Errors
     ///
@@ -269,24 +269,24 @@ impl SessionFolder {
         }
     }
 
-    /// The node that the environment names, without a check that it lives; else the lowest live
-    /// node.
+    /// Returns the node that the environment names, without checking that it is alive; otherwise
+    /// the lowest live node.
     ///
     /// # Errors
     ///
-    /// If none is named and none lives.
+    /// If none is named and none is alive.
     pub fn node_of_environment(&self) -> Result<NodeId, ClientError> {
         let wanted = env::var(NODE_VARIABLE).ok().and_then(|wanted| wanted.parse().ok()).map(NodeId);
         wanted.map_or_else(|| self.my_node(), Ok)
     }
 
-    /// The path of the socket on which a node's server listens.
+    /// Returns the path of the socket on which a node's server listens.
     pub fn socket(&self, node: NodeId) -> PathBuf {
         self.folder.join(format!("node-{node}.sock"))
     }
 
     /// Takes a node's lock for its server and writes the server's process id into it. The lock
-    /// becomes free when that process ends, however it does. `None` if another process holds it.
+    /// becomes free when that process ends, however it ends. `None` if another process holds it.
     ///
     /// # Errors
     ///
@@ -297,8 +297,8 @@ impl SessionFolder {
         Ok(Some(lock))
     }
 
-    /// Watches what a node's server must find for as long as it lives: the folder, its lock and its
-    /// socket.
+    /// Watches the files that a node's server depends on for as long as it lives: the folder, its
+    /// lock and its socket.
     ///
     /// # Errors
     ///
@@ -310,7 +310,8 @@ impl SessionFolder {
         Ok(watch)
     }
 
-    /// Watches what the supervisor must find for as long as it lives: the folder and its lock.
+    /// Watches the files that the supervisor depends on for as long as it lives: the folder and its
+    /// lock.
     ///
     /// # Errors
     ///
@@ -325,7 +326,7 @@ impl SessionFolder {
         self.folder.join(format!("node-{node}.lock"))
     }
 
-    /// The nodes whose servers live on this machine, lowest first.
+    /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
         let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
         let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
@@ -335,13 +336,13 @@ impl SessionFolder {
         nodes
     }
 
-    /// The process id of a node's server, if it lives.
+    /// Returns the process id of a node's server, if it lives.
     pub fn pid(&self, node: NodeId) -> Option<i32> {
         let path = self.lock_path(node);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The process id of the session's supervisor, if it lives on this machine.
+    /// Returns the process id of the session's supervisor, if it lives on this machine.
     pub fn supervisor(&self) -> Option<i32> {
         let path = self.folder.join(SUPERVISOR_LOCK);
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
@@ -364,8 +365,8 @@ impl SessionFolder {
         }
     }
 
-    /// The node that this process belongs to: the one that `DAYFLY_NODE` names, else the lowest on
-    /// this machine.
+    /// Returns the node that this process belongs to: the one that `DAYFLY_NODE` names, else the
+    /// lowest on this machine.
     ///
     /// # Errors
     ///
@@ -398,7 +399,7 @@ impl SessionFolder {
         self.remove_if_last(remove)
     }
 
-    /// As [`Self::remove_if_dead`], for the holder of the supervisor's lock.
+    /// Like [`Self::remove_if_dead`], for the holder of the supervisor's lock.
     ///
     /// # Errors
     ///
@@ -413,7 +414,7 @@ impl SessionFolder {
     }
 }
 
-/// As [`lock_file`], but tries several times: a process that only checks the lock holds it for a
+/// Like [`lock_file`], but tries several times: a process that only checks the lock holds it for a
 /// moment.
 fn lock_patiently(path: &Path) -> io::Result<Option<Flock<File>>> {
     for _ in 0..LOCK_ATTEMPTS {
@@ -436,7 +437,7 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
 }
 
 fn is_locked(path: &Path) -> bool {
-    // A shared lock, so that two processes that check do not take each other for the owner.
+    // Uses a shared lock, so that two processes that check do not mistake each other for the owner.
     let Ok(file) = File::open(path) else { return false };
     Flock::lock(file, FlockArg::LockSharedNonblock).is_err()
 }

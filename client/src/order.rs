@@ -46,23 +46,23 @@ impl Samples {
         Self { entries, groups }
     }
 
-    /// The number of samples.
+    /// Returns the number of samples.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there are no samples.
+    /// Returns whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// A sample's first name.
+    /// Returns a sample's first name.
     pub fn entry(&self, sample: SampleId) -> Option<EntryId> {
         self.entries.get(sample.0 as usize).copied()
     }
 
-    /// All samples in the random order of `seed` and `epoch`, which is the same on every node.
-    /// Grouped samples are adjacent. The iterator takes no memory.
+    /// Returns all samples in the random order of `seed` and `epoch`, which is the same on every node. Grouped samples are
+    /// adjacent. The iterator takes no memory.
     ///
     /// Several readers can share an epoch if each takes every n-th sample (`step_by`). That
     /// separates the samples of a group.
@@ -78,8 +78,8 @@ impl Samples {
         })
     }
 
-    /// The samples that `node` owns, in the order in which they lie on its drives. Must be called
-    /// on that node. Over all nodes, each sample appears once.
+    /// Returns the samples that `node` owns, in the order in which they lie on its drives. Must be called on that node. Over all
+    /// nodes, each sample appears once.
     ///
     /// Reading in this order is as fast as sequential reading. The position of samples with large
     /// blocks does not matter for speed, so they are inserted at random; so are empty samples,

@@ -40,13 +40,13 @@ enum Exposure {
     Renamable { base: PathBuf, mode: u32 },
 }
 
-/// The end of a message: whose file it is, and what this user can do about it.
+/// Returns the end of a message: whose file it is, and what this user can do about it.
 fn of(owner: u32) -> String {
     if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }
 
 impl NotPrivate {
-    /// The user that the folder belongs to, if that is not this user.
+    /// Returns the user that the folder belongs to, if that is not this user.
     pub fn owner(&self) -> Option<u32> {
         let (Exposure::Link { owner } | Exposure::NoDirectory { owner } | Exposure::Foreign { owner }) = self.exposure else {
             return None;
@@ -55,11 +55,11 @@ impl NotPrivate {
     }
 }
 
-/// Checks that a folder is this user's alone.
+/// Checks that a folder belongs only to this user.
 ///
 /// # Errors
 ///
-/// If it is a symbolic link, no directory, another user's, or open to others; or if it is not there.
+/// If it is a symbolic link, not a directory, owned by another user, open to others, or missing.
 pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
     let exposure = match fs::symlink_metadata(folder) {
         Err(error) => Exposure::Unseen(error),

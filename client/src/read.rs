@@ -1,4 +1,4 @@
-//! Reading blocks: from this node's segments or the arena where that needs no message, else with the server's help. Many
+//! Reads blocks from this node's segments or the arena if that needs no message, and otherwise with the server's help. Many
 //! blocks cost one message.
 
 use dayfly_meta::chunk::Chunk;
@@ -28,8 +28,8 @@ type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), C
 const WINDOW: usize = 4;
 
 impl Session {
-    /// Reads from a sample; the count is short only at the sample's end. `verified` remembers the last chunk whose checksum
-    /// was found right, so that a sequential reader does not verify a chunk twice.
+    /// Reads from a sample; the count is short only at the sample's end. `verified` remembers the last chunk whose checksum was
+    /// correct, so that a sequential reader does not verify a chunk twice.
     ///
     /// # Errors
     /// If the session has ended, the dataset was replaced, or a block cannot be read or is damaged everywhere.
@@ -64,8 +64,8 @@ impl Session {
         Ok(end.saturating_sub(offset) as usize)
     }
 
-    /// Reads a part of a block: without a message where it is on this node or in the arena, else chunk by chunk as the server
-    /// delivers it.
+    /// Reads a part of a block: without a message if it is on this node or in the arena, and otherwise chunk by chunk as the
+    /// server delivers it.
     pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
         let (mut at, mut rechecks) = (offset, 0);
@@ -184,7 +184,7 @@ impl Session {
                 self.check_not_gone(dataset)?;
                 is_done[index] = true;
                 if self.verify(dataset, chunks[index], buffer).is_err() {
-                    // Read again later: this connection still has answers for the other blocks under way.
+                    // Read again later: answers for the other blocks are still in flight on this connection.
                     bad.push(block);
                     return Ok(());
                 }
@@ -233,7 +233,7 @@ impl Session {
         outcome
     }
 
-    /// Fails if the session has ended or the dataset was replaced. Bytes copied before a successful check were real.
+    /// Fails if the session has ended or the dataset was replaced. Bytes copied before a successful check are valid.
     fn check_not_gone(&self, dataset: &Dataset) -> Result<(), ClientError> {
         if dataset.is_gone() || self.is_gone() { Err(ClientError::Gone) } else { Ok(()) }
     }

@@ -1,6 +1,6 @@
-//! Descriptors that this library reserves for itself. They have high numbers, out of the way of the
-//! numbers that programs see, are close-on-exec, and are recorded, so that a program that closes
-//! all descriptors does not close them.
+//! Descriptors that this library reserves for itself. They have high numbers, away from the numbers
+//! that programs see, are close-on-exec, and are recorded, so that a program that closes all
+//! descriptors does not close them.
 
 use std::fs::File;
 use std::io;
@@ -75,7 +75,7 @@ fn watch(descriptor: RawFd, on: bool) {
     };
 }
 
-/// Whether a descriptor is reserved by the library.
+/// Returns whether a descriptor is reserved by the library.
 pub fn is_reserved(descriptor: RawFd) -> bool {
     let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
     word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)

@@ -50,7 +50,7 @@ pub(crate) enum Copied {
 }
 
 impl SegmentMap {
-    /// The windows of a segment. There are none if SIGBUS is not handled.
+    /// Creates the windows of a segment. There are none if SIGBUS is not handled.
     pub(crate) fn new(segment: &File) -> Self {
         let len = segment.metadata().map_or(0, |metadata| metadata.len());
         let windows = if fault::is_available() { len.div_ceil(SEGMENT_WINDOW_LEN) } else { 0 };
@@ -70,15 +70,15 @@ impl SegmentMap {
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
         match copied {
             false => Copied::Fault,
-            // A page may have been replaced by zeros meanwhile. `pread` asks the kernel for the
-            // real bytes.
+            // A page may have been replaced by zeros in the meantime. `pread` asks the kernel for
+            // the real bytes.
             true if window.mapped.is_poisoned() => Copied::No,
             true => Copied::Yes,
         }
     }
 
-    /// The bytes of a range in place, if the range lies in one window that is not poisoned. If the
-    /// segment is given up later, or the drive fails, they turn into zeros.
+    /// Returns the bytes of a range in place, if the range lies in one window that is not poisoned.
+    /// If the segment is given up later, or the drive fails, they turn into zeros.
     pub(crate) fn view(&self, segment: &File, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + len > SEGMENT_WINDOW_LEN || len == 0 {
@@ -93,7 +93,7 @@ impl SegmentMap {
         Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
     }
 
-    /// Whether the first page of a mapped range is in memory.
+    /// Returns whether the first page of a mapped range is in memory.
     pub(crate) fn is_resident(&self, offset: u64, len: u64) -> bool {
         let Some(window) = self.mapped(offset).filter(|_| len > 0) else { return false };
         let page = (offset % SEGMENT_WINDOW_LEN) / PAGE_SIZE * PAGE_SIZE;
@@ -112,7 +112,7 @@ impl SegmentMap {
         fault::prefetch(start, len.min(PREFETCH_LEN));
     }
 
-    /// The window that contains an offset, if it is mapped.
+    /// Returns the window that contains an offset, if it is mapped.
     fn mapped(&self, offset: u64) -> Option<&Window> {
         let mapped = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?.load(Ordering::Acquire);
         // SAFETY: the pointer was made by `Box::into_raw` in `map`, and is freed only with the
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(map.view(&file, 0, len).unwrap(), content);
         let other = map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap();
         assert_eq!(other[0], 7);
-        // The drive fails for a moment. A reader sees zeros meanwhile, and can notice it.
+        // The drive fails for a moment. A reader sees zeros in the meantime, and can notice it.
         let before = fault::zeroed();
         file.set_len(PAGE_SIZE).unwrap();
         let view = map.view(&file, 0, len).unwrap();

@@ -1,6 +1,6 @@
 //! Messages to and from the node's server, with their descriptors.
 //!
-//! Every wait is cut into polls. At each poll the client checks the server's heartbeat, and
+//! Every wait is divided into polls. At each poll the client checks the server's heartbeat, and
 //! deadlines are counted in polls, so a process that was stopped does not find its deadlines
 //! expired when it continues.
 
@@ -63,7 +63,7 @@ impl Socket {
         set_poll_interval(&socket, timeouts.poll_interval())?;
         let address = UnixAddr::new(path)?;
         wait(timeouts, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
-        // As a file, because a stream socket can be read and written as one.
+        // Stored as a file, because a stream socket can be read and written as one.
         Ok(Self {
             stream: ReservedFd::new(File::from(socket)),
             slot: 0,
@@ -103,7 +103,7 @@ impl Socket {
         let bytes = [&header[..], &message].concat();
         let mut sent = 0;
         while sent < bytes.len() {
-            // Not `write`: if the server is gone, SIGPIPE must not end the program.
+            // Does not use `write`, because SIGPIPE must not end the program if the server is gone.
             let send = || send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
             sent += wait(self.timeouts, self.heartbeat.as_deref(), send)?;
         }

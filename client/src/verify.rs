@@ -1,4 +1,4 @@
-//! Verifying what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
+//! Verifies what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
 //! a bad copy to the server, which examines it itself. If the server drops the copy, it fetches the
 //! chunk from its owner, and the reader gets those bytes.
 
@@ -82,8 +82,8 @@ fn chunk_len(dataset: &Dataset, chunk: Chunk) -> Result<u64, ClientError> {
 }
 
 impl Dataset {
-    /// A path of the sample that a block belongs to. This searches the whole catalog, so it is only
-    /// for error messages.
+    /// Returns a path of the sample that a block belongs to. This searches the whole catalog, so it
+    /// is only for error messages.
     fn path_of_block(&self, block: BlockId) -> Option<Vec<u8>> {
         let (sample, _) = self.catalog().block(block)?;
         let entries =

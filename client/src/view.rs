@@ -19,7 +19,7 @@ use crate::{Batch, ClientError, Dataset, Delivery, OnMissing, Session};
 pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
 use resolve::ResolvedPath;
 
-/// Why a call on the namespace fails.
+/// The reason why a call on the namespace failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ViewError {
     /// The path names nothing.
@@ -43,7 +43,7 @@ pub enum ViewError {
     /// The path is not in the namespace. The value is the prefix.
     #[error("not in the namespace, which is at '{}'", display(.0))]
     Elsewhere(Vec<u8>),
-    /// A symlink leads out of the namespace. The value is where to.
+    /// A symlink leads out of the namespace. The value is its destination.
     #[error("it leads out of the namespace, to '{}'", display(.0))]
     Outside(Vec<u8>),
     /// The namespace is read-only.
@@ -55,7 +55,7 @@ pub enum ViewError {
 }
 
 impl ViewError {
-    /// The errno that a program sees.
+    /// Returns the errno that a program sees.
     pub fn errno(&self) -> i32 {
         match self {
             Self::NotFound | Self::Elsewhere(_) | Self::Outside(_) => libc::ENOENT,
@@ -102,7 +102,7 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// The value of `st_mode`: type and permissions.
+    /// Returns the value of `st_mode`: type and permissions.
     pub fn mode(&self) -> u32 {
         let kind = match self.kind {
             FileKind::File => libc::S_IFREG,
@@ -119,40 +119,40 @@ pub struct View {
 }
 
 impl View {
-    /// The namespace of an attached session.
+    /// Creates a view of an attached session's namespace.
     pub fn new(session: Session) -> Self {
         Self { session }
     }
 
-    /// The session that the view was made of.
+    /// Returns the session that the view was created from.
     pub fn session(&self) -> &Session {
         &self.session
     }
 
-    /// Whether an absolute path, as a program sees it, lies in the namespace.
+    /// Returns whether an absolute path, as a program sees it, lies in the namespace.
     pub fn contains(&self, path: &[u8]) -> bool {
         self.below_prefix(path).is_some()
     }
 
-    /// The attributes of a path. Symlinks are followed.
+    /// Returns the attributes of a path. Symlinks are followed.
     ///
     /// # Errors
     ///
-    /// As `stat(2)`, see [`ViewError::errno`].
+    /// Same as for `stat(2)`; see [`ViewError::errno`].
     pub fn stat(&self, path: &[u8]) -> Result<Stat, ViewError> {
         self.stat_at(path, true)
     }
 
-    /// The attributes of a path. A symlink at its end is not followed.
+    /// Returns the attributes of a path. A symlink at its end is not followed.
     ///
     /// # Errors
     ///
-    /// As `lstat(2)`, see [`ViewError::errno`].
+    /// Same as for `lstat(2)`; see [`ViewError::errno`].
     pub fn lstat(&self, path: &[u8]) -> Result<Stat, ViewError> {
         self.stat_at(path, false)
     }
 
-    /// The target of a symlink.
+    /// Returns the target of a symlink.
     ///
     /// # Errors
     ///
@@ -168,7 +168,7 @@ impl View {
         }
     }
 
-    /// The absolute path that `path` leads to, without symlinks and dots.
+    /// Returns the absolute path that `path` leads to, without symlinks and dots.
     ///
     /// # Errors
     ///
@@ -181,7 +181,7 @@ impl View {
     ///
     /// # Errors
     ///
-    /// As `open(2)`, see [`ViewError::errno`].
+    /// Same as for `open(2)`; see [`ViewError::errno`].
     pub fn open_any(&self, path: &[u8]) -> Result<Opened, ViewError> {
         let datasets = self.session.datasets()?;
         if let Some((dataset, entry, attributes)) = self.find_plain(&datasets, path)
@@ -209,7 +209,7 @@ impl View {
     ///
     /// # Errors
     ///
-    /// As `open(2)`; [`ViewError::IsADirectory`] if the path names a directory.
+    /// Same as for `open(2)`; [`ViewError::IsADirectory`] if the path names a directory.
     pub fn open(&self, path: &[u8]) -> Result<OpenFile, ViewError> {
         match self.open_any(path)? {
             Opened::File(file) => Ok(file),
@@ -221,7 +221,7 @@ impl View {
     ///
     /// # Errors
     ///
-    /// As `opendir(3)`; [`ViewError::NotADirectory`] if the path names a file.
+    /// Same as for `opendir(3)`; [`ViewError::NotADirectory`] if the path names a file.
     pub fn open_directory(&self, path: &[u8]) -> Result<Directory, ViewError> {
         match self.open_any(path)? {
             Opened::Directory(directory) => Ok(directory),
@@ -247,7 +247,7 @@ impl View {
     ///
     /// # Errors
     ///
-    /// As [`Session::read_many`].
+    /// Same as for [`Session::read_many`].
     pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<'_>, ClientError> {
         self.session.begin_batch(self.requested(paths), delivery, on_missing)
     }
@@ -256,7 +256,7 @@ impl View {
     ///
     /// # Errors
     ///
-    /// As [`Session::read_many_into`].
+    /// Same as for [`Session::read_many_into`].
     pub fn read_many_into(
         &self,
         paths: &[&[u8]],
@@ -278,7 +278,7 @@ impl View {
         paths.iter().map(request).collect()
     }
 
-    /// The dataset that contains a path.
+    /// Returns the dataset that contains a path.
     ///
     /// # Errors
     ///
@@ -290,7 +290,7 @@ impl View {
         }
     }
 
-    /// The absolute path of a resolved path.
+    /// Returns the absolute path of a resolved path.
     fn path_of(&self, resolved: &ResolvedPath) -> Result<Vec<u8>, ViewError> {
         Ok(match resolved {
             ResolvedPath::Virtual(path) => self.above_prefix(path),
@@ -326,7 +326,7 @@ impl View {
                 let names = self.virtual_names(path)?.len() as u32;
                 let inode = u64::from(crc32c::crc32c(path)) + 1;
                 let kind = FileKind::Directory;
-                // As old as the newest dataset below it.
+                // Its time is that of the newest dataset below it.
                 let datasets = self.session.datasets()?;
                 let below = datasets.iter().filter(|dataset| dayfly_meta::path::is_below(dataset.target(), path));
                 let mtime_s = below.map(|dataset| dataset.catalog().header().created_s).max().unwrap_or(0);
@@ -365,7 +365,8 @@ fn kind_of(kind: EntryKind) -> FileKind {
     }
 }
 
-/// The inode of an entry. All names of one sample share it, so that programs recognize hard links.
+/// Returns the inode of an entry. All names of one sample share it, so that programs recognize hard
+/// links.
 fn inode(dataset: &Dataset, entry: &Entry<'_>) -> u64 {
     let is_file = entry.kind == EntryKind::File;
     u64::from(dataset.id().0) << 33 | u64::from(entry.node) << 1 | u64::from(is_file)

@@ -1,8 +1,8 @@
 //! Messages and failures: lines on standard error, output on standard output, and exit statuses.
 //!
 //! Commands never use `eprintln!` and `println!`, which panic if they cannot write. [`mention`] and
-//! [`complain`] write messages, [`output`] and `print_line!` write output. Text that others chose
-//! (paths, names of hosts) is escaped for a terminal.
+//! [`complain`] write messages, [`output`] and `print_line!` write output. Text from outside
+//! (paths, host names) is escaped for a terminal.
 
 use std::fmt::Display;
 use std::io::{self, Stderr, StdoutLock, Write};
@@ -51,7 +51,7 @@ impl Failure {
         Self { message: Some(message.to_string()), status: USAGE }
     }
 
-    /// A failure whose messages were already printed.
+    /// Creates a failure whose messages were already printed.
     pub(crate) fn silent() -> Self {
         Self { message: None, status: FAILED }
     }
@@ -117,8 +117,8 @@ pub(crate) fn complain(message: impl Display) {
     mention(format_args!("dayfly: {}", display(message.to_string().as_bytes())));
 }
 
-/// Prints a line on standard error as it is. A message that cannot be written is dropped, and the
-/// command continues.
+/// Prints a line on standard error as it is. If the message cannot be written, it is dropped and
+/// the command continues.
 pub(crate) fn mention(message: impl Display) {
     let line = format!("{message}\n");
     let mut rest = line.as_bytes();

@@ -61,7 +61,7 @@ fn try_to_load(program: &Path, library: &Path) -> Result<(), Failure> {
 /// The hidden command that [`try_to_load`] runs.
 const TRIAL: &str = "is-preloaded";
 
-/// Whether the library is loaded into this process.
+/// Returns whether the library is loaded into this process.
 pub(crate) fn is_loaded() -> bool {
     let maps = fs::read("/proc/self/maps").unwrap_or_default();
     maps.windows(NAME.len()).any(|window| window == NAME.as_bytes())
@@ -80,8 +80,8 @@ pub(crate) fn value(library: &Path) -> OsString {
     value
 }
 
-/// Whether a program is a static ELF file, into which no library can be preloaded. `false` if that
-/// is unknown.
+/// Returns whether a program is a static ELF file, into which no library can be preloaded. `false`
+/// if that is unknown.
 pub(crate) fn is_static(program: &OsStr) -> bool {
     let path = Path::new(program);
     let in_path =

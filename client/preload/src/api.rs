@@ -1,8 +1,8 @@
 //! The functions of `dayfly.h`, for programs that are written for Dayfly. The header documents them for their callers.
 //!
-//! A handle (`dayfly *`, `dayfly_file *`, ...) is a pointer to a boxed object. The program promises, as for every C library,
-//! that it passes only handles that it got here and has not closed. Null pointers are tolerated: functions fail with EINVAL or
-//! EFAULT.
+//! A handle (`dayfly *`, `dayfly_file *`, ...) is a pointer to a boxed object. The program promises, as for every C library, that
+//! it passes only handles that it received from this API and has not closed. Null pointers are tolerated: functions fail with
+//! EINVAL or EFAULT.
 
 mod many;
 
@@ -26,13 +26,13 @@ type VisitEntry = Option<extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c
 
 /// Borrows the object behind a handle.
 fn object<'a, T>(handle: FromC<'a, *const T>) -> Result<&'a T, Errno> {
-    // SAFETY: not null, and so made by one of the functions below and not closed yet, by the program's promise.
+    // SAFETY: not null, so by the program's promise it was created by one of the functions below and is not closed yet.
     if handle.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &*handle.raw() }) }
 }
 
 /// Borrows an object that only one thread may use at a time.
 fn object_mut<'a, T>(handle: FromC<'a, *mut T>) -> Result<&'a mut T, Errno> {
-    // SAFETY: as in `object`. The program also promises that no other thread uses it meanwhile.
+    // SAFETY: as in `object`. The program also promises that no other thread uses it in the meantime.
     if handle.is_null() { Err(libc::EINVAL) } else { Ok(unsafe { &mut *handle.raw() }) }
 }
 
@@ -42,7 +42,7 @@ fn new_handle<T>(object: T) -> *mut T {
 
 fn close<T>(handle: FromC<*mut T>) {
     if !handle.is_null() {
-        // SAFETY: made by `new_handle`; the program gives it up.
+        // SAFETY: made by `new_handle`; the program gives up ownership.
         drop(unsafe { Box::from_raw(handle.raw()) });
     }
 }
@@ -227,7 +227,7 @@ header! {
     }
 }
 
-/// Returns the first failure or nonzero result, and takes no result after it.
+/// Returns the first failure or nonzero result, and does not consume the results after it.
 fn first_nonzero(mut results: impl Iterator<Item = Result<c_int, Fault>>) -> Result<c_int, Fault> {
     results.find(|result| !matches!(result, Ok(0))).unwrap_or(Ok(0))
 }

@@ -79,8 +79,7 @@ fn attach() -> Result<Attached, Fault> {
     log(&format!("process {} attached to node {node} of session {}", std::process::id(), location.session));
     let view = Box::into_raw(Box::new(View::new(session)));
     if VIEW.compare_exchange(null_mut(), view, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // Another thread attached first.
-        // SAFETY: made just above, and not published.
+        // Another thread attached first. SAFETY: created just above and not published.
         drop(unsafe { Box::from_raw(view) });
     }
     known_view().map(Attached::Own).ok_or(Fault::Errno(libc::EIO))

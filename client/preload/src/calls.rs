@@ -1,10 +1,10 @@
 //! The hooks: functions with the C library's names and contracts, which the dynamic linker binds programs to. One file per
 //! topic.
 //!
-//! A hook decides whether its path or descriptor belongs to the namespace. If so, it answers from the view; if not, it passes
-//! its arguments on, unchanged, to the next library. Each function is declared once, by [`hook!`], which also defines
-//! `NAME::next`: the call of the next library's function with the same signature. To add a function, add it to the file of
-//! its topic:
+//! A hook decides whether its path or descriptor belongs to the namespace. If it does, the hook answers from the view; otherwise
+//! it passes its arguments on, unchanged, to the next library. Each function is declared once, by [`hook!`], which also defines
+//! `NAME::next`: the call of the next library's function with the same signature. To add a function, add it to the file of its
+//! topic:
 //!
 //! ```text
 //! hook! {
@@ -19,7 +19,7 @@
 //! - It never panics and never unwinds into C: work on the namespace runs inside [`crate::fault::answer`].
 //! - It leaves `errno` as it was, unless it fails.
 //! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.
-//! - In a `vfork` child it changes nothing that the parent would see in the memory that both use.
+//! - In a `vfork` child it changes nothing that the parent would see in the memory that both processes use.
 
 mod attributes;
 mod change;

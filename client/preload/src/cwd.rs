@@ -17,7 +17,7 @@ use dayfly_client::locate::CWD_VARIABLE;
 use crate::memory::{self, FromC};
 use crate::{next, setup, vfork};
 
-/// Whether [`DIRECTORY`] holds a path, so that a process outside the namespace pays for one load only.
+/// Whether [`DIRECTORY`] holds a path, so that a process outside the namespace pays for only one load.
 static IS_OURS: AtomicBool = AtomicBool::new(false);
 static DIRECTORY: ArcSwapOption<Vec<u8>> = ArcSwapOption::const_empty();
 
@@ -66,7 +66,7 @@ pub(crate) fn enter(directory: Vec<u8>) {
     note(Some(directory));
 }
 
-/// Records that the process has left the namespace: the kernel's working directory counts again.
+/// Records that the process has left the namespace, so the kernel's working directory applies again.
 pub(crate) fn leave() {
     if vfork::child().is_some() || IS_OURS.load(Ordering::Acquire) {
         note(None);

@@ -1,9 +1,9 @@
 //! Handing open files over to programs that do not have our records: across `exec` and `spawn`, and over a socket.
 //!
-//! Such a program inherits descriptors, but not the records of this library; it may even run without it. So before it starts,
-//! each number of ours that it inherits gets a *kernel copy* in place of the placeholder: a kernel file with the same bytes and
-//! the same offset (see `kernel_copy`). From then on the kernel keeps the description's offset, for this process too, so that
-//! both programs continue where the other stopped.
+//! Such a program inherits descriptors, but not the records of this library; it may even run without the library. So before it
+//! starts, each number of ours that it inherits gets a *kernel copy* in place of the placeholder: a kernel file with the same
+//! bytes and the same offset (see `kernel_copy`). From then on the kernel keeps the description's offset, for this process too,
+//! so that both programs continue where the other stopped.
 //!
 //! - A forked child may `exec` later. [`prepare_fork`] therefore makes empty kernel copies before the fork, so that parent and
 //!   child use the same ones. Whichever needs a copy first fills it.
@@ -11,7 +11,7 @@
 //!   `vfork_channel`), which adopts it.
 //! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from.
 //!
-//! The working directory goes along in the environment; `calls/exec.rs` does that.
+//! The working directory is passed in the environment; `calls/exec.rs` does that.
 
 mod vfork_channel;
 
@@ -37,7 +37,7 @@ use crate::offset::{EMPTY, FILLED};
 use crate::table::{self, Reference};
 use crate::{memory, next, placeholder, vfork};
 
-/// Kernel copies that one fork prepares at most, and only of files that fit memory: more would slow down programs that fork
+/// The most kernel copies that one fork prepares, and only of files that fit in memory. More would slow down programs that fork
 /// and never call `exec`.
 const PREPARED_MAX: usize = 64;
 
@@ -56,7 +56,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
         match filled.compare_exchange(EMPTY, me, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => break,
             Err(FILLED) => return Ok(copy),
-            // Another process of the family is filling it. If that process has died, this one does the work again.
+            // Another process of the family is filling it. If that process has died, this one redoes the work.
             Err(other) => {
                 // SAFETY: signal 0 is never delivered; the call only asks whether the process lives.
                 let is_dead = unsafe { libc::kill(other as i32, 0) } != 0 && memory::errno() == libc::ESRCH;
@@ -79,7 +79,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     result.map(|()| copy)
 }
 
-/// Makes an empty kernel copy for each description that a forked child may hand over to another program, so that parent and
+/// Creates an empty kernel copy for each description that a forked child may hand over to another program, so that parent and
 /// child then have the same copy and the same offset.
 pub(crate) fn prepare_fork() {
     let Some(view) = known_view() else { return };
@@ -96,7 +96,7 @@ pub(crate) fn prepare_fork() {
     }
 }
 
-/// Returns whether the kernel has at a number what our record says: the placeholder, or the kernel copy in its place.
+/// Returns whether the kernel's entry for a number matches our record: the placeholder, or the kernel copy in its place.
 pub(crate) fn is_in_kernel(number: RawFd) -> bool {
     if placeholder::is_at(number) {
         return true;
@@ -133,8 +133,8 @@ fn candidates(child: Option<i32>) -> Vec<RawFd> {
     numbers
 }
 
-/// Puts a kernel copy in place of standard input, if a number that has just become ours is that one: libc's own stream reads it
-/// without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
+/// Puts a kernel copy in place of standard input, if the number that has just become ours is standard input. libc's own stream
+/// reads it without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
 pub(crate) fn serve_standard_input(number: RawFd) {
     let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
@@ -177,7 +177,7 @@ fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::
     Ok(copy)
 }
 
-/// Makes a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
+/// Creates a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
 /// not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
     let Some(description) = table::find(number) else { return Ok(None) };

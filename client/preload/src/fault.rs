@@ -1,8 +1,8 @@
-//! Failures: how a call on the namespace ends without a result, how C learns of it, and what the user reads about it.
+//! Failures: how a call on the namespace fails, how C learns of it, and what the user reads about it.
 //!
-//! [`answer`] is the border of every hook: inside it the code uses `Result`; outside it there is a return value and `errno`.
-//! A failure of the server or the session also prints one line to standard error, once per process, because EIO alone does
-//! not tell a user that the session has ended. `DAYFLY_LOG` makes every such line, and others, appear.
+//! [`answer`] is the border of every hook: inside it the code uses `Result`; outside it there is a return value and `errno`. A
+//! failure of the server or the session also prints one line to standard error, once per process, because EIO alone does not tell
+//! a user that the session has ended. `DAYFLY_LOG` makes every such line appear, along with others.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,12 +15,12 @@ use crate::next;
 pub(crate) enum Fault {
     /// The call fails with this error number.
     Errno(Errno),
-    /// A symlink leads out of the namespace: the call continues at this path, which is the kernel's.
+    /// A symlink leads out of the namespace: the call continues at this path outside the namespace.
     Leaves(Vec<u8>),
 }
 
 impl Fault {
-    /// The error number for callers that cannot continue outside the namespace.
+    /// Returns the error number for callers that cannot continue outside the namespace.
     pub(crate) fn errno(&self) -> Errno {
         match self {
             Self::Errno(errno) => *errno,
@@ -91,6 +91,6 @@ fn is_logging() -> bool {
 
 fn write_line(message: &str) {
     let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
-    // Nothing can be done where the process has no standard error.
+    // If the process has no standard error, there is nothing to do.
     let _ = next::write_bytes(libc::STDERR_FILENO, line.as_bytes());
 }

@@ -25,12 +25,12 @@ pub(crate) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// Makes an empty file that has room for all of a file.
+/// Creates an empty file that has room for all of a file.
 pub(crate) fn empty(view: &View, file: &OpenFile) -> Result<File, Fault> {
     empty_of(view, file, file.stat().size)
 }
 
-/// Makes an empty file that has room for `len` bytes of a file.
+/// Creates an empty file that has room for `len` bytes of a file.
 pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, Fault> {
     if len > MEMORY_COPY_LEN_MAX {
         return Ok(view.session().spill(len)?);
@@ -43,7 +43,7 @@ pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, F
     Ok(memory::owned(descriptor)?)
 }
 
-/// Copies all of a file. Afterwards nobody can change a copy in memory.
+/// Copies all of a file. Afterward, nobody can change an in-memory copy.
 pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Fault> {
     copy_range(view, file, 0, file.stat().size, copy, 0)?;
     if file.stat().size <= MEMORY_COPY_LEN_MAX {
@@ -70,7 +70,7 @@ pub(crate) fn copy_range(view: &View, file: &OpenFile, from: u64, len: u64, to: 
     Ok(())
 }
 
-/// Makes a complete copy of a file, with offset 0.
+/// Creates a complete copy of a file, with offset 0.
 pub(crate) fn copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
     let copy = empty(view, file)?;
     fill(view, file, &copy)?;

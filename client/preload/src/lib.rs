@@ -1,6 +1,6 @@
-//! `libdayfly_preload.so` shows a session's namespace to unchanged programs. The dynamic linker loads it in front of the C
-//! library (`LD_PRELOAD`). It answers calls about paths below the session's prefix, and about descriptors that such calls
-//! returned. Every other call goes on to the C library, at the cost of a comparison.
+//! `libdayfly_preload.so` shows a session's namespace to unchanged programs. The dynamic linker loads it before the C library
+//! (`LD_PRELOAD`). It answers calls about paths below the session's prefix, and about descriptors that such calls returned. Every
+//! other call goes on to the C library, at the cost of a comparison.
 //!
 //! # Parts, from the bottom up
 //!
@@ -25,7 +25,8 @@
 //!
 //! # Invariants
 //!
-//! - A program that does not touch the namespace runs as without the library: same results, same `errno`, same descriptors.
+//! - A program that does not touch the namespace runs as it would without the library: same results, same `errno`, same
+//!   descriptors.
 //! - Nothing panics or unwinds into C.
 //! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.
 //! - The library starts no thread.

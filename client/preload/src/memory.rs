@@ -1,8 +1,8 @@
 //! The border to C: pointers that C code passes, `errno`, and values that C expects.
 //!
-//! A C function's caller promises that its pointers are valid. Rust cannot check that promise, so the type [`FromC`] carries
-//! it: C code passes a `FromC` as an argument, and inside this library only `unsafe` code, or a conversion from a reference,
-//! makes one. No safe function of this crate follows a bare raw pointer.
+//! A C function's caller promises that its pointers are valid. Rust cannot check that promise, so the type [`FromC`] carries it:
+//! C code passes a `FromC` as an argument, and inside this library, only `unsafe` code or a conversion from a reference creates
+//! one. No safe function of this crate follows a bare raw pointer.
 //!
 //! The promise also covers lengths. Functions with a `len` or `count` expect the one that C passed with the pointer, or less.
 
@@ -100,11 +100,11 @@ impl<'a, T> FromC<'a, *const T> {
     where
         T: Copy,
     {
-        // SAFETY: not null, and so readable by C's promise.
+        // SAFETY: not null, so by C's promise it is readable.
         (!self.0.is_null()).then(|| unsafe { self.0.read_unaligned() })
     }
 
-    /// Borrows an array; the null pointer is an empty one.
+    /// Borrows an array; the null pointer counts as an empty array.
     pub(crate) fn slice(self, count: usize) -> &'a [T] {
         if self.0.is_null() || count == 0 {
             return &[];
@@ -145,12 +145,12 @@ impl<'a, T> FromC<'a, *mut T> {
         if self.0.is_null() {
             return Err(libc::EFAULT);
         }
-        // SAFETY: not null, and so writable by C's promise.
+        // SAFETY: not null, so by C's promise it is writable.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
 
-    /// Borrows an array for writing; the null pointer is an empty one.
+    /// Borrows an array for writing; the null pointer counts as an empty array.
     pub(crate) fn slice_mut(self, count: usize) -> &'a mut [T] {
         if self.0.is_null() || count == 0 {
             return &mut [];
@@ -163,7 +163,7 @@ impl<'a, T> FromC<'a, *mut T> {
 impl<'a> FromC<'a, *const c_char> {
     /// Borrows a C string; `None` for the null pointer.
     pub(crate) fn string(self) -> Option<&'a CStr> {
-        // SAFETY: not null, and so a string with a NUL at its end, by C's promise.
+        // SAFETY: not null, so by C's promise a string that ends with a NUL.
         (!self.0.is_null()).then(|| unsafe { CStr::from_ptr(self.0) })
     }
 }
@@ -173,7 +173,7 @@ impl<'a> FromC<'a, *const *const c_char> {
     pub(crate) fn strings(self) -> impl Iterator<Item = &'a CStr> {
         let mut at = self.0;
         std::iter::from_fn(move || {
-            // SAFETY: by C's promise the array and its strings are readable up to the null pointer, after which nothing asks.
+            // SAFETY: by C's promise the array and its strings are readable up to the null pointer, and nothing reads past it.
             let text = unsafe { FromC::new(FromC::new(at).get()?) }.string()?;
             at = at.wrapping_add(1);
             Some(text)
@@ -214,7 +214,7 @@ impl<'a> FromC<'a, *mut c_char> {
 }
 
 impl<'a> FromC<'a, c_ulong> {
-    /// A word that is a plain number, for the commands of `fcntl` that take one.
+    /// Wraps a plain number, for the commands of `fcntl` that take one.
     pub(crate) fn number(value: c_ulong) -> Self {
         Self(value, PhantomData)
     }
@@ -255,7 +255,7 @@ pub(crate) fn unset_variable(name: &CStr) {
 
 /// Copies bytes and a NUL into new memory from `malloc` of at least `room` bytes, which the C caller frees.
 pub(crate) fn allocate_string(bytes: &[u8], room: usize) -> Result<*mut c_char, Errno> {
-    // SAFETY: plain allocation; null is looked for below.
+    // SAFETY: plain allocation; null is checked below.
     let memory: *mut c_char = unsafe { libc::malloc(room.max(bytes.len() + 1)) }.cast();
     if memory.is_null() {
         return Err(libc::ENOMEM);
@@ -271,12 +271,12 @@ pub(crate) fn zeroed<T: Plain>() -> T {
     unsafe { std::mem::zeroed() }
 }
 
-/// A C structure for which all-zero bytes are a value, and which C functions read and write by a pointer to that one value.
+/// A C structure for which all-zero bytes are a value, and which C functions read and write through a pointer to that one value.
 ///
 /// # Safety
 ///
-/// Only for structures that consist of numbers, arrays of numbers and pointers that may be null, and never for an element of
-/// a string or an array, of which C code reads more than one.
+/// Only for structures that consist of numbers, arrays of numbers and pointers that may be null, and never for an element of a
+/// string or an array, where C code reads more than one element.
 pub(crate) unsafe trait Plain {}
 
 // SAFETY: numbers and arrays of numbers.

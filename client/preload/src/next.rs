@@ -1,8 +1,8 @@
-//! The next library: the C library, or another preloaded library in front of it.
+//! The next library: the C library, or another preloaded library before it.
 //!
 //! Each hook has a counterpart, `NAME::next`, that passes the arguments on unchanged. [`forward!`] generates it; the address is
-//! looked up by name on the first call and kept in an atomic, so a call costs one load and two comparisons more than a direct
-//! one. A lookup takes no lock of ours, and a fork copies its result.
+//! looked up by name on the first call and cached in an atomic, so a call costs one load and two comparisons more than a direct
+//! call. A lookup takes no lock of ours, and a fork copies its result.
 //!
 //! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This
 //! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others

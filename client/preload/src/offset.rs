@@ -1,15 +1,15 @@
 //! The offset of an open file description.
 //!
-//! POSIX gives a forked child the same offset as its parent, so an offset has up to three homes, one after the other:
+//! POSIX gives a forked child the same offset as its parent, so an offset has up to three homes, in this order:
 //!
 //! 1. `own`, a word in this process's memory.
-//! 2. From the first fork on: a word in memory that parent and children map ([`share`]).
+//! 2. After the first fork: a word in memory that parent and children map ([`share`]).
 //! 3. Once the description has a *kernel copy* that is filled (see `exec_handoff`): the kernel's offset of that file. Another
 //!    program may have the file open without this library, and then only the kernel knows how far it has read.
 //!
 //! An offset moves forward through these homes and never back. A word that has moved holds a mark instead of an offset, so a
 //! thread that meets it follows. There are no locks: a fork in the middle of an operation leaves nothing locked, and a process
-//! that dies in the middle delays others until their deadline at most.
+//! that dies in the middle delays others no longer than their deadline.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
@@ -80,8 +80,8 @@ impl Offset {
         (!shared.is_null()).then(|| unsafe { &*shared })
     }
 
-    /// Returns the word that holds the offset now. It moves at most once, before a fork; a thread that meets it on the way
-    /// spins for that moment.
+    /// Returns the word that holds the offset now. It moves at most once, before a fork; a thread that reads it during the move
+    /// spins briefly.
     fn word(&self) -> &AtomicU64 {
         loop {
             if let Some(shared) = self.shared() {
@@ -114,7 +114,7 @@ impl Offset {
         let copy = Box::into_raw(Box::new(copy));
         let is_set = self.kernel_copy.compare_exchange(null_mut(), copy, Ordering::AcqRel, Ordering::Acquire).is_ok();
         if !is_set {
-            // SAFETY: made just above, and not published.
+            // SAFETY: created just above and not published.
             drop(unsafe { Box::from_raw(copy) });
         }
         is_set
@@ -166,7 +166,7 @@ impl Offset {
         }
     }
 
-    /// Moves the offset to the kernel copy, which is filled: from here on the kernel's offset counts.
+    /// Moves the offset to the kernel copy, which is filled: from here on, the kernel's offset applies.
     pub(crate) fn hand_over(&self, copy: RawFd) {
         if !self.shares_copy() {
             // The processes that share the word do not have this copy: they continue from the word.
@@ -207,7 +207,7 @@ impl Offset {
         self.store(offset);
     }
 
-    /// Claims the next bytes, at most `len` and none beyond `size`. Returns their start and their count. Two readers of one
+    /// Claims the next bytes, at most `len` bytes and none beyond `size`. Returns their start and their count. Two readers of one
     /// description never get the same bytes. `None` where the kernel has the offset: read from the kernel copy instead.
     pub(crate) fn claim(&self, len: u64, size: u64) -> Option<(u64, u64)> {
         if self.kernel().is_some() {
@@ -222,7 +222,8 @@ impl Offset {
         }
     }
 
-    /// Returns claimed bytes that could not be read, unless another reader has claimed more since: that one keeps its bytes.
+    /// Returns claimed bytes that could not be read, unless another reader has claimed more since then; that reader keeps its
+    /// bytes.
     pub(crate) fn unclaim(&self, start: u64, count: u64) {
         let _ = self.word().compare_exchange(start + count, start, Ordering::AcqRel, Ordering::Relaxed);
     }

@@ -1,7 +1,7 @@
 //! Decides whether a path leads into the namespace or to the kernel's files.
 //!
-//! Every call with a path needs the answer, even in programs that never use the namespace. For a path of the kernel's it costs
-//! a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
+//! Every call with a path needs the answer, even in programs that never use the namespace. For a path outside the namespace, it
+//! costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
 //! directory of ours, or if it is `/dev/fd/N` or the like and the number N is ours. This module compares text: it does not
@@ -20,7 +20,7 @@ use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
 use crate::{cwd, table};
 
-/// Where a path leads.
+/// The side to which a path leads.
 pub(crate) enum Side<'a> {
     /// To the kernel's files.
     Kernel,
@@ -56,7 +56,7 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     let description = table::find(directory)?;
     match description.directory() {
         Ok(directory) => Some(directory.path().to_vec()),
-        // Nothing is below a file. With the file's path in front, the view finds the right error.
+        // Nothing is below a file. With the file's path prepended, the view finds the right error.
         Err(_) => known_view().and_then(|view| description.file().ok()?.path(view).ok()),
     }
 }
@@ -85,7 +85,7 @@ fn mentions_prefix(setup: &Setup, path: &CStr) -> bool {
     !unsafe { libc::strstr(path.as_ptr(), setup.last.as_ptr()) }.is_null()
 }
 
-/// Decides about an absolute path that may have doubled slashes, `.` and `..` in front of the prefix or within it.
+/// Handles an absolute path that may have doubled slashes, `.` and `..` before or within the prefix.
 #[cold]
 fn not_plain<'a>(setup: &Setup, path: &[u8]) -> Side<'a> {
     match enter(setup, path) {
@@ -117,7 +117,7 @@ fn enter(setup: &Setup, path: &[u8]) -> Option<Vec<u8>> {
     None
 }
 
-/// Decides about a relative path that contains the prefix's last name: it may lead in from a directory of the kernel's.
+/// Handles a relative path that contains the prefix's last name: it may lead in from a directory outside the namespace.
 #[cold]
 fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Side<'a> {
     let before = memory::errno();
@@ -179,7 +179,7 @@ type OnNamespace<'a, R> = &'a dyn Fn(&View, &[u8]) -> Result<R, Fault>;
 /// A call on the kernel's files.
 type OnKernel<'a, R> = &'a dyn Fn(RawFd, FromC<*const c_char>) -> R;
 
-/// As [`at`], but an empty path with `AT_EMPTY_PATH` means the directory's descriptor itself.
+/// Like [`at`], but an empty path with `AT_EMPTY_PATH` means the directory's descriptor itself.
 pub(crate) fn at_or_itself<R: Failed>(
     directory: RawFd,
     path: FromC<*const c_char>,

@@ -1,9 +1,9 @@
 //! The placeholder: the kernel descriptor behind each of our open files.
 //!
-//! A file of the namespace needs a number in the kernel's descriptor table, so that the kernel gives that number to nobody
-//! else and inherits, duplicates and closes it as usual. Each such number is a duplicate of one descriptor: the server's
-//! socket, opened with `O_PATH`. Nothing can be read through it. A system call that bypasses this library gets EBADF, and
-//! opening it again through /proc gives ENXIO: an error, and never an early end of file.
+//! A file of the namespace needs a number in the kernel's descriptor table, so that the kernel gives that number to no other file
+//! and inherits, duplicates and closes it as usual. Each such number is a duplicate of one descriptor: the server's socket,
+//! opened with `O_PATH`. Nothing can be read through it. A system call that bypasses this library gets EBADF, and opening it
+//! again through /proc gives ENXIO: an error, never an early end of file.
 //!
 //! The placeholder is opened when the process attaches, and stays open as long as the process lives.
 
@@ -39,7 +39,7 @@ pub(crate) fn open(socket: &Path) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Makes a duplicate at the lowest free number.
+/// Creates a duplicate at the lowest free number.
 pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
     let placeholder = PLACEHOLDER.load(Ordering::Acquire);
     let number = match close_on_exec {

@@ -22,7 +22,7 @@ pub(crate) fn device() -> u64 {
     setup().map_or(0, |setup| setup.device)
 }
 
-/// Returns attributes as `struct stat`. The namespace has one time per file, which stands in all three fields.
+/// Returns attributes as `struct stat`. The namespace has one time per file, which fills all three fields.
 pub(crate) fn kernel_form(stat: &Stat) -> libc::stat {
     let mut form: libc::stat = zeroed();
     (form.st_uid, form.st_gid) = owner();

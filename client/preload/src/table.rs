@@ -1,4 +1,4 @@
-//! Which of the process's descriptor numbers are ours, and what is open behind them.
+//! Records which of the process's descriptor numbers are ours, and what they have open.
 //!
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!
@@ -136,7 +136,7 @@ impl Reference {
         self.word
     }
 
-    /// Makes another reference, for another number.
+    /// Creates another reference, for another number.
     fn again(&self) -> Self {
         self.slot.state.fetch_add(1, Ordering::AcqRel);
         Self { slot: self.slot, word: self.word }
@@ -172,7 +172,7 @@ fn release_index(index: usize) {
 ///
 /// # Errors
 ///
-/// ENFILE where the process has too many.
+/// ENFILE if the process has too many.
 pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
     let index = take_index().ok_or(libc::ENFILE)?;
     let slot = &DESCRIPTIONS[index];
@@ -184,7 +184,7 @@ pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
     Ok(Reference { slot, word: (generation << INDEX_BITS) | (index as u64 + 1) })
 }
 
-/// Makes another reference to the description that a word names, if it is still open.
+/// Creates another reference to the description that a word names, if it is still open.
 fn acquire(word: u64) -> Option<Reference> {
     let slot = DESCRIPTIONS.get(((word & INDEX_MASK) as usize).checked_sub(1)?)?;
     let mut state = slot.state.load(Ordering::Acquire);
@@ -225,7 +225,7 @@ pub(crate) fn find_word(word: u64) -> Option<Reference> {
     acquire(word)
 }
 
-/// As [`find`], for a number of the process that owns this memory, even if a `vfork` child asks.
+/// Like [`find`], but for a number of the process that owns this memory, even if a `vfork` child asks.
 pub(crate) fn find_at_home(number: RawFd) -> Option<Reference> {
     match entry(number)?.load(Ordering::Acquire) {
         0 => None,
@@ -233,7 +233,7 @@ pub(crate) fn find_at_home(number: RawFd) -> Option<Reference> {
     }
 }
 
-/// Makes a number name a description, and drops what it named before. Returns `false` if the number is too high for the table.
+/// Binds a number to a description, and drops what it named before. Returns `false` if the number is too high for the table.
 pub(crate) fn name(number: RawFd, description: &Reference) -> bool {
     let Some(entry) = entry(number) else { return false };
     let again = description.again();
@@ -244,7 +244,7 @@ pub(crate) fn name(number: RawFd, description: &Reference) -> bool {
     true
 }
 
-/// Makes a number the kernel's, and drops what it named.
+/// Returns a number to the kernel, and drops what it named.
 pub(crate) fn forget(number: RawFd) {
     if let Some(entry) = entry(number) {
         drop_word(entry.swap(0, Ordering::AcqRel));

@@ -1,9 +1,9 @@
 //! `vfork` children. Such a child runs in its parent's memory, with a descriptor table of its own, until it becomes another
 //! program. What it closes and duplicates there must not change what this library knows about the parent's descriptors.
 //!
-//! So calls of `vfork` are counted. While one is under way, a function that would change shared records first asks [`child`]
-//! whether it runs in the parent or in a child. Otherwise the question costs one load. A child's own copies of our numbers are
-//! noted on the parent's thread, which is the thread that the child runs on.
+//! Calls of `vfork` are therefore counted. While one is in progress, a function that would change shared records first asks
+//! [`child`] whether it runs in the parent or in a child. Otherwise the question costs one load. A child's own copies of our
+//! numbers are noted on the parent's thread, which is the thread that the child runs on.
 //!
 //! The function `vfork` itself is in `calls/vfork.rs`.
 

@@ -1,4 +1,4 @@
-//! The part of a batch that comes from other nodes: requesting it, taking in the answers, and releasing the leases.
+//! The part of a batch that comes from other nodes: requesting it, processing the answers, and releasing the leases.
 
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ impl Batch<'_> {
         request_chunks(socket, dataset, chunks, false)
     }
 
-    /// Takes in the next part of an answer.
+    /// Processes the next part of an answer.
     pub(super) fn receive(&mut self) -> Result<(), ClientError> {
         if self.process != std::process::id() {
             return Err(ClientError::Protocol("a forked child cannot continue to read from its parent's batch"));
@@ -110,7 +110,7 @@ impl Batch<'_> {
         self.send_request()
     }
 
-    /// Copies all leased samples and releases their leases, because others need the room or this process has its share of it.
+    /// Copies all leased samples and releases their leases, because others need the room or this process has used up its share.
     pub(super) fn copy_and_release(&mut self) -> Result<(), ClientError> {
         for state in &mut self.states {
             let ItemState::Leased(leased) = *state else { continue };
@@ -124,7 +124,7 @@ impl Batch<'_> {
         self.release()
     }
 
-    /// Gives up the leases if the server recalls them, because others wait for room.
+    /// Releases the leases if the server recalls them because others are waiting for room.
     pub(super) fn release_if_recalled(&mut self) -> Result<(), ClientError> {
         let is_recalled = |socket: &Socket| self.session.status_page().is_recalled(socket.number());
         // This runs before every sample, so the system call `getpid` comes last.
@@ -132,7 +132,7 @@ impl Batch<'_> {
         if is_recalled && self.process == std::process::id() { self.copy_and_release() } else { Ok(()) }
     }
 
-    /// Whether the lease still held when the sample was last looked at, which was before this call.
+    /// Returns whether the lease still held when the sample was last looked at, which was before this call.
     pub(super) fn holds(&self, leased: &LeasedSample) -> bool {
         !self.is_broken && leased.chunk.is_held(self.session)
     }

@@ -1,6 +1,6 @@
 //! Checks that the files that a process holds in a session's folder still have their names. A lock
-//! or a socket that lost its name is useless: nobody finds the session by it, and nobody can end
-//! the session by it either.
+//! or a socket that has lost its name is useless: nobody can find the session or end it through
+//! that file.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -51,8 +51,8 @@ impl Watch {
         self.held.push(Held { path, device: metadata.dev(), inode: metadata.ino() });
     }
 
-    /// The first watched name that no longer exists or refers to another file. A name that cannot
-    /// be looked up for another reason counts as present.
+    /// Returns the first watched name that no longer exists or refers to another file. A name that
+    /// cannot be looked up for another reason counts as present.
     pub fn gone(&self) -> Option<&Path> {
         self.held.iter().find(|held| held.is_gone()).map(|held| &*held.path)
     }

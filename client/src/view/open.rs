@@ -25,8 +25,8 @@ pub struct OpenFile {
     entry: EntryId,
     pub(super) sample: SampleId,
     stat: Stat,
-    /// The last chunk whose checksum was found right: its block and, in the lower 16 bits, its
-    /// index; plus one, so that 0 means none.
+    /// The last chunk whose checksum was correct: its block and, in the lower 16 bits, its index;
+    /// plus one, so that 0 means none.
     pub(super) verified: AtomicU64,
 }
 
@@ -41,22 +41,22 @@ impl OpenFile {
         self.dataset.prefetch(self.sample);
     }
 
-    /// The attributes that `fstat` returns.
+    /// Returns the attributes that `fstat` returns.
     pub fn stat(&self) -> Stat {
         self.stat
     }
 
-    /// The dataset that contains the file.
+    /// Returns the dataset that contains the file.
     pub fn dataset(&self) -> &Dataset {
         &self.dataset
     }
 
-    /// The file's sample.
+    /// Returns the file's sample.
     pub fn sample(&self) -> SampleId {
         self.sample
     }
 
-    /// The path by which the file was opened, with symlinks resolved.
+    /// Returns the path by which the file was opened, with symlinks resolved.
     ///
     /// # Errors
     ///
@@ -118,22 +118,22 @@ impl Directory {
         Ok(Self { listing, path, stat, parent_inode })
     }
 
-    /// The directory's path, as programs see it, without symlinks.
+    /// Returns the directory's path, as programs see it, without symlinks.
     pub fn path(&self) -> &[u8] {
         &self.path
     }
 
-    /// The attributes that `fstat` returns.
+    /// Returns the attributes that `fstat` returns.
     pub fn stat(&self) -> Stat {
         self.stat
     }
 
-    /// The inode of `..`. The root of the namespace is its own parent.
+    /// Returns the inode of `..`. The root of the namespace is its own parent.
     pub fn parent_inode(&self) -> u64 {
         self.parent_inode
     }
 
-    /// The first entry at or after a position: 0, or the `next` of an entry.
+    /// Returns the first entry at or after a position: 0, or the `next` of an entry.
     pub fn entry(&self, from: u64) -> Option<DirectoryEntry<'_>> {
         match &self.listing {
             Listing::Entries(dataset, id) => {
@@ -151,7 +151,8 @@ impl Directory {
         }
     }
 
-    /// The entries from a position on, sorted by the bytes of their names, without `.` and `..`.
+    /// Returns the entries from a position on, sorted by the bytes of their names, without `.` and
+    /// `..`.
     pub fn entries(&self, from: u64) -> impl Iterator<Item = DirectoryEntry<'_>> {
         let mut at = from;
         std::iter::from_fn(move || {

@@ -1,5 +1,5 @@
 //! Resolving a path to what it names. Usually this is one lookup in one catalog. Only if that fails
-//! or ends at a symlink, the path is walked name by name, as a kernel would.
+//! or ends at a symlink is the path walked name by name, as a kernel would do.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) enum ResolvedPath {
 }
 
 impl View {
-    /// The part of an absolute path below the prefix; `None` if it is not in the namespace.
+    /// Returns the part of an absolute path below the prefix; `None` if it is not in the namespace.
     pub(super) fn below_prefix<'a>(&self, path: &'a [u8]) -> Option<&'a [u8]> {
         let rest = path.strip_prefix(self.root())?;
         (rest.is_empty() || rest.starts_with(b"/")).then_some(rest)
@@ -103,7 +103,7 @@ impl View {
         if wants_directory && !is_directory(&resolved)? { Err(ViewError::NotADirectory) } else { Ok(resolved) }
     }
 
-    /// The names in a directory above datasets.
+    /// Returns the names in a directory above datasets.
     pub(super) fn virtual_names(&self, path: &[u8]) -> Result<Vec<Vec<u8>>, ViewError> {
         let datasets = self.session.datasets()?;
         let depth = components(path).count();
@@ -114,8 +114,8 @@ impl View {
     }
 }
 
-/// The error for a path that leaves the namespace. It contains the rest of the path, so that a
-/// caller that can continues from there.
+/// Returns the error for a path that leaves the namespace. It contains the rest of the path, so
+/// that a caller that can continues from there.
 fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) -> ViewError {
     let mut path = waiting.iter().fold(reached.to_vec(), |path, name| [&path, &b"/"[..], name].concat());
     if path.is_empty() || wants_directory && !path.ends_with(b"/") {
@@ -124,12 +124,12 @@ fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) ->
     ViewError::Outside(path)
 }
 
-/// Whether a path can only name a directory.
+/// Returns whether a path can only name a directory.
 fn must_be_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
 
-/// The dataset that contains a normal path below the prefix, and the path within it.
+/// Returns the dataset that contains a normal path below the prefix, and the path within it.
 pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Option<(&'a Arc<Dataset>, &'b [u8])> {
     datasets.iter().find_map(|dataset| {
         let target = dataset.target();
@@ -141,7 +141,7 @@ pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Opt
     })
 }
 
-/// What a normal path below the prefix names, with no symlink followed.
+/// Returns what a normal path below the prefix names, with no symlink followed.
 fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<ResolvedPath> {
     if let Some((dataset, within)) = split(datasets, path) {
         return dataset.catalog().find(within).map(|entry| ResolvedPath::Entry(dataset.clone(), entry.id));

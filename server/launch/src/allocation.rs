@@ -33,7 +33,8 @@ pub(crate) struct Allocation {
 }
 
 impl Allocation {
-    /// Whether node 0 will run on this machine, so that this process sees the same files as node 0.
+    /// Returns whether node 0 will run on this machine, so that this process sees the same files as
+    /// node 0.
     pub(crate) fn has_node_0_here(&self) -> bool {
         let own = own_host_name();
         self.launcher.is_local() || self.hosts.iter().any(|host| is_same_host(host, &own))
@@ -92,7 +93,7 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
     Ok(Allocation { launcher, hosts, job, is_fallback })
 }
 
-/// The hosts that the user named, if any.
+/// Returns the hosts that the user named, if any.
 fn given_hosts(options: &LaunchOptions) -> Result<Option<Vec<String>>, LaunchError> {
     let listed = match (&options.hosts[..], &options.hostfile) {
         ([], None) => return Ok(None),
@@ -108,7 +109,8 @@ fn given_hosts(options: &LaunchOptions) -> Result<Option<Vec<String>>, LaunchErr
     }
 }
 
-/// The hosts that a manager lists: the launcher's own, or the one in whose job this process runs.
+/// Returns the hosts that a manager lists: the launcher's own, or the one in whose job this process
+/// runs.
 fn listed_by_manager(
     launcher: &'static Launcher,
     manager: Option<&'static Launcher>,
@@ -140,7 +142,8 @@ fn output_of(command: &[&str]) -> Result<String, LaunchError> {
         Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let mut child = started.map_err(failed)?;
     let deadline = Instant::now() + QUERY_TIMEOUT;
-    // The output is a few lines, which fit in the pipe, so nothing has to read them meanwhile.
+    // The output is a few lines, which fit in the pipe, so nothing has to read them in the
+    // meantime.
     while child.try_wait().map_err(failed)?.is_none() {
         if Instant::now() > deadline {
             // The command may have just finished.

@@ -42,7 +42,7 @@ pub fn sweep(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, LaunchE
 /// Like [`sweep`], and waits a moment for sessions whose last processes are about to exit.
 ///
 /// # Errors
-/// As [`sweep`].
+/// Same as for [`sweep`].
 pub fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usize, LaunchError> {
     let mut removed = sweep(runtime_dir, data_dirs)?;
     let deadline = Instant::now() + EXIT_TIMEOUT;

@@ -27,7 +27,7 @@ use crate::units::{counted, show_bytes};
 pub(crate) const LIST: &str = "data-dirs";
 /// The share of the free space that a node takes if `--capacity` is not given.
 const SHARE_PERCENT: u64 = 90;
-/// The share of the free space that all nodes of a machine may take, whatever `--capacity` says.
+/// The share of the free space that all nodes of a machine may take, regardless of `--capacity`.
 const SHARE_PERCENT_MAX: u64 = 98;
 
 /// Network file systems, by the magic number of `statfs`.
@@ -134,7 +134,7 @@ fn movable(data_dir: &Path) -> Option<String> {
 }
 
 /// Returns how many bytes each of this machine's `servers` may take, with a warning if the user
-/// wanted more than there is.
+/// asked for more than is available.
 pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16) -> Result<(u64, Option<String>), LaunchError> {
     let free = free_bytes(data_dirs)? / 100;
     let share = |percent: u64| free * percent / u64::from(servers);
@@ -202,7 +202,7 @@ pub(crate) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, L
             };
             locked().map_err(unusable)
         };
-        // The end of another session may remove the user's folder between two of these calls, so
+        // When another session ends, it may remove the user's folder between two of these calls, so
         // one failure is retried.
         attempt().or_else(|_| attempt())
     };
@@ -231,7 +231,7 @@ fn open_folder(path: &Path) -> io::Result<File> {
 /// Removes a session's folders in its data dirs, except those of live servers. They hold no files
 /// with names.
 pub(crate) fn remove(folders: &[PathBuf]) {
-    // If the parent is not private, another user's folder may stand where the session's was.
+    // If the parent is not private, another user's folder may be in the place of the session's.
     let is_ours = |folder: &&PathBuf| folder.parent().is_some_and(|user| check_private(user).is_ok());
     for folder in folders.iter().filter(is_ours) {
         for node in fs::read_dir(folder).into_iter().flatten().flatten() {

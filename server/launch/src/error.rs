@@ -260,13 +260,13 @@ pub enum LaunchError {
     ServerFailed {
         /// The node, with its host if there are several.
         member: String,
-        /// What the server reported, or what became of its control channel.
+        /// What the server reported, or what happened to its control channel.
         reason: String,
     },
     /// The servers cannot become one session.
     #[error("no session: {0}")]
     CannotConnect(String),
-    /// RDMA was demanded and some node lacks it.
+    /// RDMA was required and some node lacks it.
     #[error("cannot start a session over RDMA, which --transport rdma requires: {0}")]
     NoRdma(#[source] Obstacle),
     /// Not all servers reached each other in time.
@@ -332,12 +332,12 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    /// Adds to an I/O error what failed.
+    /// Adds the failed action to an I/O error.
     pub(crate) fn io<E: Into<io::Error>>(action: impl Into<String>) -> impl FnOnce(E) -> Self {
         move |source| Self::Io { action: action.into(), source: source.into() }
     }
 
-    /// Whether the options are at fault, so that the same call can never succeed.
+    /// Returns whether the options are at fault, so that the same call can never succeed.
     pub fn is_usage(&self) -> bool {
         match self {
             Self::InvalidPrefix { .. }

@@ -8,7 +8,7 @@ pub enum HostListError {
     /// The text does not follow the syntax.
     #[error("'{0}' is not a list of hosts; write it as n1,n2 or n[1-8]")]
     Syntax(String),
-    /// The list is longer than a session can be.
+    /// The list has more hosts than a session can have.
     #[error("'{0}' names more than {NODES_MAX} hosts, the most that a session can have")]
     TooMany(String),
 }
@@ -39,7 +39,7 @@ pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
 /// begins a comment.
 ///
 /// # Errors
-/// As [`expand_host_list`].
+/// Same as for [`expand_host_list`].
 pub(crate) fn hosts_of_file(content: &str) -> Result<Vec<String>, HostListError> {
     let mut hosts: Vec<String> = Vec::new();
     for line in content.lines() {

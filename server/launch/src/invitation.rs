@@ -1,4 +1,5 @@
-//! The invitation: what a server gets from its launcher before it connects to the supervisor.
+//! The invitation: the data that a server gets from its launcher before it connects to the
+//! supervisor.
 //!
 //! It is one line of JSON on standard input, or in the key file, and the only message that carries
 //! the session's key in the clear. Everything else goes over the control channel, which the key
@@ -55,8 +56,8 @@ pub(crate) struct Invitation {
 }
 
 impl Invitation {
-    /// Encodes the invitation as one line. The buffer is allocated once, because a buffer that is
-    /// outgrown is not overwritten and would leave the key in memory.
+    /// Encodes the invitation as one line. The buffer is allocated once, because a buffer that has
+    /// to grow leaves the old copy, and thus the key, in memory.
     pub(crate) fn to_line(&self) -> Result<Zeroizing<Vec<u8>>, LaunchError> {
         let names: usize = self.below.iter().map(|name| name.len() + 3).sum();
         let mut line = Zeroizing::new(Vec::with_capacity(BASE_LEN + names));
@@ -69,7 +70,7 @@ impl Invitation {
     /// Decodes a line.
     ///
     /// # Errors
-    /// Fails if the line is not an invitation, or is one of another version.
+    /// Fails if the line is not an invitation, or comes from another version.
     pub(crate) fn from_line(line: &[u8]) -> Result<Self, LaunchError> {
         #[derive(Deserialize)]
         struct VersionOnly {

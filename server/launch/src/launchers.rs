@@ -79,18 +79,18 @@ pub(crate) enum Input {
 pub(crate) type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Launcher {
-    /// Whether all servers run on this machine. Everything that differs for local sessions asks
-    /// here.
+    /// Returns whether all servers run on this machine. All code that treats local sessions
+    /// differently calls this.
     pub(crate) fn is_local(&self) -> bool {
         matches!(self.start, Start::Local)
     }
 
-    /// Whether the user starts the servers.
+    /// Returns whether the user starts the servers.
     pub(crate) fn is_manual(&self) -> bool {
         matches!(self.start, Start::Manual)
     }
 
-    /// The manager's name of the job, if this process runs in one of its jobs.
+    /// Returns the manager's name of the job, if this process runs in one of its jobs.
     pub(crate) fn job_name(&self, environment: Environment) -> Option<String> {
         let numbers: Vec<String> = self.job_variables.iter().filter_map(|name| environment(name)).collect();
         (!numbers.is_empty()).then(|| format!("{}:{}", self.name, numbers.join(".")))

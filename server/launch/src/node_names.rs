@@ -29,7 +29,7 @@ pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, Laun
         let version_6 = address.as_sockaddr_in6().map(|address| address.ip()).filter(|address| !address.is_unicast_link_local());
         addresses.extend(version_4.or(version_6.map(IpAddr::from)));
     }
-    // IPv4 is the more likely to be routed.
+    // IPv4 is more likely to be routed.
     addresses.sort_by_key(IpAddr::is_ipv6);
     match (addresses.is_empty(), interface) {
         (false, _) => Ok(addresses),
@@ -73,7 +73,7 @@ fn resolve(host: &str) -> Vec<IpAddr> {
         .collect()
 }
 
-/// Whether two names are of the same host, although one may lack its domain.
+/// Returns whether two names refer to the same host, even if one lacks its domain.
 pub(crate) fn is_same_host(one: &str, other: &str) -> bool {
     let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
     !one.is_empty()

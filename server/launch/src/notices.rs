@@ -9,12 +9,12 @@ type Show = dyn Fn(&dyn Display) + Send + Sync;
 /// Passes messages for the user to the program that embeds this crate.
 ///
 /// The crate itself never writes to standard error. A notice is not an error: the operation that
-/// gave it continues.
+/// issued it continues.
 #[derive(Clone)]
 pub struct Notices(Arc<Show>);
 
 impl Notices {
-    /// Calls `show` with each notice, on whatever thread it arises.
+    /// Calls `show` with each notice, on whatever thread issues it.
     pub fn new(show: impl Fn(&dyn Display) + Send + Sync + 'static) -> Self {
         Self(Arc::new(show))
     }

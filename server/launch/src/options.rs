@@ -1,4 +1,4 @@
-//! The options of a session, free of any command line.
+//! The options of a session, independent of any command line.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use dayfly_meta::limits::START_TIMEOUT;
 use dayfly_server::Preference;
 
-/// What each server of a session gets, and where the servers run.
+/// The settings that each server of a session gets, and where the servers run.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// Directories on the nodes' drives that hold blocks. Empty: chosen from the environment.

@@ -32,7 +32,7 @@ impl SessionPlan {
     /// if its supervisor is lost.
     ///
     /// # Errors
-    /// Fails if the options contradict each other, or the hosts cannot be found out.
+    /// Fails if the options contradict each other, or the hosts cannot be determined.
     pub fn new(options: &SessionOptions, keep: Duration, notices: Notices) -> Result<Self, LaunchError> {
         let prefix = normalized_prefix(&options.prefix)?;
         let path = Path::new(OsStr::from_bytes(&prefix));
@@ -70,13 +70,13 @@ impl SessionPlan {
         Ok(Self { options: options.clone(), keep, prefix, memory, deadlines, allocation, notices })
     }
 
-    /// The path below which programs will see the namespace.
+    /// Returns the path below which programs will see the namespace.
     pub fn prefix(&self) -> &[u8] {
         &self.prefix
     }
 
-    /// Whether node 0, which reads the sources' names, will run on this machine. Only then can this
-    /// process check the sources.
+    /// Returns whether node 0, which reads the sources' names, will run on this machine. Only then
+    /// can this process check the sources.
     pub fn has_node_0_here(&self) -> bool {
         self.allocation.has_node_0_here()
     }

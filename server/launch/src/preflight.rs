@@ -18,7 +18,7 @@ use nix::unistd::{AccessFlags, access};
 /// The kernel reads this much of a script's first line.
 const SCRIPT_LINE_LEN: u64 = 256;
 
-/// What would fail later.
+/// A mistake that would cause a failure later.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PreflightError {
@@ -68,7 +68,7 @@ pub enum PreflightError {
 }
 
 impl PreflightError {
-    /// Whether the command line is at fault.
+    /// Returns whether the command line is at fault.
     pub fn is_usage(&self) -> bool {
         matches!(
             self,
@@ -92,7 +92,7 @@ pub fn target_below(prefix: &[u8], target: &OsStr) -> Result<Vec<u8>, PreflightE
 /// Checks that the targets are in the namespace, and that none equals another or lies below it.
 ///
 /// # Errors
-/// Names the first target for which this does not hold.
+/// Fails with the first target that violates this.
 pub fn check_targets<'a>(prefix: &[u8], targets: impl IntoIterator<Item = &'a OsStr>) -> Result<(), PreflightError> {
     let mut earlier: Vec<Vec<u8>> = Vec::new();
     for target in targets {

@@ -167,7 +167,7 @@ impl LauncherProcesses {
         }
     }
 
-    /// Kills the processes all of whose hosts were given up.
+    /// Kills the processes whose hosts have all been given up on.
     pub(crate) fn kill_if_all(&mut self, is_given_up: impl Fn(&String) -> bool) {
         self.started.iter().filter(|(hosts, _)| hosts.iter().all(&is_given_up)).for_each(|(_, process)| process.abort());
     }
@@ -196,8 +196,8 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     let mut readers = JoinSet::new();
     outputs.into_iter().flatten().for_each(|output| drop(readers.spawn(forward_lines(output, lines.clone()))));
     if let (Some(mut input), Some(line)) = (input, line) {
-        // If the process exits at once, its output says why. Closing its input afterwards does not
-        // end it.
+        // If the process exits at once, its output says why. Closing its input afterward does not
+        // end the process.
         let _ = input.write_all(line).await;
     }
     let status = child.wait().await;

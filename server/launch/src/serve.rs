@@ -63,7 +63,7 @@ impl InvitedServer {
     /// `rendezvous`, as `HOST:PORT`, replaces the supervisor's addresses.
     ///
     /// # Errors
-    /// Fails if there is no invitation, or one of another version.
+    /// Fails if there is no invitation, or if it comes from another version.
     pub fn read(path: &Path, rendezvous: Option<&str>) -> Result<Self, LaunchError> {
         let mut invitation = read_invitation(path)?;
         if let Some(address) = rendezvous {
@@ -75,7 +75,7 @@ impl InvitedServer {
         Ok(Self { session, invitation })
     }
 
-    /// The log filter that the launcher was given in `DAYFLY_LOG`.
+    /// Returns the log filter that the launcher was given in `DAYFLY_LOG`.
     pub fn log_filter(&self) -> Option<&str> {
         self.invitation.log.as_deref()
     }
@@ -84,7 +84,7 @@ impl InvitedServer {
     ///
     /// # Errors
     /// Fails if the server cannot join. A failure after that is reported to the supervisor, which
-    /// decides what becomes of the session.
+    /// decides what happens to the session.
     pub fn run(self) -> Result<(), LaunchError> {
         raise_descriptor_limit();
         let servers_here = usize::from(self.invitation.settings.servers_here);
@@ -102,12 +102,12 @@ impl InvitedServer {
 }
 
 fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
-    // The buffer is allocated once, because a buffer that is outgrown is not overwritten and would
-    // leave the key in memory.
+    // The buffer is allocated once, because a buffer that has to grow leaves the old copy, and thus
+    // the key, in memory.
     let mut line = Zeroizing::new(Vec::with_capacity(INVITATION_LEN_MAX));
     let cannot = |source: io::Error| LaunchError::ReadKeyFile { path: path.to_owned(), source };
     let mut file = if path == Path::new("-") {
-        // Not through the buffer of standard input, which is not overwritten either.
+        // Bypasses the buffer of standard input, which is not overwritten either.
         File::from(io::stdin().as_fd().try_clone_to_owned().map_err(LaunchError::io("cannot read standard input"))?)
     } else {
         File::open(path).map_err(cannot)?
@@ -119,8 +119,8 @@ fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
     Invitation::from_line(&line)
 }
 
-/// The names by which the host list may name this node: the launcher's first, then the manager's,
-/// then the machine's own.
+/// Returns the names by which the host list may name this node: the launcher's first, then the
+/// manager's, then the machine's own.
 fn node_names(invitation: &Invitation) -> Vec<String> {
     let by_manager = invitation.node_name_variable.as_ref().and_then(|name| std::env::var(name).ok());
     let own = Some(own_host_name()).filter(|name| !name.is_empty());
@@ -186,7 +186,7 @@ async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invi
     }
 }
 
-/// Connects to the supervisor, and retries if that is too busy to accept.
+/// Connects to the supervisor, and retries if it is too busy to accept.
 async fn connect(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, LaunchError> {
     let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(CONNECT_TIMEOUT);
     loop {
@@ -254,7 +254,7 @@ async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchE
     let _ = send(sender, &FromServer::Failed { names, reason: error.to_string() }).await;
 }
 
-/// A server that listens, and what it holds.
+/// A listening server, and the resources that it holds.
 struct Serving {
     server: Arc<Node>,
     location: SessionFolder,
@@ -402,7 +402,7 @@ async fn terminated(terminate: &mut Signal, is_job_step: bool) {
     }
 }
 
-/// How a supervisor leaves its server, and so why the server ends.
+/// How a supervisor parted from its server, and thus why the server ends.
 enum Parting {
     /// It ended the session, or the session never began.
     Ended(&'static str),

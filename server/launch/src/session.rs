@@ -86,7 +86,7 @@ impl RunningSession {
         }
     }
 
-    /// The session's folder on this machine.
+    /// Returns the session's folder on this machine.
     pub fn location(&self) -> &SessionFolder {
         &self.location
     }
@@ -113,7 +113,7 @@ impl Drop for RunningSession {
     fn drop(&mut self) {
         drop(self.supervisor.end_handle());
         self.supervisor.wait();
-        // With the lock held, so that no other process removes the folder at the same time. If
+        // The lock is held here, so that no other process removes the folder at the same time. If
         // servers are still about to exit, the lock is released first, so that the last of them can
         // remove the folder.
         let removed = cleanup::remove_if_last(&self.location);

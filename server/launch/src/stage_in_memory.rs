@@ -1,4 +1,4 @@
-//! How much memory a server may take for stage-ins.
+//! Computes how much memory a server may use for stage-ins.
 //!
 //! The user decides, or else a fixed bound applies, which a small control group lowers. It is never
 //! a share of the machine's memory, because that belongs to the job.
@@ -44,15 +44,15 @@ fn group_limit(groups: &Path, root: &Path) -> Option<u64> {
     for line in groups.lines() {
         let mut fields = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
-        // Version 2 names no controllers. Of version 1 only the memory controller matters.
+        // Version 2 names no controllers. For version 1, only the memory controller matters.
         let (root, file) = match controllers {
             "" => (root.to_owned(), "memory.max"),
             _ if controllers.split(',').any(|name| name == "memory") => (root.join("memory"), "memory.limit_in_bytes"),
             _ => continue,
         };
         let mut at: PathBuf = root.join(path.trim_start_matches('/'));
-        // In a container the path may be that of the host, which does not exist here; the root is
-        // then our group.
+        // In a container the path may be the host's, which does not exist here; the root is then
+        // our group.
         while at.starts_with(&root) {
             let value = fs::read_to_string(at.join(file)).ok().and_then(|text| text.trim().parse::<u64>().ok());
             lowest = [lowest, value].into_iter().flatten().min();

@@ -1,8 +1,10 @@
-//! A second RDMA provider, built on the crate `async-rdma` and behind the feature of that name. `docs/DECISIONS.md` compares the two.
+//! A second RDMA provider, built on the crate `async-rdma` and enabled by the feature of that name. `docs/DECISIONS.md` compares
+//! the two.
 //!
-//! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker copies
-//! them once more. This module works around defects of the crate:
-//! - Requests and answers go by the inner transport, which also detects lost peers. Only bulk bytes go by the crate's WRITE and READ.
+//! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker
+//! copies them one extra time. This module works around defects of the crate:
+//! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes use the crate's WRITE and
+//!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
 //! - A lost wake-up costs milliseconds instead of tenths of a second, because its timeout is short.
@@ -66,7 +68,7 @@ struct RemoteBuffer {
 enum Moved {
     /// It did. There are this many bytes for each slot, back to back.
     Yes(Vec<u64>),
-    /// It did not. The request must go by the inner transport.
+    /// It did not. The request must go over the inner transport.
     No,
 }
 
@@ -84,7 +86,7 @@ fn split<T: DeserializeOwned>(message: &[u8]) -> Option<(&[u8], T)> {
     Some((message, serde_json::from_slice(ours).ok()?))
 }
 
-/// A transport that moves bulk bytes by `async-rdma`, and everything else by `inner`.
+/// A transport that moves bulk bytes with `async-rdma`, and everything else over `inner`.
 pub struct AsyncRdma<T> {
     inner: T,
     found: Result<Found, String>,
@@ -100,7 +102,7 @@ impl<T: Transport> AsyncRdma<T> {
     }
 }
 
-/// Makes a queue pair that is not joined to its other end yet.
+/// Creates a queue pair that is not joined to its other end yet.
 fn queue_pair(found: &Found) -> io::Result<async_rdma::Rdma> {
     let mtu = match found.packet_len {
         256 => MTU::MTU256,
@@ -292,7 +294,7 @@ impl AsyncService {
             Some(buffer) => {
                 match buffer.fill(pieces).await {
                     Ok(filled) => filled.write_to(RemoteMr::new(remote.buffer), total).await.is_ok(),
-                    // Sent by the inner transport, only the pieces that cannot be read will fail.
+                    // If the answer is sent over the inner transport, only the pieces that cannot be read will fail.
                     Err(_) => false,
                 }
             }
@@ -313,7 +315,7 @@ impl AsyncService {
         let has_failed = *failed.lock().unwrap_or_else(PoisonError::into_inner);
         let (message, moved) = match answered {
             Ok(message) => (message, Moved::Yes(Vec::new())),
-            // Nothing was taken, so the offer can be sent by the inner transport.
+            // Nothing was taken, so the offer can be sent over the inner transport.
             Err(_) if has_failed => (Vec::new(), Moved::No),
             Err(refusal) => return Err(refusal),
         };

@@ -1,5 +1,5 @@
 //! Bounds the memory that one peer can hold. A request's slots stay with it until no more bytes can land in them, which may be
-//! long after its caller has given up. Therefore each peer has a share of every region, and a peer that lets requests run past
+//! long after its caller has given up. Therefore, each peer has a share of every region, and a peer that lets requests run past
 //! their deadlines gets no new ones until it has answered.
 
 use std::collections::HashMap;
@@ -85,7 +85,7 @@ pub(crate) enum Denied {
 }
 
 impl Denied {
-    /// The error for the caller of the request.
+    /// Returns the error for the caller of the request.
     pub(crate) fn into_error(self, peer: NodeId, address: SocketAddr, timeout: Duration) -> TransportError {
         match self {
             Self::Stuck(Overdue { requests, bytes }) => TransportError::Stuck { peer, address, requests, bytes },
@@ -94,7 +94,7 @@ impl Denied {
     }
 }
 
-/// A request's share of the budget, returned when it is dropped. Whoever has the request's slots keeps it.
+/// A request's share of the budget, returned when it is dropped. The owner of the request's slots keeps it.
 pub(crate) struct BudgetShare {
     budget: Arc<PeerBudget>,
     number: u64,

@@ -1,5 +1,5 @@
 //! The control channel: an encrypted connection for messages between two processes that hold the session's key. The supervisor
-//! listens and the servers dial it, before and beside their connections to each other.
+//! listens and the servers dial it, before and alongside their connections to each other.
 //!
 //! A channel carries no bulk bytes and is never replaced: when it fails, its user decides what that means.
 
@@ -24,7 +24,7 @@ const DIALER: NodeId = NodeId(u16::MAX);
 /// Stands for the listening end in the handshake. No node has this number.
 const LISTENER: NodeId = NodeId(u16::MAX - 1);
 
-/// The head start of each address over the next in the list.
+/// The head start of each address over the next one in the list.
 const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The sending half of a channel.
@@ -43,7 +43,7 @@ pub struct Channel {
     pub sender: Sender,
     /// The half that receives.
     pub receiver: Receiver,
-    /// This end's address. Other nodes on the same network reach this node there.
+    /// This end's address. Other nodes on the same network can reach this node at it.
     pub local: IpAddr,
     /// The other end's address.
     pub far: IpAddr,

@@ -175,7 +175,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     }
     assert!(!connection.is_lost(), "the failure of a drive does not make the peer lost");
 
-    // A request fails at its deadline, and others are served meanwhile. Its slot is freed only when the connection ends.
+    // A request fails at its deadline, and others are served in the meantime. Its slot is freed only when the connection ends.
     let start = Instant::now();
     let slot = region.slot(20 << 20).unwrap();
     let late = connection.pull(b"wait".to_vec(), vec![slot], Duration::from_millis(200));
@@ -391,7 +391,7 @@ async fn rdma_conforms() {
     let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(ours.status().is_rdma);
-    // The slots of the first pull and the offers went by RDMA.
+    // The slots of the first pull and the offers went over RDMA.
     assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
     assert_eq!((ours.status().failed, theirs.status().failed), (0, 0));
 }

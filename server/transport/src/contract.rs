@@ -1,13 +1,13 @@
 //! The contract between transports and their users: the traits that every transport implements, and the types that cross them.
 //!
-//! - A [`Transport`] is one node's access to a network: it makes [`Region`]s, dials peers, and serves them.
-//! - A [`Connection`] is the way to one peer, with two operations: [`Connection::pull`] and [`Connection::offer`].
+//! - A [`Transport`] is one node's access to a network: it creates [`Region`]s, dials peers, and serves them.
+//! - A [`Connection`] leads to one peer, with two operations: [`Connection::pull`] and [`Connection::offer`].
 //! - A [`Service`] answers the requests of the peers.
 //!
-//! A slot passed to an operation comes back only when no more bytes can land in it. A request that misses its deadline fails
-//! towards its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
+//! A slot passed to an operation comes back only when no more bytes can land in it. A request that misses its deadline returns an
+//! error to its caller at once, but its slots stay with the connection until the peer has answered or the connection has ended.
 //!
-//! `conformance.rs` holds all transports to this contract with one test body.
+//! `conformance.rs` checks all transports against this contract with one test body.
 
 use std::fs::File;
 use std::io;
@@ -42,7 +42,7 @@ pub enum Piece {
 }
 
 impl Piece {
-    /// Length of the piece in bytes.
+    /// Returns the length of the piece in bytes.
     pub fn len(&self) -> u64 {
         match self {
             Self::File { len, .. } => *len,
@@ -50,7 +50,7 @@ impl Piece {
         }
     }
 
-    /// Whether the piece has no bytes.
+    /// Returns whether the piece has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -108,13 +108,13 @@ pub struct Offered {
     pub payload: Slot,
 }
 
-/// The way to one peer.
+/// A connection to one peer.
 #[async_trait]
 pub trait Connection: Send + Sync {
-    /// The node at the other end.
+    /// Returns the node at the other end.
     fn peer(&self) -> NodeId;
 
-    /// Whether the peer was found lost. A lost connection never recovers.
+    /// Returns whether the peer was found lost. A lost connection never recovers.
     fn is_lost(&self) -> bool;
 
     /// Sends a request whose answer's bytes land in `slots`. `timeout` counts from the last progress.
@@ -139,7 +139,7 @@ pub trait Service: Send + Sync + 'static {
     /// A refusal reaches the asker as [`TransportError::Refused`].
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal>;
 
-    /// Answers an offer. The service takes the bytes by [`Incoming::land`], or leaves them by dropping `incoming`.
+    /// Answers an offer. The service takes the bytes with [`Incoming::land`], or leaves them by dropping `incoming`.
     ///
     /// # Errors
     /// A refusal reaches the asker as [`TransportError::Refused`].
@@ -153,17 +153,17 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Describes `len` offered bytes that the transport moves by `landing`, once it has a slot for them.
+    /// Describes `len` offered bytes, which the transport moves with `landing` once it has a slot for them.
     pub fn new(len: u64, landing: Box<dyn Landing>) -> Self {
         Self { len, landing }
     }
 
-    /// Number of bytes offered.
+    /// Returns the number of bytes offered.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether the offer has no bytes.
+    /// Returns whether the offer has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -190,10 +190,10 @@ pub trait Landing: Send {
 /// One node's access to a network.
 #[async_trait]
 pub trait Transport: Send + Sync {
-    /// Makes shared memory from which slots are allocated. A transport that must register memory registers it here.
+    /// Creates shared memory from which slots are allocated. A transport that must register memory registers it here.
     ///
     /// # Errors
-    /// The memory cannot be made, or cannot be registered although the user insists on RDMA.
+    /// The memory cannot be created, or cannot be registered although the user insists on RDMA.
     fn region(&self, len: u64) -> io::Result<Region>;
 
     /// Connects to a peer. Both ends prove to each other that they hold the session's key.
@@ -205,16 +205,16 @@ pub trait Transport: Send + Sync {
     /// Answers the peers' requests until the returned guard is dropped.
     ///
     /// # Errors
-    /// This transport serves already.
+    /// This transport is already serving.
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving>;
 
-    /// The networks that this node can use, for [`agree`](crate::agree).
+    /// Returns the networks that this node can use, for [`agree`](crate::agree).
     fn ability(&self) -> Ability;
 
     /// Follows what all nodes have agreed on. Until then the transport uses the best network that it has.
     fn agree(&self, agreement: Agreement);
 
-    /// Peers that are not reached by the network that was agreed on, each with the reason.
+    /// Returns the peers that are not reached over the agreed network, each with the reason.
     fn fallen_back(&self) -> Vec<(NodeId, String)>;
 
     /// Describes the network and counts its work, for `dayfly status`.

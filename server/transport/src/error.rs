@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dayfly_meta::id::NodeId;
 
-/// Why a request failed. Every kind calls for a different reaction of the caller.
+/// Why a request failed. Each kind calls for a different reaction from the caller.
 ///
 /// The text includes the cause, because errors cross to other nodes and to users as text; the cause is also the error's
 /// [`source`](std::error::Error::source).
@@ -107,7 +107,7 @@ pub enum LossCause {
     /// No connection could be made: nothing listens there, the network does not lead there, or the handshake failed.
     #[error("cannot connect to it: {0}")]
     Unreachable(#[source] Arc<io::Error>),
-    /// The peer closed its connections, as a server does that exits.
+    /// The peer closed its connections, as a server does when it exits.
     #[error("it closed the connection")]
     Closed,
     /// No byte arrived from the peer for this long, although it was pinged.
@@ -119,12 +119,12 @@ pub enum LossCause {
 }
 
 impl LossCause {
-    /// The cause of a connection that could not be made.
+    /// Returns the cause of a connection that could not be made.
     pub fn unreachable(error: io::Error) -> Self {
         Self::Unreachable(Arc::new(error))
     }
 
-    /// The cause of a connection that ended with `error`.
+    /// Returns the cause of a connection that ended with `error`.
     pub fn ended(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::UnexpectedEof => Self::Closed,

@@ -1,6 +1,6 @@
 //! A decorator that injects faults into another transport. It implements [`Transport`] itself, so tests run the shipped code.
 //!
-//! A [`FaultSchedule`] is asked about each request before it is sent, and names the [`Fault`] that the request meets, if any.
+//! A [`FaultSchedule`] is asked about each request before it is sent, and names the [`Fault`] that hits the request, if any.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use crate::error::{LossCause, TransportError};
 use crate::region::{Region, Slot};
 use crate::selection::{Ability, Agreement};
 
-/// What goes wrong with a request.
+/// The fault that hits a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The request is sent after this delay.
@@ -45,10 +45,10 @@ pub struct OutgoingRequest<'a> {
     pub bulk_len: u64,
 }
 
-/// Decides for each request which fault it meets. Connections of several threads share it.
+/// Decides which fault hits each request. Connections of several threads share it.
 pub type FaultSchedule = Arc<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
-/// A transport whose connections meet the faults of a schedule.
+/// A transport whose connections suffer the faults of a schedule.
 pub struct Faulty<T> {
     inner: T,
     schedule: FaultSchedule,

@@ -13,7 +13,7 @@ impl Key {
         Self(Zeroizing::new(bytes))
     }
 
-    /// The secret bytes.
+    /// Returns the secret bytes.
     pub fn bytes(&self) -> &[u8; 32] {
         &self.0
     }

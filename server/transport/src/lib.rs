@@ -2,16 +2,16 @@
 //!
 //! # Parts
 //! - [`contract`]: the traits [`Transport`], [`Connection`] and [`Service`], which every transport implements.
-//! - [`tcp`]: the transport that always works. Three TCP connections to each peer, authenticated by the session's key.
-//! - [`rdma`]: moves bulk bytes by the RDMA card where there is one, beside a TCP transport that takes over when a card fails.
-//!   `async_rdma`, behind the feature of that name, is a second provider.
+//! - [`tcp`]: the transport that always works. Three TCP connections to each peer, authenticated with the session's key.
+//! - [`rdma`]: moves bulk bytes through the RDMA card if there is one, alongside a TCP transport that takes over when a card
+//!   fails. `async_rdma`, enabled by the feature of that name, is a second provider.
 //! - [`selection`]: all nodes use the same network; this module decides which.
 //! - [`fault`]: a transport that injects faults, for tests of what is built on top.
 //! - [`channel`]: a small encrypted connection for control messages, used between the supervisor and the servers.
 //! - [`probe`]: measures the network between two nodes, for `dayfly doctor`.
 //!
 //! # Two operations
-//! A [`Connection`] has two operations. Each is a small message with bulk bytes beside it, and each has a deadline:
+//! A [`Connection`] has two operations. Each is a small message with bulk bytes attached, and each has a deadline:
 //! - [`Connection::pull`] asks; the answer's bytes land in slots of the asker.
 //! - [`Connection::offer`] offers the bytes of one slot; the peer takes them when it has room.
 //!
@@ -25,9 +25,9 @@
 //!
 //! # What this crate does not know
 //! - Catalogs, datasets, samples and blocks: messages are bytes, and a [`Service`] gives them their meaning.
-//! - Who is a member: its users name nodes and addresses.
+//! - Membership: its users supply the nodes and addresses.
 //!
-//! In turn, nothing above this crate knows whether bytes went by TCP or RDMA.
+//! In turn, nothing above this crate knows whether bytes went over TCP or RDMA.
 //!
 //! # Example
 //! One node pulls five bytes from another:

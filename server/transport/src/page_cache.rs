@@ -1,4 +1,4 @@
-//! Reading through the page cache. A part of an answer's bytes may be in the page cache, and the rest is on a drive. The
+//! Reading through the page cache. Part of an answer's bytes may be in the page cache, and the rest is on a drive. The
 //! [`PageCacheLoader`] of an answer requests all missing ranges from the drive at once, sorted by position, and waits for them on
 //! a thread of its own.
 
@@ -23,7 +23,7 @@ use crate::fair_queue::{FairPermit, FairQueue};
 /// Distance between the bytes that the thread reads to wait for a range. The drive reads what lies between them in one go.
 const WAIT_STEP: u64 = 128 << 10;
 
-/// How far the thread has come.
+/// How far the thread has progressed.
 #[derive(Default)]
 struct LoadProgress {
     /// The thread has waited for all pieces before this one.
@@ -50,12 +50,12 @@ impl<'a> PageCacheLoader<'a> {
         Self { pieces, peer, drive_readers, len_max, permit: None, progress: None }
     }
 
-    /// Whether the loader has started, so that some piece was not in the page cache.
+    /// Returns whether the loader has started, so that some piece was not in the page cache.
     pub(crate) fn is_started(&self) -> bool {
         self.progress.is_some()
     }
 
-    /// The answer's permit to read from the drives: one for all of its pieces, however they are read.
+    /// Returns the answer's permit to read from the drives: one for all of its pieces, however they are read.
     pub(crate) async fn permit(&mut self) -> Option<Arc<FairPermit>> {
         if self.permit.is_none() {
             // After this timeout the asker has given up anyway. Reading without a permit is then the lesser harm.
@@ -64,7 +64,7 @@ impl<'a> PageCacheLoader<'a> {
         self.permit.clone()
     }
 
-    /// Why a piece could not be read, if the thread has waited for it in vain.
+    /// Returns why a piece could not be read, if the thread has waited for it without success.
     pub(crate) fn failure(&self, piece: usize) -> Option<PieceError> {
         self.progress.as_ref()?.borrow().failed.get(&piece).cloned()
     }
@@ -88,7 +88,7 @@ impl<'a> PageCacheLoader<'a> {
 
 type Range = (Arc<File>, u64, u64);
 
-/// The range of a piece that has to come from a drive.
+/// Returns the range of a piece that has to come from a drive.
 fn range(piece: &Piece, len_max: u64) -> Option<Range> {
     match piece {
         Piece::File { file, offset, len, .. } if (1..=len_max).contains(len) => Some((file.clone(), *offset, *len)),
@@ -121,7 +121,7 @@ fn load_ranges(ranges: &[Option<Range>], progress: &watch::Sender<LoadProgress>,
 }
 
 /// Reads bytes that are in the page cache and never waits for a drive, so it may run on a runtime thread. Returns how many bytes,
-/// from the first on, it could read.
+/// starting with the first, it could read.
 pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
     match preadv2(file, &mut [IoSliceMut::new(buffer)], offset, ReadWriteFlags::NOWAIT) {
         Ok(count) => Ok(count),
@@ -131,7 +131,7 @@ pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Re
     }
 }
 
-/// Makes a call that may block on the current thread. The runtime moves its other tasks to other threads meanwhile.
+/// Makes a call that may block on the current thread. In the meantime, the runtime moves its other tasks to other threads.
 pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(call),
@@ -139,7 +139,7 @@ pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     }
 }
 
-/// Whether a range is probably in the page cache, judged by its first, middle and last byte.
+/// Returns whether a range is probably in the page cache, judged by its first, middle and last byte.
 pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
     let last = offset + len - 1;
     let positions = [offset, (offset + len / 2) / PAGE_SIZE * PAGE_SIZE, last];

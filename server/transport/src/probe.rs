@@ -38,9 +38,9 @@ pub struct Speed {
 /// The result of a probe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Reached {
-    /// The speed of TCP, or why the peer cannot be reached by it.
+    /// The speed of TCP, or why the peer cannot be reached over it.
     pub tcp: Result<Speed, String>,
-    /// The speed of RDMA, or why the peer cannot be reached by it.
+    /// The speed of RDMA, or why the peer cannot be reached over it.
     pub rdma: Result<Speed, String>,
 }
 
@@ -81,7 +81,7 @@ pub async fn answer(key: [u8; 32], listen: SocketAddr, options: &Options) -> io:
     Ok((Answering { _serving: serving, _transport: transport }, address))
 }
 
-/// Probes the answering side at `address`, by TCP and by the network of `options`.
+/// Probes the answering side at `address`, over TCP and over the network of `options`.
 pub async fn reach(key: [u8; 32], address: SocketAddr, options: &Options) -> Reached {
     let tcp = Options { preference: Preference::Tcp, ..options.clone() };
     Reached { tcp: try_one(key, address, &tcp).await, rdma: try_one(key, address, options).await }

@@ -1,8 +1,8 @@
-//! RDMA beside another transport. The inner transport authenticates peers, sets up the queue pairs, carries small messages, detects
-//! lost peers, and takes over when a queue pair fails. Requests with bulk bytes go by RDMA.
+//! RDMA alongside another transport. The inner transport authenticates peers, sets up the queue pairs, carries small messages,
+//! detects lost peers, and takes over when a queue pair fails. Requests with bulk bytes go over RDMA.
 //!
-//! A request is one SEND. The owner moves the bytes by WRITE into the asker's slots (or, for an offer, by READ out of its slot),
-//! and the last write is the answer, which also announces itself.
+//! A request is one SEND. The owner moves the bytes with WRITE into the asker's slots (or, for an offer, with READ out of its
+//! slot). The last write is the answer, which also notifies the asker.
 //!
 //! # Parts
 //! - `verbs` binds `libibverbs`; `device` opens a card and registers memory; `queue` has queue pairs and completion queues;
@@ -13,10 +13,10 @@
 //!
 //! # Invariants
 //! - Memory that an operation touches belongs to the engine until the operation has completed or its queue pair is destroyed.
-//! - A failure ends one queue pair. The requests on it go by the inner transport instead, and no caller sees the difference.
+//! - A failure ends one queue pair. The requests on it go over the inner transport instead, and no caller sees the difference.
 //! - Offers are taken once, even if their answer was lost and they are sent again.
 //!
-//! What the nodes of a session agree on is decided in [`selection`](crate::selection); this module only follows it.
+//! [`selection`](crate::selection) decides what the nodes of a session agree on; this module only follows it.
 
 mod answer;
 mod ask;
@@ -126,10 +126,10 @@ impl<T: Transport> Transport for Rdma<T> {
                     return Err(io::Error::other(error));
                 }
                 if selection.is_agreed() {
-                    // Bytes in this region go by the inner transport, and all others by RDMA as before.
+                    // Bytes in this region go over the inner transport, and all others still go over RDMA.
                     tracing::warn!(bytes = len, %error, "cannot register memory; transfers through it use TCP");
                 } else {
-                    // Only the first error counts.
+                    // Only the first error is kept.
                     let _ = self.shared.unusable.set(error);
                 }
                 self.inner.region(len)

@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 
-/// The keys by which a card accesses a region.
+/// The keys with which a card accesses a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Keys {
     /// The key for operations of this node.
@@ -53,7 +53,8 @@ struct Inner {
 }
 
 impl Region {
-    /// Makes a region of `len` bytes over a memfd that can neither shrink nor grow. Pages that are never touched take no memory.
+    /// Creates a region of `len` bytes over a memfd that can neither shrink nor grow. Pages that are never touched take no
+    /// memory.
     ///
     /// # Errors
     /// `len` is more than 256 GiB, or the memfd cannot be made or mapped.
@@ -61,7 +62,7 @@ impl Region {
         Self::with_slots(len, SLOTS_MIN.max((len / UNIT) as u32 / UNITS_PER_SLOT))
     }
 
-    /// Makes a region as [`Self::new`] does, with at most `slots_max` slots at a time.
+    /// Creates a region as [`Self::new`] does, with at most `slots_max` slots at a time.
     ///
     /// # Errors
     /// The same as for [`Self::new`].
@@ -77,12 +78,12 @@ impl Region {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The memfd behind the region, for other processes to map read-only.
+    /// Returns the memfd behind the region, for other processes to map read-only.
     pub fn file(&self) -> &File {
         &self.inner.file
     }
 
-    /// Address of the first byte in this process.
+    /// Returns the address of the first byte in this process.
     pub(crate) fn address(&self) -> u64 {
         self.inner.map.as_mut_ptr() as u64
     }
@@ -94,12 +95,12 @@ impl Region {
         self
     }
 
-    /// Length of the region in bytes.
+    /// Returns the length of the region in bytes.
     pub fn len(&self) -> u64 {
         self.inner.map.len() as u64
     }
 
-    /// Whether the region has no bytes.
+    /// Returns whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -141,27 +142,27 @@ impl Slot {
         u64::from(self.allocation.offset) * UNIT
     }
 
-    /// Length of the slot in bytes, as it was asked for.
+    /// Returns the length of the slot in bytes, as requested.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the slot has no bytes.
+    /// Returns whether the slot has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The region of this slot, as a number that no other live region has, and its length.
+    /// Returns the region of this slot, as a number that no other live region has, and its length.
     pub(crate) fn home(&self) -> (usize, u64) {
         (Arc::as_ptr(&self.region.inner) as usize, self.region.len())
     }
 
-    /// Address of the first byte in this process.
+    /// Returns the address of the first byte in this process.
     pub(crate) fn address(&self) -> u64 {
         self.pointer() as u64
     }
 
-    /// The keys by which a card accesses the slot, if its region is registered.
+    /// Returns the keys with which a card accesses the slot, if its region is registered.
     pub(crate) fn keys(&self) -> Option<Keys> {
         self.region.inner.registration.get().map(|registration| registration.keys)
     }

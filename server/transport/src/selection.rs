@@ -18,7 +18,7 @@ pub enum Preference {
     Rdma,
     /// TCP, even where there is RDMA.
     Tcp,
-    /// RDMA by the second provider, the crate `async-rdma`, or no session at all.
+    /// RDMA through the second provider, the crate `async-rdma`, or no session at all.
     #[cfg(feature = "async-rdma")]
     AsyncRdma,
 }
@@ -89,7 +89,7 @@ pub enum Obstacle {
         /// That node's port.
         other: Port,
     },
-    /// Pairs of nodes tried to connect by RDMA and failed.
+    /// Pairs of nodes tried to connect over RDMA and failed.
     #[error("{first}{}", match more { 0 => String::new(), 1 => " (and 1 more pair)".to_owned(), _ => format!(" (and {more} more pairs)") })]
     UnreachedPairs {
         /// What the first pair reported.
@@ -146,7 +146,7 @@ pub fn agree(preference: Preference, nodes: &[Ability], failed: &[String]) -> Re
     }
 }
 
-/// What a transport may use: the best that it has, until all nodes have agreed, and then what they agreed on.
+/// The network that a transport may use: the best that it has until all nodes have agreed, and then the one they agreed on.
 pub(crate) struct Selection {
     preference: Preference,
     agreed: watch::Sender<Option<Agreement>>,
@@ -166,7 +166,7 @@ impl Selection {
         self.agreed.borrow().is_some()
     }
 
-    /// Whether a node that cannot use RDMA must fail. After the agreement it may fall back to TCP for single pairs.
+    /// Returns whether a node that cannot use RDMA must fail. After the agreement it may fall back to TCP for single pairs.
     pub(crate) fn insists_on_rdma(&self) -> bool {
         self.preference == Preference::Rdma && !self.is_agreed()
     }

@@ -150,7 +150,7 @@ pub(crate) struct TuneArguments {
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
     /// space, 'off' or a size. [initially: all]
     ///
-    /// Each node then decides anew which of its cached blocks to keep.
+    /// Each node then decides again which of its cached blocks to keep.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
     pub(crate) cache: Option<u64>,
 }

@@ -48,8 +48,8 @@ struct OpenDirectory {
     rest: std::vec::IntoIter<Vec<u8>>,
 }
 
-/// Appends the sum of each directory after those below it. A file that has several names counts
-/// once.
+/// Appends the sum of each directory after the sums of those below it. A file that has several
+/// names counts once.
 fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(), ViewError> {
     let mut seen = HashSet::new();
     let stat = view.lstat(path)?;

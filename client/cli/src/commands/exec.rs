@@ -50,7 +50,7 @@ pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> R
     Ok((program.clone(), rest.to_vec()))
 }
 
-/// Whether a program lies in the namespace.
+/// Returns whether a program is in the namespace.
 pub(super) fn is_in_namespace(program: &OsStr, prefix: &Path) -> bool {
     Path::new(program).starts_with(prefix)
 }

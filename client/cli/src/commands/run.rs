@@ -1,7 +1,7 @@
 //! `dayfly run`: runs one command in a session of its own, and ends the session however the command
 //! ends.
 //!
-//! Mistakes that can be known in advance are reported before anything starts.
+//! Mistakes that can be detected in advance are reported before anything starts.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -168,7 +168,8 @@ async fn run_command(
         }
     };
     end_soon();
-    // A terminal sends these two to its whole foreground process group, so CMD got them already.
+    // A terminal sends these two to its whole foreground process group, so CMD has already received
+    // them.
     if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
         forward(&child, number);
     }
@@ -198,7 +199,8 @@ fn forward(child: &Child, number: i32) {
     }
 }
 
-/// The exit status as shells report it: 128 plus the number of the signal that ended a process.
+/// Returns the exit status as shells report it: 128 plus the number of the signal that ended a
+/// process.
 fn shell_status(status: ExitStatus) -> u8 {
     status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
 }

@@ -76,7 +76,7 @@ impl ProgressDisplay {
         }
     }
 
-    /// Clears the display, and prints what became of the stage-in.
+    /// Clears the display, and prints the outcome of the stage-in.
     pub(super) fn interrupt(&self) {
         end_soon();
         // The thread that holds the lock may hang in a write to a terminal that was stopped.
@@ -166,8 +166,8 @@ pub(super) fn perform(
     }
 }
 
-/// Whether the session has ended in the meantime. Servers exit one after another, so once one on
-/// this machine has exited, the others get some time to follow.
+/// Returns whether the session has ended in the meantime. Servers exit one after another, so once
+/// one on this machine has exited, the others get some time to follow.
 fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
@@ -179,9 +179,9 @@ fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> 
     }
 }
 
-/// Turns a source into a path that means the same to the servers, which do not have this process's
-/// working directory and descriptors. The path is not normalized, because a final `/.` has a
-/// meaning.
+/// Turns a source into a path that means the same thing to the servers, which do not have this
+/// process's working directory and descriptors. The path is not normalized, because a final `/.`
+/// has a meaning.
 pub(super) fn absolute(source: &OsStr) -> Result<Vec<u8>, Failure> {
     if source.is_empty() {
         return Err(Failure::usage("a SOURCE is empty; perhaps a variable is not set"));

@@ -1,4 +1,4 @@
-//! What `up` and `run` share: a supervised session that signals can interrupt.
+//! The code that `up` and `run` share: a supervised session that signals can interrupt.
 
 use dayfly_launch::{RunningSession, SessionPlan};
 use tokio::sync::oneshot;

@@ -129,7 +129,7 @@ fn counted(reads: Reads) -> String {
     format!("{} ({})", reads.count, show(reads.bytes))
 }
 
-/// The share of the bytes read that came from the node's own drives, in percent.
+/// Returns the share of the bytes read that came from the node's own drives, in percent.
 fn local_percent(node: &NodeStatus) -> f64 {
     let local = node.reads[Source::Segment as usize].bytes + node.reads[Source::Cached as usize].bytes;
     let all = total(&node.reads).bytes;

@@ -1,4 +1,4 @@
-//! File system attributes (`statfs`, `statvfs`) and extended attributes, of which the namespace has none.
+//! File system attributes (`statfs`, `statvfs`) and extended attributes, which the namespace does not support.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -75,7 +75,7 @@ hook! {
     }
 }
 
-/// Answers that a file has no such attribute, if there is the file.
+/// Reports that a file has no such attribute, if the file exists.
 fn no_data(found: Result<(), ViewError>) -> Result<isize, Fault> {
     found?;
     Err(Fault::Errno(libc::ENODATA))

@@ -1,15 +1,15 @@
 //! Calls that change files. The namespace is read-only, so they fail as on a read-only mount.
 //!
-//! The table below has one line per function: its names, its arguments, and the *policy* that decides which error the call
-//! gets when it concerns the namespace. A call that does not is passed on.
+//! The table below has one line per function: its names, its arguments, and the *policy* that decides which error the call gets
+//! when it concerns the namespace. All other calls are passed on.
 //!
 //! | policy | the call | its error |
 //! |---|---|---|
 //! | `existing` | changes what a path names, and does not follow a symlink at its end | EROFS, or why the path names nothing |
 //! | `followed` | the same, but follows a symlink at the end | as above |
 //! | `followed_or_itself` | the same, and an empty path with `AT_EMPTY_PATH` means the descriptor | as above |
-//! | `new` | makes a name that must not exist | EEXIST, EROFS, or why the directory cannot hold it |
-//! | `temporary` | makes a name that it chooses itself | EROFS, or why the directory cannot hold it |
+//! | `new` | creates a name that must not exist | EEXIST, EROFS, or why the directory cannot hold it |
+//! | `temporary` | creates a name that it chooses itself | EROFS, or why the directory cannot hold it |
 //! | `between` | involves two paths | EXDEV if one is the kernel's, else EROFS |
 //! | `descriptor` | changes what a descriptor names, which is open for reading | the error in the table |
 
@@ -70,7 +70,7 @@ fn descriptor(number: c_int, errno: c_int, kernel: impl FnOnce() -> c_int) -> c_
 }
 
 /// Defines the hooks of the table. `HERE` in a policy means that the path is relative to the working directory; otherwise the
-/// argument in front of the path names a directory.
+/// argument before the path names a directory.
 macro_rules! refuse {
     ($(fn $name:ident $(| $alias:ident)* ($($argument:ident: $kind:ty),*) => $policy:ident($($subject:tt)*);)*) => {
         hook! {$(
@@ -158,7 +158,7 @@ refuse! {
     fn fremovexattr(number: c_int, name: Text) => descriptor(number EROFS);
 }
 
-// The functions with a rule of their own.
+// The functions that have rules of their own.
 hook! {
     fn linkat(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_int) -> c_int {
         if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(from_directory) {

@@ -1,8 +1,8 @@
-//! Descriptors: duplicating, closing, asking, locking.
+//! Descriptors: duplicating, closing, querying, locking.
 //!
 //! The kernel does the work on the placeholder; these hooks keep the table in step with it. The order matters, because other
 //! threads open and close at the same time: a number is forgotten before the kernel closes it, and named after the kernel has
-//! made it.
+//! created it.
 
 use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
@@ -35,7 +35,7 @@ hook! {
             return fail(libc::EBADF);
         }
         if table::is_ours(descriptor) && vfork::child().is_none() {
-            // Before the kernel closes it: afterwards another thread may get the number.
+            // Before the kernel closes it: afterward another thread may get the number.
             table::forget(descriptor);
         }
         close::next(descriptor)
@@ -134,7 +134,7 @@ hook! {
 
     fn ioctl(descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
         match table::find(descriptor) {
-            // From one of our files into a kernel file: there are no extents to share.
+            // Cloning one of our files into a kernel file: there are no extents to share.
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
             None => ioctl::next(descriptor, request, argument),
@@ -151,7 +151,7 @@ hook! {
     }
 
     fn flock(descriptor: c_int, operation: c_int) -> c_int {
-        // Nobody writes, so everybody may have every lock.
+        // There are no writers, so every lock can be granted.
         if table::is_ours(descriptor) { 0 } else { flock::next(descriptor, operation) }
     }
 
@@ -159,7 +159,7 @@ hook! {
         match command {
             _ if !table::is_ours(descriptor) => lockf::next(descriptor, command, len),
             libc::F_ULOCK | libc::F_TEST => 0,
-            // A lock for writing, through a descriptor that only reads.
+            // A write lock through a descriptor that is open only for reading.
             _ => fail(libc::EBADF),
         }
     }
@@ -183,7 +183,7 @@ fn close_kernel_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int }
 }
 
-/// Records that `copy` now names what `from` names, after the kernel has made it so. Returns the result for the program.
+/// Records that `copy` now names what `from` names, after the kernel has done so. Returns the result for the program.
 fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     if copy < 0 || !table::is_ours(from) && !table::is_ours(copy) && vfork::child().is_none() {
         return copy;
@@ -205,8 +205,8 @@ fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     copy
 }
 
-/// Decides about a lock. Nobody writes, so everybody may lock for reading. Nobody may lock for writing, because the descriptor
-/// only reads.
+/// Decides about a lock. There are no writers, so a read lock is always granted. A write lock never is, because the descriptor is
+/// open only for reading.
 fn lock(requested: Option<libc::flock>) -> Result<c_int, Fault> {
     match c_int::from(requested.ok_or(libc::EFAULT)?.l_type) {
         libc::F_RDLCK | libc::F_UNLCK => Ok(0),

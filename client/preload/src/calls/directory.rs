@@ -1,7 +1,7 @@
 //! Directory streams.
 //!
-//! A program holds a `DIR *` that is either libc's or points to a [`Stream`] of ours. A mark at the start of ours, which no
-//! stream of libc's can have there, tells them apart.
+//! A program holds a `DIR *` that is either libc's or points to a [`Stream`] of ours. A mark at the start of ours, which no libc
+//! stream can have there, tells them apart.
 //!
 //! The walks of `ftw`, `fts` and `scandir` use a [`Listing`], which owns a stream of either kind.
 
@@ -20,8 +20,7 @@ use crate::offset::Offset;
 use crate::path;
 use crate::table::{self, Description, Object, Reference};
 
-/// The mark at the start of our streams. A stream of libc's begins with a descriptor and a lock, and the lock is never all
-/// ones.
+/// The mark at the start of our streams. A libc stream begins with a descriptor and a lock, and the lock is never all ones.
 const MARK: u64 = u64::from_le_bytes(*b"DFLY\xff\xff\xff\xff");
 /// The positions of `.` and `..`. Those of the listing, which begin at 0, are moved up by this number.
 const DOTS: u64 = 2;
@@ -31,7 +30,7 @@ const DOTS: u64 = 2;
 struct Stream {
     mark: u64,
     open: Reference,
-    /// The descriptor that `dirfd` returns, which is made on the first call.
+    /// The descriptor that `dirfd` returns, which is created on the first call.
     number: Option<RawFd>,
     position: u64,
     /// The entry that `readdir` returned last.
@@ -124,9 +123,9 @@ hook! {
 
     fn closedir(pointer: FromC<*mut DIR>) -> c_int {
         let Some(stream) = stream(pointer) else { return closedir::next(pointer) };
-        // So that a program that uses the stream after this does not have it taken for one of ours.
+        // If the program uses the stream after this, it must not be mistaken for one of ours.
         stream.mark = 0;
-        // SAFETY: made by `Box::into_raw` in `new_stream`; the program gives it up.
+        // SAFETY: made by `Box::into_raw` in `new_stream`; the program gives up ownership.
         let stream = unsafe { Box::from_raw(pointer.raw().cast::<Stream>()) };
         match stream.number {
             Some(number) => close(number),
@@ -184,7 +183,7 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
     }
 }
 
-/// Writes as many records as fit, from the description's offset on.
+/// Writes as many records as fit, starting at the description's offset.
 ///
 /// # Errors
 ///

@@ -1,9 +1,9 @@
-//! Running another program in this process: `exec` and its kin.
+//! Running another program in this process: `exec` and related calls.
 //!
-//! Before the kernel is asked, three things happen. The open files that the program inherits become the kernel's (see
-//! `exec_handoff`). The working directory, if it is in the namespace, goes along in a variable of the environment. And a
-//! program that lies in the namespace is copied, because the kernel can run kernel files only; a script's interpreter is
-//! started with the script's own path, as the kernel does it.
+//! Before the kernel is asked, three things happen. The open files that the program inherits become kernel files (see
+//! `exec_handoff`). The working directory, if it is in the namespace, is passed in an environment variable. And a program that
+//! lies in the namespace is copied, because the kernel can run kernel files only; a script's interpreter is started with the
+//! script's own path, as the kernel would do.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs::File;
@@ -174,7 +174,7 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
     if fexecve::next(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
 }
 
-/// Makes a kernel copy of a program.
+/// Creates a kernel copy of a program.
 ///
 /// # Errors
 ///
@@ -200,7 +200,7 @@ pub(super) struct Script {
 const FIRST_LINE_MAX: usize = 256;
 
 impl Script {
-    /// Reads a program's first line; `None` if it is no script. `named` is the path by which the caller named the program.
+    /// Reads a program's first line; `None` if it is not a script. `named` is the path by which the caller named the program.
     pub(super) fn at(view: &View, path: &[u8], named: Option<&CStr>) -> Result<Option<Self>, Fault> {
         let mut start = [0; FIRST_LINE_MAX];
         let count = view.read_at(&executable(view, path)?, 0, &mut start)?;
@@ -243,7 +243,7 @@ impl<'a> StringArray<'a> {
     }
 }
 
-/// The environment for another program: with the working directory if that is in the namespace, and without an old one.
+/// The environment for another program: with the working directory if it is in the namespace, and without a stale one.
 pub(super) struct Environment<'a> {
     given: Strings<'a>,
     /// The changed array, and the variable that was added to it.

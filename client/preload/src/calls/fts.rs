@@ -4,7 +4,7 @@
 //! among the options tells our walks from libc's. Our walks never change the working directory; libc's do so unless the program
 //! passes FTS_NOCHDIR, and programs must not depend on it.
 //!
-//! Ownership: a walk owns its current entry, the directories above it, the entries that still wait, and the children that
+//! Ownership: a walk owns its current entry, the directories above it, the entries still to be visited, and the children that
 //! `fts_children` has listed. Each entry is freed when the walk moves past it, or with the walk.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_short, c_ushort, c_void};
@@ -127,7 +127,7 @@ hook! {
             let path = root.to_bytes();
             let name = path.rsplit(|&byte| byte == b'/').find(|name| !name.is_empty()).unwrap_or(b"/");
             let mut entry = Entry::new(path, name, 0, top.as_ptr());
-            // SAFETY: made just now.
+            // SAFETY: just created.
             unsafe { entry.as_mut() }.examine(follow);
             entry
         }).collect();
@@ -179,7 +179,7 @@ hook! {
         if walk(pointer).is_none() {
             return fts_close::next(pointer);
         }
-        // SAFETY: made by `Box::into_raw` in `fts_open`; the program gives it up.
+        // SAFETY: made by `Box::into_raw` in `fts_open`; the program gives up ownership.
         let walk = unsafe { Box::from_raw(pointer.raw().cast::<Walk>()) };
         let mut above = NonNull::new(walk.public.current);
         let rest = walk.waiting.into_iter().chain(walk.children).flatten();
@@ -201,7 +201,7 @@ impl Walk {
         NonNull::new(self.public.current).map(|mut entry| unsafe { entry.as_mut() })
     }
 
-    /// Sorts entries as the program asks, links them, and reverses the list, so that the next entry is the last.
+    /// Sorts entries as the program requests, links them, and reverses the list, so that the next entry is the last.
     fn arrange(&self, mut entries: Vec<NonNull<Entry>>) -> Vec<NonNull<Entry>> {
         if let Some(compare) = self.public.compare {
             entries.sort_by(|left, right| {
@@ -239,7 +239,7 @@ impl Walk {
             }
             let child = [&path[..], if path.ends_with(b"/") { b"" } else { b"/" }, &name].concat();
             let mut entry = Entry::new(&child, &name, directory.level + 1, &raw mut *directory);
-            // SAFETY: made just now.
+            // SAFETY: just created.
             let child = unsafe { entry.as_mut() };
             child.examine(options & LOGICAL != 0);
             if is_dot {
@@ -323,7 +323,7 @@ impl Walk {
 }
 
 impl Entry {
-    /// Makes an entry in memory of its own, with its name after it.
+    /// Creates an entry in memory of its own, with its name after it.
     fn new(path: &[u8], name: &[u8], level: c_short, parent: *mut Entry) -> NonNull<Self> {
         let (path_len, name_len) = (path.len(), name.len());
         let path = memory::allocate_string(path, 0).unwrap_or(null_mut());
@@ -371,7 +371,7 @@ impl Entry {
         }
     }
 
-    /// The entry's path; the empty one if there was no memory for it.
+    /// Returns the entry's path; empty if there was no memory for it.
     fn path(&self) -> &CStr {
         // SAFETY: null, or a string from `new`. A program may shorten it, but not free it.
         unsafe { FromC::new(self.path.cast_const()) }.string().unwrap_or(c"")

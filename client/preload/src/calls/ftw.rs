@@ -1,5 +1,5 @@
-//! `ftw` and `nftw` below the prefix. libc's own walk calls itself directly instead of its exported functions, so it would not
-//! come back to our hooks; this one uses our directory calls.
+//! `ftw` and `nftw` below the prefix. libc's own walk calls its internal functions directly instead of the exported ones, so it
+//! would bypass our hooks; this one uses our directory calls.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 

@@ -131,7 +131,8 @@ fn fill(view: &View, file: &OpenFile, request: &Request<'_>, base: *mut c_void) 
     if copied.is_empty() {
         return Ok(());
     }
-    // A file and not anonymous memory, so that pages that the program gives up (MADV_DONTNEED) come back with their bytes.
+    // Uses a file rather than anonymous memory, so that pages that the program discards (MADV_DONTNEED) come back with their
+    // bytes.
     let total: u64 = copied.iter().map(|part| part.len.next_multiple_of(PAGE_SIZE)).sum();
     let copy = kernel_copy::empty_of(view, file, total)?;
     copy.set_len(total).map_err(|error| kernel_copy::errno_of(&error))?;

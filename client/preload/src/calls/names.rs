@@ -1,4 +1,4 @@
-//! Paths as such: symlinks, access rights, and the working directory.
+//! Operations on paths themselves: symlinks, access rights, and the working directory.
 
 use std::ffi::{CString, c_char, c_int};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -171,13 +171,13 @@ fn put_kernel_nowhere() {
     memory::set_errno(before);
 }
 
-/// Returns the path behind `/proc/self/fd/N`, if N is ours.
+/// Returns the path that `/proc/self/fd/N` refers to, if N is ours.
 fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
     let number = path.string()?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
     path::path_of(&*table::find(std::str::from_utf8(number).ok()?.parse().ok()?)?)
 }
 
-/// Stores a symlink's target as `readlink` does: without a NUL, and cut where there is no room.
+/// Stores a symlink's target as `readlink` does: without a NUL, and truncated if there is no room.
 fn copy_cut(bytes: &[u8], out: FromC<*mut c_char>, len: size_t) -> Result<isize, Errno> {
     if len == 0 {
         return Err(libc::EINVAL);

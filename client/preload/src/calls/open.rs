@@ -56,7 +56,7 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     let object = look_up(view, path, flags)?;
     let close_on_exec = flags & libc::O_CLOEXEC != 0;
     if vfork::child().is_some() {
-        // Our records are the parent's, so the child gets a kernel file.
+        // Our records belong to the parent, so the child gets a kernel file.
         let Object::File(file) = &object else { return Err(Fault::Errno(libc::EMFILE)) };
         let copy = kernel_copy::copy_of(view, file)?.into_raw_fd();
         next::fcntl_number(copy, libc::F_SETFD, c_int::from(close_on_exec));
@@ -101,7 +101,8 @@ fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
     }
 }
 
-/// Returns why a name that does not exist cannot be made: EROFS if its directory exists, else what is wrong with that.
+/// Returns why a name that does not exist cannot be created: EROFS if its directory exists, otherwise what is wrong with the
+/// directory.
 pub(crate) fn cannot_create(view: &View, path: &[u8]) -> Fault {
     let path = path.strip_suffix(b"/").unwrap_or(path);
     let parent = &path[..path.iter().rposition(|&byte| byte == b'/').unwrap_or(0)];

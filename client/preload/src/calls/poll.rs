@@ -1,5 +1,5 @@
-//! Waiting for descriptors. A file is always ready. The kernel, which has a placeholder at our numbers, is asked about the
-//! other descriptors only, and does not wait if one of ours is ready.
+//! Waiting for descriptors. A file is always ready. The kernel, which has a placeholder at our numbers, is asked only about the
+//! other descriptors, and does not wait if one of ours is ready.
 
 use std::ffi::c_int;
 use std::os::fd::RawFd;

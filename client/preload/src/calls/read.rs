@@ -95,11 +95,11 @@ hook! {
     }
 }
 
-/// Reads from the description's offset on, and moves the offset.
+/// Reads from the description's offset, and advances the offset.
 fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size_t) -> Result<isize, Fault> {
     let file = open.file()?;
     let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
-        // Another program shares the offset, so the kernel has it, and a file with the same bytes.
+        // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
         let kernel = open.offset.kernel().ok_or(libc::EIO)?;
         let count = read::next(kernel, out, len);
         return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
@@ -140,7 +140,7 @@ fn read_all<'a>(
                     break;
                 }
             }
-            // The program gets the bytes of the parts before; the next call fails.
+            // The program gets the bytes of the preceding parts; the next call fails.
             Err(_) if total > 0 => break,
             Err(fault) => return Err(fault),
         }
@@ -175,8 +175,8 @@ fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault
     Ok(target)
 }
 
-/// Answers advice about a file of ours with success and does nothing: its bytes can be read fast already. `None` for a
-/// descriptor of the kernel's.
+/// Answers advice about a file of ours with success and does nothing: its bytes are already fast to read. `None` for a kernel
+/// descriptor.
 fn advise(descriptor: c_int) -> Option<c_int> {
     let open = table::find(descriptor)?;
     Some(if open.file().is_ok() { 0 } else { libc::EINVAL })

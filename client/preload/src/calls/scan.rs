@@ -1,5 +1,5 @@
-//! `scandir` and `glob`. libc's own call internal functions, which do not come back to our hooks: `scandir` is done here, and
-//! `glob` gets our directory functions.
+//! `scandir` and `glob`. libc's versions call internal functions, which bypass our hooks. `scandir` is therefore implemented
+//! here, and `glob` is given our directory functions.
 
 use std::ffi::{c_char, c_int};
 
@@ -44,7 +44,7 @@ hook! {
         let Some(mut found) = out.get().filter(|_| flags & ALT_DIR_FUNC == 0 && setup().is_some()) else {
             return glob::next(pattern, flags, on_error, out);
         };
-        // In every session, because any pattern may lead into the namespace.
+        // Done in every session, because any pattern may lead into the namespace.
         found.closedir = Some(glob_closedir);
         found.readdir = Some(glob_readdir);
         found.opendir = Some(glob_opendir);
@@ -102,7 +102,7 @@ fn scan(directory: c_int, path: FromC<*const c_char>, list: FromC<*mut *mut Entr
 
 /// Copies values into new memory from `malloc`, which the program frees.
 fn allocate<T: Copy>(values: &[T]) -> Result<*mut T, memory::Errno> {
-    // SAFETY: plain allocation; null is looked for.
+    // SAFETY: plain allocation; null is checked.
     let copy: *mut T = unsafe { libc::malloc(size_of::<T>() * values.len().max(1)) }.cast();
     if copy.is_null() {
         return Err(libc::ENOMEM);

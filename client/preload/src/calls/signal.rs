@@ -1,5 +1,5 @@
-//! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO and does
-//! not end the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
+//! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO instead of
+//! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
 //! every fault that is not ours. Calls about other signals are passed on.
 
 use std::ffi::c_int;

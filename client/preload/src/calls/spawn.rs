@@ -1,7 +1,7 @@
 //! Starting another program in a new process: `posix_spawn`, `system`, `popen`.
 //!
-//! glibc's own does not call our hooks between the fork and the `exec`. So everything is prepared before: the open files are
-//! handed over (see `exec_handoff`), and the working directory goes along in the environment.
+//! glibc's versions do not call our hooks between the fork and the `exec`. So everything is prepared beforehand: the open files
+//! are handed over (see `exec_handoff`), and the working directory is passed in the environment.
 //!
 //! A *list of file actions* (`posix_spawn_file_actions_t`) belongs to libc, which cannot carry out actions on the namespace.
 //! Such an action is recorded here, by the list's address: an open becomes the duplication of a kernel copy, and the rest a
@@ -36,11 +36,11 @@ enum Need {
     HandOver(RawFd),
     /// The list duplicates this copy, which must stay open as long as the list exists.
     KeepOpen(#[allow(dead_code, reason = "closed when the list is destroyed")] ReservedFd),
-    /// The list changes the working directory: to this one in the namespace, or to one of the kernel's.
+    /// The list changes the working directory: to this one in the namespace, or to a kernel directory.
     Directory(Option<Vec<u8>>),
 }
 
-/// Calls a function with the recorded needs. No thread may fork meanwhile: the child would have a lock that nobody unlocks.
+/// Calls a function with the recorded needs. No thread may fork in the meantime: the child would have a lock that nobody unlocks.
 fn with_lists<R>(work: impl FnOnce(&mut Vec<(usize, Need)>) -> R) -> R {
     let _no_fork = fork::lock();
     work(&mut LISTS.lock().unwrap_or_else(PoisonError::into_inner))
@@ -50,7 +50,7 @@ fn record(actions: OpaqueMut, need: Need) {
     with_lists(|lists| lists.push((actions.raw() as usize, need)));
 }
 
-/// Records a change of the working directory to one of the kernel's, if libc has accepted it.
+/// Records a change of the working directory to a kernel directory, if libc has accepted it.
 fn left(actions: OpaqueMut, result: c_int) -> c_int {
     if result == 0 && is_active() {
         record(actions, Need::Directory(None));
@@ -255,7 +255,7 @@ fn prepared(actions: Opaque, environment: Strings, spawn: impl FnOnce(Strings) -
     }
 }
 
-/// Calls a function that runs a shell with this process's own environment, which contains the working directory meanwhile.
+/// Calls a function that runs a shell with this process's own environment, which contains the working directory in the meantime.
 fn with_directory<R>(call: impl FnOnce() -> R) -> R {
     let Some(directory) = cwd::current().and_then(|directory| CString::new(directory).ok()) else {
         return call();

@@ -1,7 +1,7 @@
 //! `FILE` streams over our files. They are libc's own streams with our functions below (`fopencookie`), so everything that
 //! reads from a stream works: `fread`, `getline`, `fscanf`, C++'s `ifstream`.
 //!
-//! libc gives such a stream no descriptor. Ours is written where every other stream has it, for `fileno` and for programs that
+//! libc gives such a stream no descriptor. We store ours where every other stream has one, for `fileno` and for programs that
 //! read that field without a call.
 
 use std::ffi::{c_char, c_int, c_void};
@@ -58,7 +58,7 @@ hook! {
 
     fn freopen | freopen64 (path: FromC<*const c_char>, mode: FromC<*const c_char>, stream: FromC<*mut FILE>) -> *mut FILE {
         if path.is_null() {
-            // The same file with another mode. Our files have only the one that they were opened with.
+            // This reopens the same file in another mode. Our files support only the mode they were opened with.
             let is_ours = number_of(stream).is_some_and(table::is_ours);
             return if is_ours { stream.raw() } else { freopen::next(path, mode, stream) };
         }
@@ -127,7 +127,7 @@ fn forget_number(stream: FromC<*mut FILE>) {
     }
 }
 
-/// Makes a stream over a number of ours.
+/// Creates a stream over a number of ours.
 fn new_stream(number: RawFd) -> Result<*mut FILE, Fault> {
     let functions = Functions { read: Some(read_stream), write: None, seek: Some(seek_stream), close: Some(close_stream) };
     // SAFETY: the mode is a string, and the functions take what `fopencookie` promises to pass.

@@ -1,4 +1,4 @@
-//! Moving bytes from one descriptor to another. The kernel cannot read ours, so their bytes are read and written here.
+//! Moves bytes from one descriptor to another. The kernel cannot read our descriptors, so their bytes are read and written here.
 //! `sendmsg` is also here: a descriptor of ours that goes to another process is replaced by a kernel copy.
 
 use std::ffi::{c_int, c_uint};
@@ -52,7 +52,7 @@ hook! {
     ) -> isize {
         match table::find(from) {
             None => splice::next(from, from_offset, to, to_offset, len, flags),
-            // No more than a pipe holds: the program that calls may be the one that empties it.
+            // No more than a pipe holds: the caller may be the program that empties it.
             Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN))),
         }
     }

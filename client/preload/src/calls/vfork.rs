@@ -1,4 +1,4 @@
-//! `vfork`: the C library's system call, with a count of the calls under way around it.
+//! `vfork`: the C library's system call, wrapped in a count of the calls in progress.
 //!
 //! It is written in assembly because the child returns from it on its parent's stack and overwrites what lies there: no frame
 //! of ours may be in the way.

@@ -1,11 +1,11 @@
 //! The channel from a `vfork` child to its parent.
 //!
-//! A kernel copy that the child makes for the program that it becomes must be the parent's as well, because both programs
-//! continue from one offset. The child has its parent's memory, but not its descriptor table. So it sends the copy's
-//! descriptor over a pair of datagram sockets that both have, together with the word that names the description.
+//! A kernel copy that the child makes for the program that it becomes must also become the parent's, because both programs
+//! continue from one offset. The child has its parent's memory, but not its descriptor table. So it sends the copy's descriptor
+//! over a pair of datagram sockets that both processes have, together with the word that names the description.
 //!
-//! The parent opens the pair before its first `vfork` and reads after each. Neither end ever blocks. If a message cannot be
-//! sent, parent and child continue with an offset each.
+//! The parent opens the pair before its first `vfork` and reads after each. Neither end ever blocks. If a message cannot be sent,
+//! parent and child continue with separate offsets.
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};
@@ -56,7 +56,7 @@ pub(crate) fn open() {
     let [receiver, sender] = pair.map(|end| ReservedFd::new(File::from(unsafe { OwnedFd::from_raw_fd(end) })));
     let made = Box::into_raw(Box::new(Channel { receiver, sender }));
     if CHANNEL.compare_exchange(null_mut(), made, Ordering::AcqRel, Ordering::Acquire).is_err() {
-        // SAFETY: made just above, and not published.
+        // SAFETY: created just above and not published.
         drop(unsafe { Box::from_raw(made) });
     }
 }
@@ -90,7 +90,7 @@ pub(super) fn send(description: &Reference, file: RawFd) {
     next::sendmsg(channel.sender.as_raw_fd(), unsafe { FromC::new(&raw const message) }, libc::MSG_NOSIGNAL);
 }
 
-/// Receives all that children have sent, in the parent.
+/// In the parent, receives everything that children have sent.
 pub(crate) fn receive_all() {
     while let Some((word, copy)) = receive() {
         if let Some(description) = table::find_word(word) {

@@ -53,8 +53,9 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         detected_by: Some("SLURM_JOB_ID"),
         job_variables: &["SLURM_JOB_ID"],
         node_list: NodeList::Variable("SLURM_JOB_NODELIST"),
-        // The job step gets all of each node's processors, unbound, no memory limit of its own and
-        // no GPU. It runs beside the job's own job steps, and survives the failure of a node.
+        // The job step gets all of each node's processors, unbound, with no memory limit of its own
+        // and no GPU. It runs alongside the job's own job steps, and survives the failure of a
+        // node.
         start: Start::Once(&[
             "srun",
             "--overlap",

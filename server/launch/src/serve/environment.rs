@@ -1,5 +1,5 @@
-//! What a server finds on its machine: the session's folder, usable data dirs, and its shares of
-//! drives, cores and memory.
+//! The environment of a server on its machine: the session's folder, usable data dirs, and its
+//! shares of drives, cores and memory.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -70,7 +70,7 @@ impl ServerEnvironment {
         Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_in_memory, warnings })
     }
 
-    /// The session's folders in the data dirs. Each contains the folders of its nodes.
+    /// Returns the session's folders in the data dirs. Each contains the folders of its nodes.
     pub(super) fn session_folders(&self) -> Vec<PathBuf> {
         data_dir::session_folders(&self.data_dirs, self.location.session)
     }

@@ -31,11 +31,11 @@ use crate::units::counted;
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
 /// Hellos that may wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
-/// A server may take this many handshake timeouts until its hello. It examines its node first,
-/// which takes no time.
+/// A server may take this many handshake timeouts to send its hello. It examines its node first,
+/// which takes almost no time.
 const HELLO_TIMEOUT_FACTOR: u32 = 5;
 
-/// What a supervisor needs to start a session.
+/// The information that a supervisor needs to start a session.
 pub(crate) struct StartRequest {
     pub(crate) allocation: Allocation,
     pub(crate) session: SessionId,
@@ -46,7 +46,7 @@ pub(crate) struct StartRequest {
     pub(crate) key_file: PathBuf,
     /// The session starts if at least this many nodes join.
     pub(crate) min_nodes: usize,
-    /// For joining, and then again for connecting.
+    /// The time for joining, and then again for connecting.
     pub(crate) start_timeout: Duration,
     pub(crate) notices: Notices,
 }
@@ -72,7 +72,7 @@ pub(super) struct Member {
     pub(super) receiver: Receiver,
 }
 
-/// What a server reports once it listens for peers.
+/// The report of a server once it listens for peers.
 struct StartedServer {
     address: SocketAddr,
     ability: Ability,
@@ -115,7 +115,7 @@ pub(super) struct SessionStart {
     processes: LauncherProcesses,
     deadline: Instant,
     joined: Vec<Option<JoiningServer>>,
-    /// Why a host's server will not join.
+    /// The reason why a host's server will not join.
     failed: Vec<Option<String>>,
     /// Output of the launcher. It is shown if the start takes long or succeeds; after a failure the
     /// error contains what matters.
@@ -278,12 +278,12 @@ impl SessionStart {
         }
     }
 
-    /// The hosts whose servers have neither joined nor failed.
+    /// Returns the hosts whose servers have neither joined nor failed.
     fn awaited(&self) -> impl Iterator<Item = usize> {
         (0..self.joined.len()).filter(|&index| self.joined[index].is_none() && self.failed[index].is_none())
     }
 
-    /// A host's name for the user.
+    /// Returns a host's name for the user.
     fn host_name(&self, index: usize) -> String {
         match &self.request.allocation.hosts[index] {
             host if host.is_empty() => format!("node {index}"),

@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use crate::contract::Piece;
 use crate::error::PieceError;
 
-/// Length of a buffer in bytes. Longer requests go by the inner transport.
+/// Length of a buffer in bytes. Longer requests go over the inner transport.
 pub(super) const BUFFER_LEN: usize = 8 << 20;
 /// Alignment that the crate's allocator requires.
 const BUFFER_ALIGN: usize = 2 << 20;
@@ -92,7 +92,7 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// The token by which the peer accesses the buffer.
+    /// Returns the token with which the peer accesses the buffer.
     pub(super) fn token(&self) -> Option<MrToken> {
         self.memory.as_ref()?.token_with_timeout(TOKEN_TIMEOUT)
     }

@@ -122,7 +122,7 @@ impl Answerer {
             return WireAnswer::Refused("the answer does not fit".into());
         }
         let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
-        // Checked before the bytes are moved for nothing.
+        // Checked first, so that no bytes are moved for nothing.
         if answer_len(lens.len(), message.len()) > request.answer_len as usize {
             return WireAnswer::TooLong;
         }
@@ -159,7 +159,7 @@ impl Answerer {
         let outcome = self.outcomes.begin(peer, nonce, request.number);
         let answered = self.service.offered(peer, message, incoming).await;
         outcome.end(answered.clone());
-        // If the answer does not fit, the asker sends the offer again by the inner transport.
+        // If the answer does not fit, the asker sends the offer again over the inner transport.
         let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
         let answered = answered.map_or_else(WireAnswer::Refused, done);
         let has_arrived = self.finish(queue, &request, answered).await;
@@ -330,7 +330,7 @@ impl Gather<'_> {
         Ok(true)
     }
 
-    /// The asker's memory for the bytes of a piece, from offset `from` on.
+    /// Returns the asker's memory for the bytes of a piece, starting at offset `from`.
     fn target(&self, at: usize, from: u64) -> Remote {
         let (range, _) = self.request.ranges[at];
         Remote { address: range.address.wrapping_add(from), key: range.key }
@@ -416,7 +416,7 @@ impl Gather<'_> {
         }
     }
 
-    /// Notifies the asker now and then that its request makes progress, so that it does not give up.
+    /// Notifies the asker now and then that its request is making progress, so that it does not give up.
     fn notify_progress(&mut self) {
         if self.notified.elapsed() < self.answerer.deadlines.ping_interval {
             return;
@@ -460,7 +460,7 @@ impl Landing for RdmaLanding {
 }
 
 impl RdmaLanding {
-    /// Reads `len` offered bytes, from offset `from` on, into a slot from offset `at` on.
+    /// Reads `len` offered bytes, starting at offset `from`, into a slot at offset `at`.
     async fn read(&self, slot: Slot, at: u64, from: u64, len: u64) -> io::Result<Slot> {
         let step = self.answerer.write_len;
         let part = |done: u64| {

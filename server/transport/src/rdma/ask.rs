@@ -17,7 +17,7 @@ use crate::contract::Unread;
 use crate::error::Refusal;
 use crate::region::{Region, Slot};
 
-/// Bytes reserved for the message of an answer, beside its lengths.
+/// Bytes reserved for the message of an answer, in addition to its lengths.
 const ANSWER_MESSAGE_LEN: usize = 8 << 10;
 /// A flag in the number of a completion: the request makes progress but is not answered yet.
 pub(super) const PROGRESS: u32 = 1 << 31;
@@ -28,7 +28,7 @@ pub(super) enum Outcome {
     Done { lens: Vec<u32>, message: Vec<u8>, slots: Vec<Slot>, unread: Unread },
     /// The peer refused.
     Refused(Refusal),
-    /// The request or its answer does not fit here, so the request must go by the inner transport.
+    /// The request or its answer does not fit here, so the request must go over the inner transport.
     Unfit(Vec<Slot>),
     /// The queue pair ended while the request, of this number, was under way. The peer may or may not have answered it.
     Failed(Vec<Slot>, u32),
@@ -40,7 +40,7 @@ pub(super) enum Outcome {
 pub(super) struct Asker {
     engine: Arc<Engine>,
     queue: QueueId,
-    /// A random number by which both ends identify the queue pair.
+    /// A random number with which both ends identify the queue pair.
     pub(super) nonce: u64,
     request_len_max: usize,
     messages: Region,
@@ -62,13 +62,13 @@ impl Pending {
 
 struct PendingRequest {
     slots: Vec<Slot>,
-    /// Holds the request, and behind it the answer.
+    /// Holds the request, followed by the answer.
     message: Arc<Slot>,
     answer_at: usize,
     is_offer: bool,
     progress: Progress,
     done: oneshot::Sender<Outcome>,
-    /// The permit and the share are held as long as the slots.
+    /// The permit and the share are held for as long as the slots are.
     _permit: OwnedSemaphorePermit,
     _share: Option<BudgetShare>,
 }
@@ -117,7 +117,7 @@ impl Asker {
         if asked_len > self.request_len_max || !is_one_region {
             return Outcome::Unfit(slots);
         }
-        // If too many requests wait for their answers, this one goes by the inner transport, with most of its time left.
+        // If too many requests wait for their answers, this one goes over the inner transport, with most of its time left.
         let patience = limit / 4;
         let Ok(Ok(permit)) = timeout(patience, self.window.clone().acquire_owned()).await else { return Outcome::Unfit(slots) };
         let answer_at = asked_len.next_multiple_of(8);
@@ -175,7 +175,7 @@ impl Drop for Asker {
     }
 }
 
-/// The memory range of a slot, if its region is registered.
+/// Returns the memory range of a slot, if its region is registered.
 fn range(slot: &Slot, offered: Option<usize>) -> Option<(Remote, u32)> {
     let len = u32::try_from(offered.unwrap_or(slot.len())).ok()?;
     Some((Remote { address: slot.address(), key: slot.keys()?.remote }, len))
@@ -198,7 +198,8 @@ impl Events for Answers {
         }
         let mut requests = self.0.lock();
         let waiting = requests.get(&number).ok_or("the peer answered a request that does not exist")?;
-        // After a malformed answer the slots stay until the queue pair is destroyed, because the peer may do other wrong things.
+        // After a malformed answer the slots stay until the queue pair is destroyed, because the peer may misbehave in other
+        // ways.
         let answered = WireAnswer::decode(&waiting.message[waiting.answer_at..]).ok_or("the peer's answer is malformed")?;
         if let WireAnswer::Done { lens, .. } = &answered {
             let slots = &waiting.slots;

@@ -24,14 +24,14 @@ pub(super) struct Shared {
     /// Set if the card turned out to be unusable after it was opened.
     pub(super) unusable: OnceLock<RdmaError>,
     pub(super) selection: Selection,
-    /// Peers that are reached by the inner transport alone, each with the reason.
+    /// Peers that are reached only over the inner transport, each with the reason.
     pub(super) fallen_back: Mutex<BTreeMap<NodeId, String>>,
     /// Peers to which a connection was made before.
     pub(super) known: Mutex<BTreeSet<NodeId>>,
 }
 
 impl Shared {
-    /// The card, or why there is none that works.
+    /// Returns the card, or why there is none that works.
     pub(super) fn card(&self) -> Result<&Card, &RdmaError> {
         match (&self.card, self.unusable.get()) {
             (Ok(card), None) => Ok(card),
@@ -39,15 +39,15 @@ impl Shared {
         }
     }
 
-    /// Whether connections should use the card.
+    /// Returns whether connections should use the card.
     pub(super) fn is_wanted(&self) -> bool {
         self.selection.allows_rdma() && self.card().is_ok()
     }
 }
 
-/// An open card with all that is needed to ask and to answer by it.
+/// An open card with everything needed to send and answer requests through it.
 pub(super) struct Card {
-    /// Fields are dropped in order, so the engine stops before the objects that it uses go.
+    /// Fields are dropped in order, so the engine stops before the objects that it uses are dropped.
     pub(super) engine: Arc<Engine>,
     pub(super) device: Arc<Device>,
     pub(super) limits: Limits,

@@ -128,7 +128,7 @@ impl Device {
     fn open_named(verbs: &'static Verbs, name: &str, wanted_port: Option<u8>, choice: &Choice) -> Result<Self, RdmaError> {
         let context = open_context(verbs, name)?;
         let closing = |error| {
-            // SAFETY: the context was opened above, and nothing was made from it.
+            // SAFETY: the context was opened above, and nothing was created from it.
             unsafe { (verbs.close_device)(context.as_ptr()) };
             error
         };
@@ -153,13 +153,13 @@ impl Device {
         self.pd.as_ptr()
     }
 
-    /// A descriptor that is readable when the card has events.
+    /// Returns a descriptor that is readable when the card has events.
     pub(super) fn events_descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor belongs to the context, which is open as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
     }
 
-    /// The events of the card since the last call: the kind, the port's number for events of a port, and a description.
+    /// Returns the events of the card since the last call: the kind, the port's number for events of a port, and a description.
     pub(super) fn events(&self) -> Vec<(u32, u32, String)> {
         let mut events = Vec::new();
         let mut event = verbs::AsyncEvent { element: ptr::null_mut(), event_type: 0 };
@@ -175,13 +175,13 @@ impl Device {
         events
     }
 
-    /// The library's description of the status of a completion.
+    /// Returns the library's description of the status of a completion.
     pub(super) fn status_text(&self, status: u32) -> String {
         // SAFETY: the library returns a constant string for any number.
         unsafe { CStr::from_ptr((self.verbs.wc_status_str)(status)) }.to_string_lossy().into_owned()
     }
 
-    /// The port in use, for the choice of the network.
+    /// Returns the port in use, for the choice of the network.
     pub(super) fn describe(&self) -> Port {
         Port {
             device: format!("{}:{}", self.name, self.port),
@@ -191,12 +191,12 @@ impl Device {
         }
     }
 
-    /// Number of bytes of memory that the card may access.
+    /// Returns the number of bytes of memory that the card may access.
     pub(super) fn registered_bytes(&self) -> u64 {
         self.registered_bytes.load(Ordering::Relaxed)
     }
 
-    /// Makes a region that the card may read and write. Its pages are allocated now and locked in memory.
+    /// Creates a region that the card may read and write. Its pages are allocated now and locked in memory.
     pub(super) fn region(self: &Arc<Self>, len: u64) -> Result<Region, RdmaError> {
         let unregistered = Region::new(len).map_err(|error| RdmaError::Call { call: "memfd_create", error })?;
         let access = verbs::ACCESS_LOCAL_WRITE | verbs::ACCESS_REMOTE_WRITE | verbs::ACCESS_REMOTE_READ;
@@ -219,7 +219,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: everything that was made from the domain and the context held `self` and is gone.
+        // SAFETY: everything created from the domain and the context held `self` and is gone.
         unsafe {
             (self.verbs.dealloc_pd)(self.pd());
             (self.verbs.close_device)(self.context());
@@ -249,7 +249,7 @@ impl Drop for RegisteredMemory {
     }
 }
 
-/// The names of the cards that the kernel has, sorted.
+/// Returns the names of the cards that the kernel has, sorted.
 pub(super) fn names() -> Vec<String> {
     let entries = fs::read_dir(CLASS).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -257,7 +257,7 @@ pub(super) fn names() -> Vec<String> {
     names
 }
 
-/// The soft limit on locked memory in bytes, if there is one.
+/// Returns the soft limit on locked memory in bytes, if there is one.
 pub(super) fn memory_limit() -> Option<u64> {
     getrlimit(Resource::RLIMIT_MEMLOCK).ok().map(|(soft, _)| soft).filter(|&soft| soft != RLIM_INFINITY)
 }
@@ -347,8 +347,8 @@ fn port_file(name: &str, port: u8, file: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// The best address in the port's table, with its index. For RoCE this is a version 2 address, preferably IPv4, otherwise any
-/// routable one. For InfiniBand it is the first address.
+/// Returns the best address in the port's table, with its index. For RoCE this is a version 2 address, preferably IPv4, otherwise
+/// any routable one. For InfiniBand it is the first address.
 fn find_gid(name: &str, port: u8, is_ethernet: bool, table_len: usize) -> Option<(u8, [u8; 16])> {
     let entry = |index: u8| {
         let gid = parse_gid(&port_file(name, port, &format!("gids/{index}"))?)?;
@@ -386,7 +386,7 @@ fn numa_node(device: &Path) -> Option<i32> {
     fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok().filter(|&node| node >= 0)
 }
 
-/// The NUMA node of the drive of a folder, if the kernel knows it.
+/// Returns the NUMA node of the drive of a folder, if the kernel knows it.
 fn numa_node_of_folder(folder: &Path) -> Option<i32> {
     let number = nix::sys::stat::stat(folder).ok()?.st_dev;
     let (major, minor) = (nix::sys::stat::major(number), nix::sys::stat::minor(number));

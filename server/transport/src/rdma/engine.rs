@@ -2,7 +2,7 @@
 //! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
 //!
 //! The thread sleeps on one `poll` for completions, commands and events of the card. A queue pair that fails is drained first: a
-//! marker is posted behind its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
+//! marker is posted after its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -37,7 +37,7 @@ const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 const POLLED_TOGETHER: usize = 64;
 /// A flag in the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;
-/// The identifier of the marker behind the work of a failed queue pair.
+/// The identifier of the marker after the work of a failed queue pair.
 const MARKER: u64 = 1 << 62;
 /// The library's number for the event that a port went down.
 const PORT_DOWN: u32 = 10;
@@ -120,7 +120,7 @@ impl Shared {
     fn send(&self, command: Command) {
         {
             let mut commands = self.lock();
-            // Dropping the command notifies those who wait for its outcome.
+            // Dropping the command notifies the callers that wait for its outcome.
             if commands.is_dead {
                 return;
             }
@@ -202,7 +202,7 @@ impl Engine {
         (network.written_bytes, network.read_bytes) = (get(written_bytes), get(read_bytes));
     }
 
-    /// Makes a queue pair for this engine, which is not joined to its other end yet.
+    /// Creates a queue pair for this engine, which is not joined to its other end yet.
     pub(super) fn queue_pair(&self, depth: u32) -> Result<QueuePair, RdmaError> {
         QueuePair::new(&self.device, &self.completions, &self.receives, depth)
     }
@@ -259,7 +259,7 @@ struct EngineThread {
     receives: Arc<Receives>,
     limits: Limits,
     shared: Arc<Shared>,
-    /// The memory of the receives.
+    /// The memory for the receives.
     buffer: Slot,
     queues: HashMap<QueueId, Queue>,
     /// The queue pairs by their numbers on the card, which completions carry.
@@ -474,7 +474,7 @@ impl EngineThread {
         all.into_iter().for_each(|queue| self.begin_end(queue, reason, !self.is_stopping));
     }
 
-    /// Starts to drain a queue pair: its work fails, and a marker is posted behind it.
+    /// Starts to drain a queue pair: its work fails, and a marker is posted after it.
     fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
         let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
         tracing::debug!(queue = queue.pair.number(), reason, "queue pair ends");
@@ -521,7 +521,7 @@ impl EngineThread {
             self.end_all(&error.to_string());
         }
         self.shared.is_asleep.store(true, Ordering::SeqCst);
-        // What arrived since the last check wakes nothing up, so it is checked once more.
+        // Anything that arrived since the last check triggers no wake-up, so this checks once more.
         let has_more = !self.shared.lock().waiting.is_empty() || !matches!(self.take_completions(), Ok(0));
         if has_more {
             self.shared.is_asleep.store(false, Ordering::SeqCst);
@@ -552,7 +552,7 @@ impl EngineThread {
         for (kind, port, description) in self.device.events() {
             tracing::debug!(device = self.device.name, event = description, "event of the card");
             if kind == PORT_DOWN && port == u32::from(self.device.port) {
-                // The work under way would only wait for its timeout.
+                // Otherwise, the work under way would only wait for its timeout.
                 tracing::warn!(device = self.device.name, port, "the card's port went down");
                 self.end_all("the card's port went down");
             } else if FATAL.contains(&kind) {

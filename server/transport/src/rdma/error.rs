@@ -30,7 +30,7 @@ pub enum RdmaError {
     /// The kernel has the card, but the library has no provider for it.
     #[error("no provider library drives {0}: install the card's (Debian: ibverbs-providers)")]
     NoProvider(String),
-    /// The device file by which programs use the card cannot be opened.
+    /// The device file through which programs use the card cannot be opened.
     #[error(
         "{device} has no file below /dev/infiniband that may be opened ({error}): load ib_uverbs; in a container, pass \
          /dev/infiniband through"

@@ -14,13 +14,13 @@ pub(crate) struct Limits {
     pub(crate) request_len: u32,
     /// Entries of the completion queue.
     pub(crate) completions: u32,
-    /// Operations under way on a queue pair by which this node answers.
+    /// Operations under way on a queue pair on which this node answers.
     pub(crate) send_depth: u32,
     /// Bytes under way on a queue pair.
     pub(crate) bytes_in_flight: u64,
     /// Longest single operation in bytes.
     pub(crate) write_len: u32,
-    /// Requests under way on a queue pair by which this node asks.
+    /// Requests under way on a queue pair on which this node asks.
     pub(crate) window: u32,
     /// Registered memory for the bytes of answers.
     pub(crate) staging_len: u64,
@@ -52,7 +52,7 @@ impl Limits {
         Self {
             receives: self.receives.min(device.receives),
             completions: self.completions.min(device.completions),
-            // One entry of the queue is reserved for the marker behind the work of a failed queue pair.
+            // One entry of the queue is reserved for the marker after the work of a failed queue pair.
             send_depth: self.send_depth.min(device.send_depth.saturating_sub(1)),
             write_len: self.write_len.min(device.message_len),
             ..self

@@ -1,5 +1,5 @@
-//! The messages between the two ends of a queue pair: those that set it up over the inner transport, requests (by SEND) and answers
-//! (by WRITE). All numbers are little-endian. A message that does not parse ends the queue pair.
+//! The messages between the two ends of a queue pair: those that set it up over the inner transport, requests (sent with SEND)
+//! and answers (sent with WRITE). All numbers are little-endian. A message that does not parse ends the queue pair.
 
 use super::device::Address;
 use super::queue::{Endpoint, Remote};
@@ -21,7 +21,7 @@ const UNREAD: u32 = u32::MAX;
 /// Length of an answer before its lengths and its message.
 const ANSWER_HEAD_LEN: usize = 12;
 
-/// The description of one end of a queue pair, by which the other end joins it.
+/// The description of one end of a queue pair, which the other end uses to join it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueuePairHello {
     pub(super) end: Endpoint,
@@ -70,7 +70,7 @@ pub(super) enum Ask {
     Offer,
 }
 
-/// A request as it is sent. All ranges are in one region, so they have the same key.
+/// A request in its wire format. All ranges are in one region, so they have the same key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WireRequest {
     pub(super) ask: Ask,
@@ -85,12 +85,12 @@ pub(super) struct WireRequest {
     pub(super) message: Vec<u8>,
 }
 
-/// Length of a request with this many ranges and a message of this length.
+/// Returns the length of a request with this many ranges and a message of this length.
 pub(super) fn request_len(ranges: usize, message: usize) -> usize {
     REQUEST_HEAD_LEN + ranges * RANGE_LEN + message
 }
 
-/// Length of an answer with this many lengths and a message of this length.
+/// Returns the length of an answer with this many lengths and a message of this length.
 pub(super) fn answer_len(lens: usize, message: usize) -> usize {
     ANSWER_HEAD_LEN + lens * 4 + message
 }
@@ -136,7 +136,7 @@ impl WireRequest {
     }
 }
 
-/// An answer as it is sent.
+/// An answer in its wire format.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum WireAnswer {
     /// The request was answered. `lens` has the number of bytes in each range.

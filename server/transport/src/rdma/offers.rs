@@ -1,5 +1,5 @@
-//! Remembers the answers to offers that may not have reached their askers. An asker whose queue pair failed sends the offer again by
-//! another way, and an offer that was taken must not be taken twice.
+//! Remembers the answers to offers that may not have reached their askers. An asker whose queue pair failed resends the offer
+//! over another path, and an offer that was taken must not be taken twice.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::error::Refusal;
 
-/// Number of offers remembered. After a failure at most the queue pair's window is sent again, and at once, so this is enough.
+/// Number of offers remembered. After a failure at most the queue pair's window is sent again, all at once, so this is enough.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Identifies an offer: the node that sent it, the nonce of the queue pair, and the number of the request.

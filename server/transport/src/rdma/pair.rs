@@ -1,7 +1,8 @@
-//! A pair of nodes: the inner transport's connection, and beside it a queue pair by which this node asks. A queue pair that fails is
-//! replaced, with growing pauses, as long as the peer lives and RDMA is wanted. Meanwhile requests go by the inner transport.
+//! A pair of nodes: the inner transport's connection, and alongside it a queue pair on which this node sends requests. A queue
+//! pair that fails is replaced, with growing pauses, as long as the peer lives and RDMA is wanted. In the meantime, requests go
+//! over the inner transport.
 //!
-//! The two ends agree about queue pairs by messages over the inner transport: `docs/PROTOCOL.md` has their formats.
+//! The two ends agree on queue pairs through messages over the inner transport: `docs/PROTOCOL.md` has their formats.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,17 +37,17 @@ const SET_UP: u8 = 1;
 const HOLD: u8 = 2;
 /// A request to end a queue pair.
 const END: u8 = 3;
-/// An offer that was sent by RDMA before, and whose answer never arrived.
+/// An offer that was sent over RDMA before, and whose answer never arrived.
 const AGAIN: u8 = 4;
 
 /// The deadline of a `HOLD` request: longer than any session.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 /// The pause after the first failure of a queue pair. It doubles with each failure, up to [`RDMA_RETRY_INTERVAL`].
 const BACK_OFF: Duration = Duration::from_millis(100);
-/// A queue pair that lived this long did not fail for the same reason as the one before.
+/// A queue pair that lived this long is assumed not to have failed for the same reason as the one before.
 const GOOD_LIFE: Duration = Duration::from_secs(60);
 
-/// Sets up a queue pair beside `inner`, if RDMA is wanted. The first connection to a peer waits for the first attempt to end.
+/// Sets up a queue pair alongside `inner`, if RDMA is wanted. The first connection to a peer waits for the first attempt to end.
 pub(super) async fn connect(
     shared: &Arc<Shared>,
     inner: Arc<dyn Connection>,
@@ -57,7 +58,8 @@ pub(super) async fn connect(
     if shared.is_wanted() {
         let (first, tried) = oneshot::channel();
         holder = Some(QueuePairHolder(tokio::spawn(keep_up(pair.clone(), first))));
-        // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go by the inner transport.
+        // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go over the inner
+        // transport.
         if lock(&shared.known).insert(pair.inner.peer()) {
             // The request that needs the connection has its own deadline, most of which may be spent on dialing.
             let _ = timeout(shared.deadlines.request / 5 * 3, tried).await;
@@ -67,7 +69,7 @@ pub(super) async fn connect(
     Ok(Arc::new(PairedConnection { pair, address, budget, _holder: holder }))
 }
 
-/// A connection of the inner transport, and the queue pair beside it while there is one that works.
+/// A connection of the inner transport, and its queue pair while there is a working one.
 struct Pair {
     shared: Arc<Shared>,
     inner: Arc<dyn Connection>,
@@ -193,7 +195,7 @@ async fn blocking<T: Send + 'static>(call: impl FnOnce() -> Result<T, String> + 
 struct PairedConnection {
     pair: Arc<Pair>,
     address: SocketAddr,
-    /// The budget of requests by the queue pair. The inner transport has one of its own.
+    /// The budget of requests on the queue pair. The inner transport has one of its own.
     budget: Arc<PeerBudget>,
     /// Ends the queue pair with the connection.
     _holder: Option<QueuePairHolder>,
@@ -224,7 +226,7 @@ impl Connection for PairedConnection {
     }
 
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
-        // Requests without slots go by the inner transport. Some of them must not be answered twice, and a request that fails
+        // Requests without slots go over the inner transport. Some of them must not be answered twice, and a request that fails
         // here is sent again.
         if !slots.is_empty()
             && let Some(asker) = self.asker()
@@ -285,7 +287,7 @@ impl Connection for PairedConnection {
 struct AcceptedQueuePair {
     nonce: u64,
     queue: QueueId,
-    /// Taken by the `HOLD` request, which answers what arrives.
+    /// Taken by the `HOLD` request, which answers the requests that arrive.
     requests: Option<mpsc::Receiver<WireRequest>>,
 }
 
@@ -293,7 +295,7 @@ struct AcceptedQueuePair {
 pub(super) struct QueuePairService {
     shared: Arc<Shared>,
     service: Arc<dyn Service>,
-    /// The latest queue pair of each peer. A peer asks by one, and sets up another when that one has failed.
+    /// The latest queue pair of each peer. A peer sends requests on one, and sets up another after it fails.
     accepted: Mutex<HashMap<NodeId, AcceptedQueuePair>>,
 }
 

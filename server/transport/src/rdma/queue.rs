@@ -17,7 +17,7 @@ const RECEIVER_NOT_READY_TIMER: u8 = 24;
 /// Number of times that a request that found no receive is sent again.
 const RECEIVER_NOT_READY_RETRIES: u8 = 6;
 /// An unacknowledged packet is sent again after 4.096 us x 2^18, which is about 1.1 s. With [`RETRIES`], a dead peer is noticed
-/// within 4.3 s, unless its TCP connection shows it before. Shorter times ended queue pairs that were only busy.
+/// within 4.3 s, unless its TCP connection reveals it sooner. Shorter times ended queue pairs that were merely busy.
 const ACKNOWLEDGE_TIMER: u8 = 18;
 /// Number of times that an unacknowledged packet is sent again.
 const RETRIES: u8 = 3;
@@ -51,13 +51,13 @@ impl Completions {
         Ok(completions)
     }
 
-    /// Number of entries. More completions than that would make the queue unusable.
+    /// Returns the number of entries. More completions than that would make the queue unusable.
     pub(super) fn entries(&self) -> u32 {
         // SAFETY: the queue lives as long as `self`.
         u32::try_from(unsafe { self.queue.as_ref().cqe }).unwrap_or(0)
     }
 
-    /// A descriptor that becomes readable at the first completion after [`arm`](Self::arm).
+    /// Returns a descriptor that becomes readable at the first completion after [`arm`](Self::arm).
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is the channel's, which lives as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
@@ -175,7 +175,7 @@ pub(super) struct Work {
     pub(super) local_key: u32,
 }
 
-/// One end of a queue pair, as the other end must know it to join.
+/// One end of a queue pair, with the details that the other end needs to join it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) queue: u32,
@@ -243,12 +243,12 @@ impl QueuePair {
         unsafe { self.queue.as_ref().qp_num }
     }
 
-    /// Number of operations that may be in flight, not counting the marker that is posted when the queue pair fails.
+    /// Returns the number of operations that may be in flight, not counting the marker that is posted when the queue pair fails.
     pub(super) fn depth(&self) -> u32 {
         self.depth
     }
 
-    /// The description of this end.
+    /// Returns the description of this end.
     pub(super) fn endpoint(&self) -> Endpoint {
         let Device { address, limits, .. } = &*self.device;
         Endpoint { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }
@@ -295,8 +295,8 @@ impl QueuePair {
 
     /// Posts operations in order with one call. Only the last one has a completion, under `id`.
     ///
-    /// The card accesses memory by registered keys only. The caller must keep that memory until the completion has arrived or the
-    /// queue pair has been dropped.
+    /// The card accesses memory only through registered keys. The caller must keep that memory until the completion has arrived
+    /// or the queue pair has been dropped.
     ///
     /// # Errors
     /// The error, and the number of operations that were posted nevertheless.

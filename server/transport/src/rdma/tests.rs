@@ -25,7 +25,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// The variable that tells a child process of these tests what to do.
 const ROLE: &str = "DAYFLY_TEST_ROLE";
 
-/// Whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
+/// Returns whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
 pub(crate) fn has_card() -> bool {
     let is_there = !device::names().is_empty();
     if !is_there {
@@ -85,12 +85,12 @@ async fn pull(connection: &Arc<dyn Connection>, region: &Region, message: &[u8],
     }
 }
 
-/// Number of open descriptors of this process.
+/// Returns the number of open descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Number of objects in the kernel's caches that verbs use.
+/// Returns the number of objects in the kernel's caches that verbs use.
 fn slabs() -> BTreeMap<String, i64> {
     let text = std::fs::read_to_string("/proc/slabinfo").unwrap();
     let line = |line: &str| {
@@ -103,7 +103,7 @@ fn slabs() -> BTreeMap<String, i64> {
     text.lines().filter_map(line).collect()
 }
 
-/// The cache that has grown most, and its growth in objects.
+/// Returns the cache that has grown most, and its growth in objects.
 fn growth(before: &BTreeMap<String, i64>) -> (String, i64) {
     let grown = slabs().into_iter().map(|(name, count)| (name.clone(), count - before.get(&name).copied().unwrap_or(0)));
     grown.max_by_key(|(_, grown)| *grown).unwrap_or_default()
@@ -376,7 +376,7 @@ async fn unregistered_memory_is_served_too() {
     }
     let read = theirs.status().read_bytes;
     assert!(read > 3 << 20, "{read}");
-    // The asker's memory is not registered, so its requests go by TCP.
+    // The asker's memory is not registered, so its requests go over TCP.
     let region = Region::new(1 << 20).unwrap();
     let written = theirs.status().written_bytes;
     pull(&connection, &region, b"bulk", &[1000; 8]).await;

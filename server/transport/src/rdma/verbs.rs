@@ -1,5 +1,6 @@
-//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in its ABI 1.1, so
-//! a build needs no headers, and a host without the library runs the same program. Names and fields are those of the library.
+//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in version 1.1
+//! of its ABI, so a build needs no headers, and a host without the library runs the same program. Names and fields are those of
+//! the library.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::{offset_of, size_of};
@@ -419,7 +420,8 @@ functions! {
     destroy_qp = "ibv_destroy_qp": unsafe extern "C" fn(*mut Qp) -> c_int;
 }
 
-/// The library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the process.
+/// Returns the library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the
+/// process.
 pub(super) fn verbs() -> Result<&'static Verbs, RdmaError> {
     static VERBS: OnceLock<Result<Verbs, Arc<libloading::Error>>> = OnceLock::new();
     let loaded = VERBS.get_or_init(|| {

@@ -1,9 +1,9 @@
-//! The handshake, by which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0 with
-//! a third message, by which the dialer shows that its first message was not a recording.
+//! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0
+//! with a third message, with which the dialer shows that its first message was not a recording.
 //!
 //! A stranger's first message fails at one hash and one cipher operation, costs no curve operation, and gets no answer. The
-//! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the handshake
-//! the stream is plain, or sealed by the resulting keys.
+//! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the
+//! handshake the stream is plain, or sealed with the resulting keys.
 
 use std::io;
 
@@ -20,7 +20,7 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 /// Longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
 const MESSAGE_LEN_MAX: usize = 256;
 
-/// The encrypted payload, by which each end identifies itself and the other.
+/// The encrypted payload, with which each end identifies itself and the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Hello {
     session: SessionId,
@@ -117,7 +117,7 @@ async fn read(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     Ok(message)
 }
 
-/// Whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
+/// Returns whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
 pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
     [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())

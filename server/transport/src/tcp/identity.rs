@@ -1,4 +1,4 @@
-//! Who this node is, and what the two ends of a connection prove to each other.
+//! The identity of this node, which the two ends of a connection prove to each other.
 
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ pub enum Purpose {
 }
 
 impl Purpose {
-    /// The prologue of the handshake.
+    /// Returns the prologue of the handshake.
     pub(super) fn name(self) -> &'static [u8] {
         match self {
             Self::Peer => b"dayfly peer",
@@ -45,7 +45,7 @@ impl Purpose {
         }
     }
 
-    /// The keys that seal a connection between servers; `None` if it is plain.
+    /// Returns the keys that seal a connection between servers; `None` if it is plain.
     pub(super) fn seal(self, keys: Keys) -> Option<Keys> {
         (self == Self::SealedPeer).then_some(keys)
     }

@@ -35,7 +35,7 @@ pub(super) enum PullOutcome {
 struct PendingRequest {
     progress: Progress,
     state: RequestState,
-    /// The permit and the share are held as long as the slots, so a peer's part is bounded even if callers give up early.
+    /// The permit and the share are held as long as the slots, so a peer's share is bounded even if callers give up early.
     _permit: OwnedSemaphorePermit,
     _share: Option<Arc<BudgetShare>>,
 }
@@ -147,28 +147,29 @@ impl Link {
         requests.into_values().chain(landing).for_each(|request| request.state.return_slots());
     }
 
-    /// Ends the link. Only the first cause counts.
+    /// Ends the link. Only the first cause is recorded.
     pub(super) fn end(&self, cause: LossCause) {
         let _ = self.ended.set(cause);
         self.ending.notify_one();
     }
 
-    /// Why the link has ended or is about to end.
+    /// Returns why the link has ended or is about to end.
     pub(super) fn ended(&self) -> Option<&LossCause> {
         self.ended.get()
     }
 
-    /// Number of requests that wait for their answers.
+    /// Returns the number of requests that wait for their answers.
     pub(super) fn load(&self) -> usize {
         PEER_REQUESTS_MAX - self.permits.available_permits()
     }
 
-    /// The time, since the start, at which bytes last arrived.
+    /// Returns the time, since the start, at which bytes last arrived.
     pub(super) fn last_received(&self) -> Duration {
         self.last_received.at()
     }
 
-    /// The time, since the start, at which the stream last took bytes of an offer. A ping queued behind them may arrive late.
+    /// Returns the time, since the start, at which the stream last took bytes of an offer. A ping queued behind them may arrive
+    /// late.
     pub(super) fn last_sent(&self) -> Duration {
         self.last_sent.at()
     }
@@ -278,7 +279,7 @@ impl Link {
     }
 }
 
-/// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer knows anyway.
+/// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer already knows.
 async fn send_withdrawn(sender: Sender, request: u64, _permit: OwnedSemaphorePermit) {
     let _ = sender.send(Outgoing::Frame { kind: Kind::Withdrawn, request, argument: 0, body: Vec::new() }).await;
 }

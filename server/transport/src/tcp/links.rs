@@ -43,7 +43,7 @@ impl Links {
         self.up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the peer is lost. A peer without links is lost for good, even before the monitor has noticed.
+    /// Returns whether the peer is lost. A peer without links is lost for good, even before the monitor has noticed.
     pub(super) fn is_lost(&self) -> bool {
         if self.lost.get().is_none() {
             let ended = {
@@ -57,13 +57,13 @@ impl Links {
         self.lost.get().is_some()
     }
 
-    /// The error that the peer is lost. `cause` applies only if the peer was not found lost before.
+    /// Returns the error for a lost peer. `cause` applies only if the peer was not found lost before.
     pub(super) fn lost_by(&self, cause: &LossCause) -> TransportError {
         let cause = self.lost.get().unwrap_or(cause).clone();
         TransportError::Lost { peer: self.peer, address: self.address, cause }
     }
 
-    /// Records that the peer is lost; only the first cause counts.
+    /// Records that the peer is lost; only the first cause is recorded.
     fn lose(&self, cause: LossCause) {
         if self.lost.set(cause).is_ok() {
             let error = self.lost.get();
@@ -119,7 +119,7 @@ impl LinkMonitor {
         monitor
     }
 
-    /// Runs until the peer is lost. Afterwards no link is left.
+    /// Runs until the peer is lost. Afterward no link is left.
     pub(super) async fn run(mut self) {
         while !self.links.is_lost() {
             self.ping();
@@ -133,7 +133,7 @@ impl LinkMonitor {
                 },
                 Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),
                 () = sleep(wait) => {
-                    // A process that was suspended first reads what has arrived meanwhile.
+                    // A process that was suspended first reads what has arrived in the meantime.
                     if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
                         self.silent_checks = 0;
                         self.histories.iter_mut().for_each(|history| history.silent_checks = 0);
@@ -156,7 +156,7 @@ impl LinkMonitor {
         }
     }
 
-    /// How long to sleep: until the next link may have been silent for too long.
+    /// Returns how long to sleep: until the next link may have been silent for too long.
     fn pause(&self) -> Duration {
         let now = self.links.start.elapsed();
         let oldest = self.links.lock().iter().flatten().map(|link| link.last_received()).min().unwrap_or(now);
@@ -172,7 +172,7 @@ impl LinkMonitor {
         let newest = links.iter().flatten().map(|link| link.last_received()).max().unwrap_or_default();
         for (link, history) in links.iter().zip(&mut self.histories) {
             let Some(link) = link else { continue };
-            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link takes them, it lives.
+            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link accepts them, it is alive.
             let is_behind_ours = !link.last_sent().is_zero() && link.last_received() < link.last_sent() + peer_lost;
             let limit = if is_behind_ours { peer_lost } else { link_silent };
             let is_silent = now.saturating_sub(link.last_received().max(link.last_sent())) >= limit;

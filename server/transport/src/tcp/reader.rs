@@ -121,12 +121,12 @@ impl Landing {
         })
     }
 
-    /// Number of pieces that land.
+    /// Returns the number of pieces that land.
     pub(super) fn pieces(&self) -> usize {
         self.lens.len()
     }
 
-    /// Whether all bytes have landed.
+    /// Returns whether all bytes have landed.
     pub(super) fn is_complete(&self) -> bool {
         self.slot == self.lens.len()
     }
@@ -137,13 +137,13 @@ impl Landing {
         (self.slots, self.lens)
     }
 
-    /// The part of the current slot that is not filled yet.
+    /// Returns the part of the current slot that is not filled yet.
     fn space(&mut self) -> Option<&mut [u8]> {
         let len = *self.lens.get(self.slot)? as usize;
         self.slots.get_mut(self.slot)?.get_mut(self.offset..len)
     }
 
-    /// The destinations of the next `len` bytes, as many as one call can fill.
+    /// Returns the destinations of the next `len` bytes, as many as one call can fill.
     fn spaces(&mut self, len: usize) -> Vec<IoSliceMut<'_>> {
         let (mut left, mut offset) = (len, self.offset);
         let mut slices = Vec::with_capacity(SLICES_MAX.min(self.lens.len() - self.slot) + 1);

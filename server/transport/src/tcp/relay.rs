@@ -70,7 +70,7 @@ impl Relay {
         Self { address: near, streams, next, _accepting: accepting }
     }
 
-    /// Number of streams so far.
+    /// Returns the number of streams so far.
     pub(crate) fn count(&self) -> usize {
         self.streams.lock().unwrap().len()
     }

@@ -1,4 +1,4 @@
-//! Writes frames. One task owns the writing half of a link, so that a request that is aborted never leaves half a frame. The task
+//! Writes frames. One task owns the writing half of a link, so an aborted request never leaves a partial frame behind. The task
 //! takes frames from a bounded queue, which slows down senders that are faster than the link.
 
 use std::fs::File;
@@ -34,7 +34,7 @@ pub(super) enum Outgoing {
     Frame { kind: Kind, request: u64, argument: u64, body: Vec<u8> },
     /// The last bytes of an answer, as a `Data` frame, and the `End` frame that names the pieces that could not be read.
     Last { request: u64, body: Vec<u8>, unread: Unread },
-    /// The bytes of a slot, as `Data` frames. The slot is returned by `back` once they are written.
+    /// The bytes of a slot, as `Data` frames. The slot is returned through `back` once they are written.
     Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
     /// A range of a file, as `Data` frames, sent by the kernel alone where possible. `done` reports whether its bytes are valid.
     File { request: u64, range: FileRange, done: oneshot::Sender<Result<(), PieceError>> },
@@ -65,7 +65,7 @@ impl Timestamp {
         self.ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// The time of the last occurrence since the start; 0 means never.
+    /// Returns the time of the last occurrence since the start; 0 means never.
     pub(super) fn at(&self) -> Duration {
         Duration::from_millis(self.ms.load(Ordering::Relaxed))
     }
@@ -259,7 +259,7 @@ fn read_whole(range: &FileRange, mut at: u64, mut rest: &mut [u8]) -> io::Result
     Ok(())
 }
 
-/// The body of an `End` frame: the pieces that could not be read, or nothing if there are none.
+/// Returns the body of an `End` frame: the pieces that could not be read, or nothing if there are none.
 fn join_unread(unread: &Unread) -> Vec<u8> {
     if unread.pieces.is_empty() {
         return Vec::new();
@@ -281,14 +281,14 @@ pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
     is_valid.then(|| Unread { pieces: numbers, reason: String::from_utf8_lossy(reason).into_owned() })
 }
 
-/// The body of a `Refused` frame: the reason, cut to the length of a message.
+/// Returns the body of a `Refused` frame: the reason, cut to the length of a message.
 pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
     let mut reason = refusal.to_string().into_bytes();
     reason.truncate(MESSAGE_LEN_MAX);
     reason
 }
 
-/// The body of `Pull` and `Pulled` frames: lengths and a message.
+/// Returns the body of `Pull` and `Pulled` frames: lengths and a message.
 pub(super) fn join_body(lens: &[u64], message: &[u8]) -> Vec<u8> {
     let mut body = Vec::with_capacity(4 + lens.len() * 8 + message.len());
     body.extend_from_slice(&(lens.len() as u32).to_le_bytes());

@@ -180,7 +180,8 @@ impl Service for Hung {
     }
 }
 
-/// `docs/SEMANTICS.md`: a node whose drive hangs takes a bounded part of the others' memory; what healthy nodes own is read as ever.
+/// `docs/SEMANTICS.md`: a node whose drive hangs takes a bounded part of the others' memory; data on healthy nodes is read as
+/// usual.
 ///
 /// SEMANTICS: "A drive that hangs costs readers of its data one request's deadline, and after that no
 /// time: the node gets no further requests until it answers, and the error says so. Meanwhile it

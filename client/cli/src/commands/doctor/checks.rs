@@ -24,7 +24,7 @@ use crate::size::show;
 const KERNEL_MIN: (u32, u32) = (5, 4);
 /// With fewer descriptors, a session with many nodes or processes would run out of them.
 const DESCRIPTORS_MIN: u64 = 16 << 10;
-/// A data dir with less free space is of no use.
+/// A data dir with less free space is useless.
 const FREE_MIN: u64 = 1 << 30;
 /// Bytes that are written to a drive and read back to measure its speed.
 const DRIVE_TEST_LEN: u64 = 256 << 20;
@@ -176,7 +176,7 @@ fn nameless(path: &Path) -> io::Result<File> {
     })
 }
 
-/// Checks that the preload library exists, and that [`preload::library`] can load it.
+/// Checks that the preload library exists and that [`preload::library`] can load it.
 fn preload_library() -> Finding {
     let advice = "install libdayfly_preload.so, built for this C library, next to the program or in ../lib/dayfly";
     match preload::library() {

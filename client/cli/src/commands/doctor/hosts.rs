@@ -121,7 +121,7 @@ fn probe_pair(arguments: &DoctorArguments, from: &str, to: &str) -> Result<Reach
     let mut answering = Remote::start(arguments, to, &["--answer".to_owned()])?;
     answering.write_line(&key)?;
     let port: u16 = serde_json::from_str(&answering.read_line()?).map_err(Failure::new)?;
-    // By the host's name, without a user.
+    // Uses the host's name without a user name.
     let name = to.rsplit('@').next().unwrap_or(to);
     let mut reaching = Remote::start(arguments, from, &["--reach".to_owned(), format!("{name}:{port}")])?;
     reaching.write_line(&key)?;
@@ -191,7 +191,7 @@ impl Remote {
         if has_failed { Err(self.failure(&"it failed")) } else { Ok(text) }
     }
 
-    /// Explains a failure with the last line of its standard error, or else with `reason`.
+    /// Explains a failure using the last line of its standard error, or else with `reason`.
     fn failure(&mut self, reason: &dyn std::fmt::Display) -> Failure {
         let _ = self.child.kill();
         let errors = self.errors.take().and_then(|errors| errors.join().ok()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Both ends of a network probe, and helpers that the checks of one node use too.
+//! Both ends of a network probe, and helpers that the single-node checks also use.
 
 use std::future::Future;
 use std::io::{self, BufRead, Write};
@@ -24,7 +24,7 @@ pub(super) fn block_on<T>(future: impl Future<Output = T>) -> Result<T, Failure>
     Ok(output)
 }
 
-/// The network options that the arguments ask for.
+/// Returns the network options that the arguments request.
 pub(super) fn options(arguments: &DoctorArguments) -> Options {
     let near = chosen_data_dirs(&arguments.data_dir).into_iter().next();
     let choice = Choice { device: arguments.rdma_device.clone(), near, ..Choice::default() };

@@ -1,4 +1,4 @@
-//! How the user sees a stage-in: bars on a terminal, plain lines elsewhere, and JSON for programs.
+//! Shows a stage-in to the user: bars on a terminal, plain lines elsewhere, and JSON for programs.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(5);
 /// With fewer samples than this, their balance between the nodes means little and is not shown.
 const BALANCE_SAMPLES_MIN: u64 = 1000;
 
-/// With more nodes than this, there is only one bar for all.
+/// With more nodes than this, one bar covers all of them.
 const NODE_BARS_MAX: usize = 16;
 
 /// The bottleneck is shown only for stage-ins that took at least this long.

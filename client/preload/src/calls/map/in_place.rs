@@ -9,7 +9,7 @@ const RANGES_MAX: usize = 1024;
 
 /// Start and length of each range. A start of 0 means that the entry is free.
 static RANGES: [(AtomicUsize, AtomicUsize); RANGES_MAX] = [const { (AtomicUsize::new(0), AtomicUsize::new(0)) }; RANGES_MAX];
-/// One more than the index of the last entry that was ever used.
+/// One more than the index of the last entry ever used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
 fn used() -> &'static [(AtomicUsize, AtomicUsize)] {
