@@ -139,7 +139,7 @@ fn hello(_: &Deadlines) -> (Duration, Duration) {
     (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
-/// The peer's last byte may have arrived when the peer fell silent or earlier, and the silence is noticed at the next check.
+/// The peer's last byte may have arrived just before the peer fell silent, and the silence is noticed at the next check.
 fn peer_lost(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.peer_lost + deadlines.request)
 }
