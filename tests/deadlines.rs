@@ -116,8 +116,8 @@ const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration
 }
 
 impl Row {
-    /// A slow server must not be declared dead on any machine, and a dead link must be replaced before a request fails, so those
-    /// rows run with the full deadlines, which a busy machine meets too.
+    /// No machine may declare a slow server dead, and a dead link must be replaced before a request fails, so those
+    /// rows run with the full deadlines, which even a busy machine meets.
     fn divisor(&self) -> u32 {
         let given = std::env::var("DAYFLY_TEST_DEADLINES_DIVISOR").ok().and_then(|given| given.parse().ok());
         if matches!(self.far, Far::Slow | Far::DeadFlow(_)) { 1 } else { given.unwrap_or(DIVISOR) }

@@ -281,7 +281,7 @@ fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
         let mut local = UnixStream::connect(&socket).unwrap();
         let _ = local.write_all(&noise);
     }
-    // The server closes silent connections in time, and serves members until then and afterward.
+    // The server closes silent connections in time, and keeps serving members in the meantime.
     let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     assert_unharmed(&cluster, used);
     let mut stream = &silent[0];

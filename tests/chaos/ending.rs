@@ -41,7 +41,7 @@ impl Run {
         self.nothing_is_left()
     }
 
-    /// Reads every file from every live node, except for blocks that dead nodes hold. Errors are retried until the aftermath of the
+    /// Reads every file from every live node, except for blocks that dead nodes hold. Retries errors until the aftermath of the
     /// last fault must be over.
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;

@@ -332,7 +332,7 @@ impl Run {
         failures
     }
 
-    /// Returns why an error is a failure, or `None` if it is not. It is one if its message names no cause, or if no event of the
+    /// Returns why an error is a failure, or `None` if it is not. It is a failure if its message names no cause, or if no event of the
     /// run explains it.
     pub(crate) fn unexplained(
         &self,
