@@ -40,7 +40,7 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         match random.random_range(0..10) {
             0..5 => fs::write(&full, format!("{path} of source {source}").repeat(random.random_range(0..400))).unwrap(),
             5..7 => fs::create_dir(&full).unwrap(),
-            // The symlink's target never exists: stage-in refuses members below a symlink, where tar would follow it (see SEMANTICS.md).
+            // The target never exists: stage-in refuses members below a symlink, where tar would follow it (see SEMANTICS.md).
             7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
             _ => {
                 let file = fs::read_dir(full.parent().unwrap())

@@ -1,4 +1,4 @@
-//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and the counters for all of these.
+//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and their counters.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -149,7 +149,7 @@ fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
 /// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
-    // Of its 32 MiB, a node uses 10 for its own blocks and 10 for cached ones. Another 16 MiB on each node leaves 6 MiB for cached blocks.
+    // Of its 32 MiB, a node owns 10 and caches 10. Another 16 MiB on each node leaves 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);

@@ -355,7 +355,7 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut first = start(0, "/dayfly/d0");
-    // The command owns its target before it prints what it will stage in. The pipe stays open, because the command continues to print.
+    // The command owns its target before it prints what it will stage in. The pipe stays open, because it continues to print.
     let mut printed = BufReader::new(first.stderr.take().unwrap()).lines();
     assert!(printed.by_ref().any(|line| line.unwrap().contains("staging")), "the first stage-in begins");
     let others = (1..6).map(|number| start(number, &format!("/dayfly/d{number}")));

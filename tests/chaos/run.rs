@@ -426,7 +426,7 @@ impl Run {
         }
     }
 
-    /// Runs a command and returns its output. The command must finish in time; if it fails, an event of the run must explain its error.
+    /// Runs a command and returns its output. It must finish in time; if it fails, an event of the run must explain its error.
     pub(crate) fn command(&mut self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.cluster().dayfly();
         command.args(arguments).env("DAYFLY_SESSION", &self.cluster().id);

@@ -53,7 +53,7 @@ impl Sources {
         self.files.iter().map(|(path, file)| (path.as_path(), file))
     }
 
-    /// Returns the files from which the program or a library is built. This excludes `tests/` and modules that are built only for tests.
+    /// Returns the files from which the program or a library is built. This excludes `tests/` and test-only modules.
     pub(crate) fn shipped(&self) -> impl Iterator<Item = (&Path, &SourceFile)> {
         self.all().filter(|(path, _)| !self.is_test(path))
     }
