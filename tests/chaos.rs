@@ -3,8 +3,8 @@
 //! anything that a run leaves behind.
 //!
 //! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` a range of seeds, and `DAYFLY_CHAOS_JOBS` sets how many run at
-//! once. The test prints a failing seed and its steps. A seed always has the same steps, but the timing within a step depends on the
-//! machine, so a failure may take several runs to reproduce.
+//! once. The test prints a failing seed and its steps. A seed always has the same steps, but the timing within a step depends on
+//! the machine, so a failure may take several runs to reproduce.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

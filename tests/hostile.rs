@@ -225,7 +225,8 @@ fn a_full_file_system_is_an_error_too() {
     fs::write(ground.at("large/file"), vec![1; 9 << 20]).unwrap();
     pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
-    // A stage-in that is known to be too large does not start. The size of an archive's content is known only once it has been read.
+    // A stage-in that is known to be too large does not start. The size of an archive's content is known only once it has been
+    // read.
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("free on all nodes"), "{message}");
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);

@@ -1,5 +1,5 @@
-//! Flips one bit at each place where a sample's bytes are stored or sent, and checks who detects it: see "Checksums, hop by hop" in
-//! `docs/SEMANTICS.md`.
+//! Flips one bit at each place where a sample's bytes are stored or sent, and checks who detects it: see "Checksums, hop by hop"
+//! in `docs/SEMANTICS.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,5 +1,5 @@
-//! The model tests: random operations on the namespace and on a plain directory must have equal results after every step. Each step runs on
-//! a random node, so that blocks that are local in one step are remote in the next.
+//! The model tests: random operations on the namespace and on a plain directory must have equal results after every step. Each
+//! step runs on a random node, so that blocks that are local in one step are remote in the next.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -177,8 +177,8 @@ fn crc(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, &byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)))
 }
 
-/// Returns true if the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there, so the results
-/// cannot be compared.
+/// Returns true if the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there,
+/// so the results cannot be compared.
 fn leads_out(folder: &Path, op: &Op) -> bool {
     let (Op::Stat(path) | Op::Lstat(path) | Op::ReadLink(path) | Op::List(path) | Op::Canonical(path) | Op::Read(path, ..)) = op;
     let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));

@@ -1,5 +1,5 @@
-//! The causes that errors name, and the faults that explain them. The test fails on an error whose text matches no row of the table,
-//! and on an error that no fault of the run explains.
+//! The causes that errors name, and the faults that explain them. The test fails on an error whose text matches no row of the
+//! table, and on an error that no fault of the run explains.
 
 use crate::data::Version;
 use crate::schedule::{Drive, Fault, READERS, Victim};

@@ -332,8 +332,8 @@ impl Run {
         failures
     }
 
-    /// Returns why an error is a failure, or `None` if it is not. It is a failure if its message names no cause, or if no event of the
-    /// run explains it.
+    /// Returns why an error is a failure, or `None` if it is not. It is a failure if its message names no cause, or if no event
+    /// of the run explains it.
     pub(crate) fn unexplained(
         &self,
         what: &str,

@@ -1,5 +1,5 @@
-//! The schedule of a run, a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that a
-//! schedule has the same meaning with any deadlines.
+//! The schedule of a run, a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that
+//! a schedule has the same meaning with any deadlines.
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -184,7 +184,8 @@ impl Schedule {
 fn drive(random: &mut StdRng, interfaces: &[Interface; READERS]) -> Fault {
     let reader = random.random_range(0..READERS);
     let victim = match random.random_range(0..5) {
-        // For a reader that starts programs, the faults would hit the program files before the reader reads a byte of the namespace.
+        // For a reader that starts programs, the faults would hit the program files before the reader reads a byte of the
+        // namespace.
         0 if interfaces[reader] != Interface::Preload => Victim::Reader(reader),
         _ => Victim::Server(random.random_range(0..NODES)),
     };
