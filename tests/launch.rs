@@ -439,7 +439,7 @@ const REMOVALS: [Removal; 7] = [
 ];
 
 /// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
-/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, also if another is
+/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, even if another is
 /// put in its place. Servers and the supervisor check each second."
 #[test]
 fn a_session_ends_and_leaves_nothing_when_its_folder_or_lock_is_removed() {
@@ -518,7 +518,7 @@ fn up_in_the_foreground_prints_why_it_ends() {
 /// folder, as on separate machines.
 ///
 /// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
-/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, also if another is
+/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, even if another is
 /// put in its place. Servers and the supervisor check each second."
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
