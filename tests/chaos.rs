@@ -1,10 +1,10 @@
 //! Chaos: sessions of four nodes, readers on all nodes that check every byte, and faults of every kind in an order that a seed
 //! determines. The test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected, and on
-//! anything left behind.
+//! anything that a run leaves behind.
 //!
 //! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` a range of seeds, and `DAYFLY_CHAOS_JOBS` sets how many run at
-//! once. A failing seed is printed with its steps. A seed always has the same steps, but the timing within a step depends on the
-//! machine, so a failure may need several runs to show again.
+//! once. The test prints a failing seed and its steps. A seed always has the same steps, but the timing within a step depends on
+//! the machine, so a failure may take several runs to reproduce.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -44,10 +44,10 @@ use schedule::Schedule;
 
 /// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
-/// Seeds that run at once, even on a machine with more cores. A run mostly waits.
+/// The number of seeds that run at once, even on a machine with more cores. A run mostly waits.
 const JOBS_MAX: usize = 4;
 
-/// Not a test by itself: if the variable is set, this process is a reader of a run.
+/// This is not a test by itself: if the variable is set, this process is a reader of a run.
 #[test]
 fn a_reader_in_a_process_of_its_own() {
     if let Ok(task) = std::env::var(reader::VARIABLE) {

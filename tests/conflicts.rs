@@ -22,17 +22,17 @@ harness::with_few_and_many_workers! {
     strip_include_and_exclude_select_as_tar_does,
 }
 
-/// Few names, so that paths collide.
+/// There are only a few names, so that paths collide.
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
-/// Makes a random tree. The content of each file names its source.
+/// Creates a random tree. The content of each file names its source.
 fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     fs::create_dir_all(folder).unwrap();
     for _ in 0..random.random_range(1..12) {
         let depth = random.random_range(1..4);
         let path = (0..depth).map(|_| *NAMES.choose(random).unwrap()).collect::<Vec<_>>().join("/");
         let full = folder.join(&path);
-        // A path that cannot exist in a plain folder cannot be in one archive either: conflicts are only between sources.
+        // A path that cannot exist in a plain folder cannot be in one archive either, so conflicts arise only between sources.
         let parent_is_real = full.ancestors().skip(1).take_while(|at| *at != folder).all(|at| !at.is_symlink());
         if !parent_is_real || fs::create_dir_all(full.parent().unwrap()).is_err() || fs::symlink_metadata(&full).is_ok() {
             continue;
@@ -78,7 +78,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
                 random_tree(&tree, &mut random, source);
                 let archive = base.join(format!("{source}.tar"));
                 pack(&archive, &tree, &[["--format=gnu", "--format=pax"][source % 2]]);
-                // Where a member cannot be unpacked, tar continues and fails at the end, which is the wanted reference.
+                // If tar cannot unpack a member, it continues and fails at the end, which is the reference that we want.
                 output_of(Command::new("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
                 archives.push(archive);
             }
@@ -88,7 +88,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
             cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
             let mut expected = read_tree(&reference);
             let mut found = read_tree(&exported);
-            // Times of directories differ: tar sets each when it leaves the directory, and later members change it again.
+            // Directory times differ: tar sets each one when it leaves the directory, and later members change it again.
             for tree in [&mut expected, &mut found] {
                 tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
             }
@@ -163,7 +163,7 @@ fn strip_include_and_exclude_select_as_tar_does() {
         tree.map(|(path, _)| harness::text(&path)).collect::<Vec<_>>().join(" ")
     };
     for source in ["t.tar", "t"] {
-        // Paths of a tree begin below its root; paths of archive members are used as they are.
+        // Paths in a tree are relative to its root; paths of archive members are used unchanged.
         let (prefix, strip) = if source == "t" { ("", "0") } else { ("t/", "1") };
         assert_eq!(files(&[], source), format!("{prefix}top {prefix}x/a.jpg {prefix}x/b.txt {prefix}y/c.jpg"));
         assert_eq!(files(&["--strip-components", strip, "--include", "*.jpg"], source), "x/a.jpg y/c.jpg");

@@ -1,6 +1,7 @@
-//! The promises of `meta/src/deadlines.rs` as one table: for each kind of request and each fault of the far side, which error the
-//! request gets, and after how long. Sessions run with a fifth of the default deadlines, or with the divisor in
-//! `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum and a generous maximum.
+//! The promises of `meta/src/deadlines.rs` as one table: for each kind of request and each fault of the far side, the error that
+//! the request gets, and the time after which it gets it. Sessions run with a fifth of the default deadlines, or with the divisor
+//! in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum and a generous
+//! maximum.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,10 +24,10 @@ const DIVISOR: u32 = 5;
 const FILES: usize = 40;
 /// Added to each deadline, for a busy machine and for the work before and after the wait.
 const SLACK: Duration = Duration::from_secs(8);
-/// Rows that run at once; each of them mostly waits.
+/// The number of rows that run at once; each of them mostly waits.
 const JOBS: usize = 8;
 
-/// Calls that wait for a drive.
+/// System calls that wait for a drive.
 const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";
 
 /// A request. It goes to node 0 unless stated otherwise. Names in backquotes are the messages that it causes.
@@ -36,7 +37,7 @@ enum Ask {
     Attach,
     /// A file of node 1 is read: `Fetch`, and `Read` between servers.
     Read,
-    /// Files of both nodes are read together.
+    /// Files of both nodes are read in one batch.
     Batch,
     /// An order is submitted.
     Order,
@@ -63,7 +64,7 @@ enum Far {
     Silent,
     /// The server is dead: its connections are reset, and new ones are refused.
     Reset,
-    /// One of the connections that node 0 has dialed to it is dead: 0 is for small messages, 1 and 2 are for bulk.
+    /// One of the connections that node 0 has opened to it is dead: 0 carries small messages, 1 and 2 carry bulk data.
     DeadFlow(u8),
     /// Its drive answers late, but before any deadline.
     Slow,
@@ -83,11 +84,11 @@ struct Row {
     /// The node whose server has the fault.
     node: u16,
     far: Far,
-    /// The least time that the request takes, and its deadline, to which [`SLACK`] is added.
+    /// The minimum time that the request takes, and its deadline, to which [`SLACK`] is added.
     after: fn(&Deadlines) -> (Duration, Duration),
     /// Words that the error contains; `None` if the request must succeed.
     names: Option<&'static [&'static str]>,
-    /// Whether the request may also succeed, because the servers may find and repair the fault before the request is sent.
+    /// If true, the request may also succeed, because the servers may find and repair the fault before the request is sent.
     may_work: bool,
 }
 
@@ -116,15 +117,15 @@ const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration
 }
 
 impl Row {
-    /// A slow server must not be declared dead on any machine, and a dead link must be replaced before a request fails, so those
-    /// rows run with the full deadlines, which a busy machine meets too.
+    /// No machine may declare a slow server dead, and a dead link must be replaced before a request fails, so those
+    /// rows run with the full deadlines, which even a busy machine meets.
     fn divisor(&self) -> u32 {
         let given = std::env::var("DAYFLY_TEST_DEADLINES_DIVISOR").ok().and_then(|given| given.parse().ok());
         if matches!(self.far, Far::Slow | Far::DeadFlow(_)) { 1 } else { given.unwrap_or(DIVISOR) }
     }
 }
 
-/// At once: nothing waits.
+/// The request fails at once, because nothing waits.
 fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
@@ -134,12 +135,12 @@ fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
 
-/// A client that the server has not welcomed yet knows neither the session's deadlines nor the heartbeat.
+/// A client that the server has not yet welcomed knows neither the session's deadlines nor the heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
     (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
-/// The last byte of the peer may have arrived just before it fell silent, and the silence is noticed at the next check.
+/// The peer's last byte may have arrived just before the peer fell silent, and the silence is noticed at the next check.
 fn peer_lost(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.peer_lost + deadlines.request)
 }
@@ -149,7 +150,7 @@ fn link_silent(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.link_silent + 2 * deadlines.ping_interval)
 }
 
-/// The peer lives but makes no progress.
+/// The peer is alive but makes no progress.
 fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
@@ -174,18 +175,18 @@ fn next_write(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The time that a slow drive takes.
+/// A slow drive takes this long.
 fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The command waits for an answer as a client that was not welcomed, then for servers to exit, and then kills them.
+/// The command waits for an answer like a client that was not welcomed, then waits for servers to exit, and then kills them.
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
 }
 
 const TABLE: &[Row] = &[
-    // The longest row first.
+    // The longest row comes first.
     row(Ask::Shipping, 1, Far::DriveHangs, stall, &["node 1"]),
     // The node's own server.
     row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
@@ -265,7 +266,7 @@ impl Scene {
         fs::create_dir(ground.at("e")).unwrap();
         (0..400).for_each(|number| fs::write(ground.at(format!("e/{number}")), content(number, 100_000)).unwrap());
         if row.far == Far::Full {
-            // The size of the archive does not show how much it unpacks to.
+            // The size of the archive does not show how large its content is.
             fs::create_dir(ground.at("full")).unwrap();
             (0..3).for_each(|number| fs::write(ground.at(format!("full/{number}")), vec![0; 40 << 20]).unwrap());
             pack(&ground.at("full.tar.gz"), &ground.at("full"), &[]);
@@ -279,7 +280,7 @@ impl Scene {
         Self { cluster, view, far }
     }
 
-    /// Begins the row's fault. Faults of a drive last until the returned tracer is dropped.
+    /// Starts the row's fault. Drive faults last until the returned tracer is dropped.
     fn begin(&self, row: &Row) -> Option<Tracer> {
         let pid = self.cluster.pids()[&row.node];
         let drive = |faults: &[(&str, &str)]| Some(Tracer::inject(pid, faults, self.cluster.work.path()).unwrap());
@@ -315,7 +316,7 @@ impl Scene {
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
 
-    /// Begins a slow stage-in, waits until the nodes hold some of its bytes, and returns the thread that waits for its result.
+    /// Starts a slow stage-in, waits until the nodes hold some of its bytes, and returns the thread that waits for its result.
     fn ship(&self) -> std::thread::JoinHandle<Result<(), String>> {
         let before = self.cluster.used_bytes();
         let mut command = self.cluster.dayfly();
@@ -387,13 +388,13 @@ fn has_python() -> bool {
     std::process::Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// Plays a row, and returns how it differs from the table.
+/// Runs a row, and returns how the outcome differs from the table.
 fn play(row: &Row) -> Result<(), String> {
     let takes_strace = matches!(row.far, Far::Slow | Far::DriveHangs | Far::DriveFails);
     if takes_strace && !strace::is_possible() {
         return Ok(());
     }
-    // The script needs the same permission as strace.
+    // The script needs the same permissions as strace.
     if matches!(row.far, Far::DeadFlow(_)) && !(strace::is_possible() && has_python()) {
         eprintln!("dead connections are NOT tested: they need python3 and permission to trace processes");
         return Ok(());

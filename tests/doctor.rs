@@ -1,4 +1,4 @@
-//! `dayfly doctor`, on this machine and on "other hosts" that are this machine too.
+//! `dayfly doctor`, on this machine and on "other hosts" that are also this machine.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -30,7 +30,7 @@ fn each_finding_on_a_node_that_is_not_ok_comes_with_advice() {
     }
     let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     let rdma = finding(&reports[0], "RDMA");
-    // A card here is Soft-RoCE, which works and is slow.
+    // Any card here is Soft-RoCE, which works but is slow.
     assert_eq!(rdma["state"], if has_card { "slow" } else { "missing" }, "{rdma}");
     assert!(rdma["detail"].as_str().unwrap().contains(if has_card { "works" } else { "RDMA" }) || !has_card, "{rdma}");
     let table = ground.ok(&["doctor"]);

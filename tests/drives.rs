@@ -1,5 +1,5 @@
 //! Drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive cannot be
-//! read, and the error says so. Everything else continues, even on that node.
+//! read, and the error says so. Everything else continues to work, even on that node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use harness::{Cluster, Ground, signal, wait_for};
 use nix::sys::signal::Signal;
 
-/// Makes system calls of a process fail, until it is dropped.
+/// Makes system calls of a process fail until this value is dropped.
 struct Tampering(Child);
 
 impl Tampering {
@@ -64,7 +64,7 @@ fn ground(files: usize, len: usize) -> Ground {
     ground
 }
 
-/// Returns the unnamed files on its drives that a server has open.
+/// Returns the unnamed files that a server has open on its drives.
 fn files_of(cluster: &Cluster, pid: i32) -> Vec<fs::File> {
     let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
     let is_ours = |path: &std::path::PathBuf| fs::read_link(path).is_ok_and(|target| target.starts_with(cluster.data.path()));
@@ -106,12 +106,12 @@ fn a_drive_with_io_errors_loses_only_its_own_data() {
     const LEN: usize = 100_000;
     let cluster = ground(150, LEN).up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    // Occasional errors: each chunk arrives when it is requested again.
+    // With occasional errors, each chunk arrives when it is requested again.
     let Some(tampering) = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO:when=5+20") else { return };
     let failed = read_all(&cluster, 50, LEN);
     assert!(failed.is_empty(), "{failed:?}");
     drop(tampering);
-    // Permanent errors: blocks on node 1 fail, and the error says so.
+    // With permanent errors, reads of blocks on node 1 fail, and the error says so.
     let tampering = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO").unwrap();
     let failed = read_all(&cluster, 150, LEN);
     assert!(failed.len() > 20 && failed.len() < 90, "{} of 150", failed.len());
@@ -119,7 +119,7 @@ fn a_drive_with_io_errors_loses_only_its_own_data() {
         assert!(reason.contains("node 1") && reason.contains("drive") && reason.contains("Input/output error"), "{reason}");
         assert!(!reason.contains("lost"), "{reason}");
     }
-    // Meanwhile data can be staged in, on all nodes.
+    // Stage-ins still succeed, on all nodes.
     fs::create_dir(cluster.at("e")).unwrap();
     (0..50).for_each(|number| fs::write(cluster.at(format!("e/{number}")), content(number, LEN)).unwrap());
     cluster.stage(&[&cluster.at("e")], "/dayfly/e");
@@ -152,7 +152,7 @@ fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
         for thread in 0..8 {
             let (view, hung, reads) = (&view, &hung, &reads);
             scope.spawn(move || {
-                // Read for longer than a request waits for room in the arena.
+                // Keep reading for longer than a request waits for room in the arena.
                 loop {
                     for number in (0..FILES).skip(thread % 4 * 20) {
                         if start.elapsed() > Duration::from_secs(20) {

@@ -1,4 +1,5 @@
-//! Drives that lose data after they accepted it. Reads never return wrong bytes, and errors name the node, the drive and the way out.
+//! Drives that lose data after they accepted it. Reads never return wrong bytes, and errors name the node, the drive and the
+//! remedy.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -24,7 +25,7 @@ fn files(ground: &Ground, count: usize, len: usize) {
     (0..count).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, len)).unwrap());
 }
 
-/// Reads all files on a node through a new session, and checks their bytes. Returns how many could not be read.
+/// Reads all files on a node through a new session, checks their bytes, and returns how many could not be read.
 fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize {
     let view = cluster.view(number);
     let mut bytes = vec![0; len];
@@ -120,7 +121,7 @@ fn cached_blocks_whose_sync_failed_are_dropped() {
         std::thread::sleep(CACHE_TIME);
         drop(injected);
         assert_eq!(count(&node(&cluster, 0)["cached_bytes"]), 0, "{call}");
-        // Cached blocks of another dataset are in another file.
+        // The cached blocks of another dataset are in another file.
         cluster.stage(&[&cluster.at("d")], "/dayfly/e");
         let view = cluster.view(0);
         for number in 0..100 {
@@ -147,7 +148,7 @@ fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
         view.read_at(&file, 0, &mut vec![0; lens[number]]).unwrap();
     };
     let is_cached = || count(&node(&cluster, 0)["cached_blocks"]) == 1;
-    // One cached block alone: when it is cached again, the space that it had is free.
+    // With only one cached block: when it is cached again, its previous space is free.
     read(far[0]);
     wait_until("it is cached", is_cached);
     let source = format!("/dayfly/d/{}", far[0]);
@@ -164,7 +165,7 @@ fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     };
     assert!(copying.wait().unwrap().success());
     fs::remove_file(cluster.at("copied")).unwrap();
-    // The loader uses this call too. Find the one that reads the cached block.
+    // The dynamic loader uses this system call too. Find the call that reads the cached block.
     let trace = fs::read_to_string(cluster.at("trace")).unwrap();
     let got = |line: &str| line.rsplit_once(" = ").and_then(|(_, got)| got.trim().parse::<usize>().ok());
     let calls = trace.lines().filter(|line| line.contains("pread64("));
@@ -203,7 +204,7 @@ impl Small {
         None
     }
 
-    /// Takes all space that is left, as another program would.
+    /// Fills all remaining space, as another program would.
     fn fill(&self) {
         let mut filler = fs::File::create(self.0.join("filler")).unwrap();
         while filler.write_all(&[1; 4096]).is_ok() {}
@@ -212,12 +213,12 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // Lazily, because a server that is exiting may still have files open.
+        // Unmount lazily, because a server that is exiting may still have files open.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
 
-/// Makes a folder of files of 100,000 bytes for another stage-in.
+/// Creates a folder of files of 100,000 bytes each for another stage-in.
 fn more(ground: &Ground, name: &str, count: usize) {
     fs::create_dir(ground.at(name)).unwrap();
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
@@ -238,7 +239,7 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
         let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
-        // Blocks count as cached once a sync has covered them, so wait until no more are added.
+        // Blocks count as cached only after a sync has covered them, so wait until the count stops growing.
         let last = Cell::new(0);
         wait_until("all blocks that fit are cached", || {
             std::thread::sleep(CACHE_TIME);

@@ -1,4 +1,4 @@
-//! The programs in `docs/examples`, built as its README says and run over a real session.
+//! Builds the programs in `docs/examples` as its README says, and runs them over a real session.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -17,7 +17,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The folder with the programs of this build.
+/// Returns the folder with the programs of this build.
 fn built() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_dayfly")).parent().unwrap()
 }

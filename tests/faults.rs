@@ -1,5 +1,5 @@
-//! Servers that die at arbitrary points of a stage-in and of reads, one or all of them. Errors name the node within the deadline,
-//! nothing hangs, no read returns wrong or short bytes, and all space is freed.
+//! One server or all servers die at arbitrary points of a stage-in and of reads. Errors name the node within the deadline,
+//! nothing hangs, no read returns wrong bytes or too few, and all space is freed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -41,7 +41,7 @@ fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
     let mut hits = 0;
     for round in 0..9_u64 {
         let cluster = ground().up(3);
-        // Each node gets the request in turn, and each node is killed in turn.
+        // Each node receives the request in turn, and each node is killed in turn.
         let mut command = cluster.dayfly();
         command.args(["stage-in", "d", "/dayfly/d"]).env("DAYFLY_NODE", (round / 3).to_string());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
@@ -61,7 +61,7 @@ fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
         let node = format!("node {killed}");
         assert!(message.contains(&node), "{node} is not named in: {message}");
         if killed > 0 && round / 3 == u64::from(killed) {
-            // The node with the request died, perhaps after the others had already agreed to publish.
+            // The node that received the request died, perhaps after the others had already agreed to publish.
             wait_until("nothing is visible, or all of it", || {
                 let listed = cluster.output(&["ls", "/dayfly/d"]);
                 !listed.status.success() || harness::text(&listed.stdout).lines().count() == FILES
@@ -72,7 +72,7 @@ fn a_server_killed_during_stage_in_is_named_and_nothing_is_visible() {
         }
         assert_eq!(cluster.ok(&["ls"]), "", "nothing is half-visible");
         wait_until("its space is free again", || {
-            // `status` from any live node, because the coordinator may be dead.
+            // Run `status` on any live node, because the coordinator may be dead.
             let nodes = cluster.output(&["status", "--json"]).stdout;
             let status: serde_json::Value = serde_json::from_slice(&nodes).unwrap();
             status["nodes"].as_array().unwrap().iter().filter_map(|node| node["used_bytes"].as_u64()).all(|used| used == 0)
@@ -123,7 +123,7 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
         });
         assert!(whole > FILES / 2 && failed > 0, "{whole} whole, {failed} failed");
         assert!(cluster.output(&["verify"]).status.code() == Some(1));
-        // `cp` leaves no partial files.
+        // `cp` leaves no partial files behind.
         assert_eq!(cluster.output(&["cp", "-r", "/dayfly/d", "out"]).status.code(), Some(1));
         let copied: Vec<_> = fs::read_dir(cluster.at("out")).unwrap().map(|entry| entry.unwrap().path()).collect();
         assert!(copied.len() > FILES / 2 && copied.len() < FILES);
@@ -159,7 +159,7 @@ fn a_stopped_server_is_declared_lost_within_the_deadline() {
     cluster.down();
 }
 
-/// The error names the deadline that expired, which shows without a clock that it was the session's own.
+/// The error names the deadline that expired, which proves without measuring time that it was the session's own.
 #[test]
 fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     let cluster = ground().up_with(2, &["--deadlines-divisor", "10"]);
@@ -255,7 +255,7 @@ fn no_path_looks_absent_because_the_session_ends() {
         let looks: usize = std::thread::scope(|scope| {
             let look = || {
                 let mut looks = 0;
-                // Attach each time like a new process, which knows no dataset yet.
+                // Attach each time as a new process, which knows no dataset yet.
                 while let Ok(session) = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(0)) {
                     let found = dayfly_client::View::new(session).stat(b"/dayfly/d/f");
                     assert!(found.as_ref().map_or_else(|error| error.errno() == nix::libc::EIO, |_| true), "{:?}", found.err());
@@ -304,7 +304,7 @@ fn a_server_that_exits_while_a_program_attaches_gives_eio_not_enoent() {
 fn after_kill_9_of_everything_all_space_is_free_and_up_removes_the_folder() {
     let ground = ground();
     fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
-    // A file system of its own, because other tests use the common one meanwhile. Without root, the check is coarser.
+    // Use a separate file system, because other tests use the common one at the same time. Without root, the check is coarser.
     let own = ground.at("own");
     fs::create_dir(&own).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=400m", "none"]).arg(&own).output();
@@ -318,7 +318,7 @@ fn after_kill_9_of_everything_all_space_is_free_and_up_removes_the_folder() {
     let cluster = ground.up_with(3, &["--data-dir", data_dir.to_str().unwrap()]);
     cluster.stage(&[&cluster.at("large")], "/dayfly/l");
     assert!(taken() > before + (90 << 20) - tolerance);
-    // Stop all first; otherwise the servers that are killed last would clean up after those killed first.
+    // Stop all servers first; otherwise those that are killed last would clean up after those killed first.
     let all: Vec<i32> = cluster.pids().into_values().chain([cluster.location().supervisor().unwrap()]).collect();
     all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
     all.iter().for_each(|&pid| signal(pid, Signal::SIGKILL));

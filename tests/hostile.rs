@@ -1,4 +1,4 @@
-//! Hostile and damaged input. Errors are clear and name the position, nothing is half-visible, and servers survive.
+//! Hostile and damaged input. Errors are clear and name the position, nothing becomes partly visible, and servers survive.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -37,7 +37,7 @@ fn cluster() -> Cluster {
     cluster
 }
 
-/// Asserts that nothing of a failed stage-in is left, and that everything else is unchanged.
+/// Asserts that a failed stage-in left nothing behind, and that everything else is unchanged.
 fn assert_unharmed(cluster: &Cluster, used_before: u64) {
     assert_eq!(cluster.ok(&["ls"]), "good\n");
     cluster.ok(&["verify", "--from-every-node"]);
@@ -96,7 +96,7 @@ fn damaged_archives_are_named_with_the_place() {
     cluster.down();
 }
 
-/// A tar header of a regular file, with a correct checksum.
+/// Returns the tar header of a regular file, with a correct checksum.
 fn header(name: &str, size_field: &[u8; 12]) -> Vec<u8> {
     let mut block = vec![0; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());
@@ -157,7 +157,7 @@ fn sources_that_cannot_be_read_are_named() {
         assert!(message.contains(words), "{message}");
         assert_unharmed(&cluster, used);
     }
-    // Arguments that cannot be sources are wrong usage.
+    // Arguments that cannot be sources are usage errors.
     assert!(Command::new("mkfifo").arg(cluster.at("fifo")).status().unwrap().success());
     for (source, words) in
         [("", "empty"), ("fifo", "neither a file nor a directory"), ("/dev/null", "neither a file nor a directory")]
@@ -169,7 +169,7 @@ fn sources_that_cannot_be_read_are_named() {
         let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
         assert!(message.contains("not a regular file"), "{message}");
     }
-    // The name of a descriptor means the caller's, never the server's.
+    // The name of a descriptor refers to the caller's descriptor, never to the server's.
     for descriptor in 3..40 {
         let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);
         assert!(!output.status.success(), "the server's descriptor {descriptor} was staged in");
@@ -195,7 +195,7 @@ fn full_nodes_are_an_error_with_a_way_out() {
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("--capacity"), "{message}");
     assert_unharmed(&cluster, used);
-    // The size of a compressed archive shows only while it is unpacked.
+    // The unpacked size of a compressed archive becomes known only while it is unpacked.
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("no node has room left") && message.contains("--capacity"), "{message}");
@@ -225,7 +225,8 @@ fn a_full_file_system_is_an_error_too() {
     fs::write(ground.at("large/file"), vec![1; 9 << 20]).unwrap();
     pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
-    // A stage-in that is known to be too large does not start; the size of an archive's content is known only when it is read.
+    // A stage-in that is known to be too large does not start. The size of an archive's content is known only once it has been
+    // read.
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("free on all nodes"), "{message}");
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
@@ -239,7 +240,7 @@ fn a_full_file_system_is_an_error_too() {
     // Failed stage-ins have freed their space.
     cluster.stage(&[&cluster.at("few")], "/dayfly/few");
     cluster.ok(&["verify", "--from-every-node"]);
-    // Unmount it before the folder around it is removed.
+    // Unmount it before its parent folder is removed.
     cluster.ok(&["down"]);
     harness::wait_until("the kernel has closed the servers' files", || {
         Command::new("umount").arg(&small).status().unwrap().success()
@@ -247,7 +248,7 @@ fn a_full_file_system_is_an_error_too() {
     cluster.ground.assert_clean();
 }
 
-/// Noise of many lengths, the same in every run.
+/// Returns noise of many lengths, the same in every run.
 fn noise() -> Vec<Vec<u8>> {
     let mut state = 7_u64;
     let mut byte = || {
@@ -257,7 +258,7 @@ fn noise() -> Vec<Vec<u8>> {
     let mut all: Vec<Vec<u8>> =
         [1_usize, 4, 24, 100, 5000, 100_000].iter().map(|&len| (0..len).map(|_| byte()).collect()).collect();
     all.extend([vec![0; 64], vec![0xff; 64], b"GET / HTTP/1.0\r\n\r\n".to_vec(), 0x00ff_ffff_u32.to_le_bytes().to_vec()]);
-    // Noise behind a well-formed length.
+    // Noise after a well-formed length.
     all.push([&50_u32.to_le_bytes()[..], &(0..50).map(|_| byte()).collect::<Vec<_>>()].concat());
     all.push([&80_u16.to_le_bytes()[..], &(0..80).map(|_| byte()).collect::<Vec<_>>()].concat());
     all
@@ -281,7 +282,7 @@ fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
         let mut local = UnixStream::connect(&socket).unwrap();
         let _ = local.write_all(&noise);
     }
-    // The server closes silent connections in time, and serves members meanwhile.
+    // The server closes silent connections in time, and keeps serving members in the meantime.
     let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     assert_unharmed(&cluster, used);
     let mut stream = &silent[0];

@@ -1,5 +1,5 @@
-//! Flips one bit at each place where a sample's bytes rest or travel, and checks who detects it: see "Checksums, hop by hop" in
-//! `docs/SEMANTICS.md`.
+//! Flips one bit at each place where a sample's bytes are stored or sent, and checks who detects it: see "Checksums, hop by hop"
+//! in `docs/SEMANTICS.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -177,7 +177,7 @@ fn a_connection_that_damages_every_answer_gives_eio_that_names_the_owner_and_not
 #[test]
 fn a_bit_that_flips_in_the_arena_is_detected_by_verified_reads() {
     let session = staged(true);
-    // Nothing may be cached, so that reads come from the arena.
+    // Nothing may be cached, so that reads are served from the arena.
     tune_cache(&session, 0);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
@@ -299,7 +299,7 @@ fn a_cached_block_that_cannot_be_read_is_fetched_from_its_owner() {
     let expected = content(far, LENS[far]);
     assert!(read(&view, far).unwrap() == expected);
     wait_until_cached(&view, far);
-    // Cut its bytes off the file, which is a drive error for a reader.
+    // Truncate the file before these bytes, which is a drive error for a reader.
     session.cut(session.data_dir(0), &expected);
     assert!(read(&session.view(0), far).unwrap() == expected);
     assert_eq!(found(&session, Hop::Cached), 1);
@@ -392,7 +392,7 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_visible() {
     for (number, &len) in LENS.iter().enumerate() {
         let bytes = read(&late, number);
         if late.session().datasets().unwrap().first().is_none_or(|dataset| dataset.id() != old) {
-            // The new one is visible already: the machine is too slow to prove anything.
+            // The new version is already visible, so the machine is too slow to prove anything.
             break;
         }
         assert!(bytes.unwrap_or_else(|reason| panic!("file {number}: {reason}")) == content(number, len), "file {number}");

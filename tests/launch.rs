@@ -1,6 +1,6 @@
 //! How sessions start, live and end: servers start along a tree, the session starts without missing
-//! nodes, supervisors hold leases, and jobs find their own sessions. What needs a cluster is in
-//! `tests/slurm/jobs`.
+//! nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
+//! cluster are in `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -17,8 +17,8 @@ use dayfly_meta::limits::TREE_WIDTH;
 use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
-/// A ground with a stand-in for `ssh`, which runs commands on this machine and notes the host and
-/// the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
+/// Creates a ground with a stand-in for `ssh`, which runs commands on this machine and records the
+/// host and the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
 struct Hosts(Ground);
 
 impl Hosts {
@@ -148,7 +148,7 @@ fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
     std::thread::sleep(Duration::from_secs(2));
     assert_eq!(cluster.pids(), servers);
-    // A session whose supervisor alone is silent, as if its machine were gone, ends.
+    // A session ends if only its supervisor is silent, as if the supervisor's machine were gone.
     signal(supervisor, Signal::SIGSTOP);
     let start = Instant::now();
     wait_until("the servers have ended", || cluster.pids().is_empty());
@@ -298,7 +298,7 @@ fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     assert!(!output.status.success());
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
-    // It does not apply either if the supervisor gets a signal.
+    // Nor does it apply if the supervisor gets a signal.
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
@@ -347,7 +347,7 @@ fn servers_can_be_started_by_hand() {
     let of_first = format!("starting-{}.lock", first.id());
     wait_until("the first server has joined", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
     for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // These signals are for the job, and a server that waits for others ignores them.
+        // These signals are meant for the job, so a server that waits for others ignores them.
         signal(first.id() as i32, number);
     }
     let mut second = ground
@@ -364,7 +364,7 @@ fn servers_can_be_started_by_hand() {
         assert!(wait_for(server, Duration::from_secs(10)).unwrap().success());
     }
     ground.assert_clean();
-    // A server that comes too late, and servers without an invitation.
+    // Try a server that comes too late, and servers without an invitation.
     let late = harness::output_of(ground.dayfly().args(["serve", "--key-file"]).arg(&copy));
     assert!(text(&late.stderr).contains("cannot reach the supervisor"), "{}", text(&late.stderr));
     assert!(ground.fails(2, &["serve"]).contains("needs the invitation that 'dayfly up' writes"));
@@ -385,7 +385,7 @@ fn an_encrypted_session_works_like_any_other() {
     cluster.down();
 }
 
-/// Whether a process runs. A zombie does not.
+/// Returns true if a process is running. A zombie is not.
 fn runs(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
@@ -408,7 +408,7 @@ impl Pids {
 impl Drop for Pids {
     fn drop(&mut self) {
         for &pid in self.0.iter().filter(|&&pid| runs(pid)) {
-            // The process may have just ended.
+            // The process may just have exited.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
@@ -514,7 +514,7 @@ fn up_in_the_foreground_prints_why_it_ends() {
     ground.assert_clean();
 }
 
-/// Each server lives in a mount namespace of its own, with another file system at the runtime
+/// Each server runs in its own mount namespace, with another file system at the runtime
 /// folder, as on separate machines.
 ///
 /// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its

@@ -1,4 +1,4 @@
-//! Leases of readers that stop, sleep or hold on to their views, and the requests that wait for the room meanwhile.
+//! Leases of readers that stop, sleep or hold on to their views, and the requests that wait for the room that they hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -86,7 +86,7 @@ fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
     let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     // Samples of node 1 arrive at once. The errors about node 2, which does not answer, come later, and are more than the socket
-    // holds. The server then waits for this process, which does not read.
+    // can hold. The server then waits for this process, which does not read.
     std::thread::sleep(2 * Deadlines::DEFAULT.request + Duration::from_secs(3));
     churn(&cluster.view(0), &others);
     let (mut whole, mut wrong) = (0, 0);
@@ -144,7 +144,7 @@ fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     let paths: Vec<Vec<u8>> = (0..20).map(path).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     let (segment, _) = dataset.segment_position(BlockId(0)).unwrap();
-    // Cut the segment short and restore it, as if the drive failed for a moment.
+    // Truncate the segment and restore it, as if the drive failed for a moment.
     let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
     let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
     segment.read_exact_at(&mut whole, 0).unwrap();
@@ -226,7 +226,7 @@ fn stop(pid: i32) {
     });
 }
 
-/// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its orders.
+/// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_of_the_leases", "--nocapture"])
@@ -262,7 +262,7 @@ fn child_of_the_leases() {
     let paths: Vec<Vec<u8>> = files.iter().map(|&number| path(number)).collect();
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     match words[0] {
-        // Holds a batch without any call until a line on standard input asks it to check the batch.
+        // Holds a batch and makes no call until a line on standard input asks it to check the batch.
         "hold" => {
             let mut batch = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();
             batch.wait().unwrap();
@@ -329,7 +329,7 @@ fn idle_orders_release_their_window_to_waiting_requests() {
         assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
     };
-    // The small files fill the arena side by side. The order then holds every second one, which leaves no room for a large one.
+    // The small files fill the arena without gaps. The order then holds every second one, which leaves no room for a large one.
     small.truncate(325);
     small.iter().for_each(|&number| read(number));
     let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
@@ -349,7 +349,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     let view = cluster.view(0);
     let (small, large): (Vec<usize>, Vec<usize>) =
         numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
-    // Each batch alone would need a quarter of the arena.
+    // Each batch by itself would need a quarter of the arena.
     let idle: Vec<_> = small[..83 * 4]
         .chunks(83)
         .map(|numbers| {
@@ -388,7 +388,7 @@ fn idle_processes_lose_their_leases_to_waiting_requests_and_notice_it() {
     let view = cluster.view(0);
     let far = numbers(&view, lens.len(), false);
     let (small, large): (Vec<usize>, Vec<usize>) = far.into_iter().partition(|&number| lens[number] < 1_000_000);
-    // Each holder has a part of its own. Some of them are stopped, as by a debugger.
+    // Each holder has its own part. Some holders are stopped, as by a debugger.
     let mut holders: Vec<Child> =
         small[..130].chunks(26).map(|part| child(&cluster, &format!("hold 0 {}", words(part)))).collect();
     let mut lines: Vec<_> = holders.iter_mut().map(is_ready).collect();
@@ -403,7 +403,7 @@ fn idle_processes_lose_their_leases_to_waiting_requests_and_notice_it() {
         }
     }
     println!("large files beside idle holders took {:?}", start.elapsed());
-    // Each holder has the right bytes, or `is_good` is false.
+    // Each holder has the correct bytes, or `is_good` is false.
     for (mut holder, lines) in holders.into_iter().zip(&mut lines) {
         signal(holder.id() as i32, Signal::SIGCONT);
         holder.stdin.take().unwrap().write_all(b"\n").unwrap();
@@ -416,7 +416,7 @@ fn idle_processes_lose_their_leases_to_waiting_requests_and_notice_it() {
     cluster.down();
 }
 
-/// Sends a message on a connection of the test's own.
+/// Sends a message on a connection that the test itself opened.
 fn send(stream: &mut UnixStream, message: &FromClient) -> std::io::Result<()> {
     let message = encode(message);
     stream.write_all(&[&encode_local(message.len()).unwrap()[..], &message].concat())
@@ -446,7 +446,7 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     send(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
     assert!(matches!(receive(&mut stream), FromServer::Welcome { .. }));
-    // None of them can be read, and the errors are more than the socket holds, so the server waits for this side to read.
+    // None of them can be read, and the errors exceed what the socket holds, so the server waits for this side to read.
     send(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     for number in 0..3000 {
@@ -488,7 +488,7 @@ fn clients_stopped_at_random_continue_and_see_no_wrong_byte() {
     while Instant::now() < until {
         let which = random.random_range(0..clients.len());
         signal(clients[which].id() as i32, Signal::SIGSTOP);
-        // Occasionally for longer than a server waits for a client.
+        // Sometimes stop for longer than a server waits for a client.
         std::thread::sleep(Duration::from_millis(if random.random_range(0..6) == 0 {
             6000
         } else {

@@ -1,4 +1,4 @@
-//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and the counters of all these.
+//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and their counters.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -39,7 +39,7 @@ fn with_room_for_all_the_second_epoch_sends_no_request_to_peers() {
         let opened = view.open(&path(number)).unwrap();
         assert!(view.read_at(&opened, 0, &mut bytes).unwrap() == len && bytes == content(number, len), "{number}");
     }
-    // `tune` drops cached blocks, and views of them stay right.
+    // `tune` drops cached blocks, and views of them stay correct.
     let mut views =
         view.session().read_many(&dataset(&view), &[SampleId(0), SampleId(1)], Delivery::InOrder, OnMissing::Fail).unwrap();
     views.wait().unwrap();
@@ -61,7 +61,7 @@ fn changes_of_the_cache_take_effect_one_at_a_time() {
     let view = cluster.view(0);
     read_epoch(&view, 0);
     for _ in 0..3 {
-        // A batch holds views of cached blocks, so that dropping them takes some time; other changes arrive meanwhile.
+        // A batch holds views of cached blocks, so dropping them takes some time, and other changes arrive during that time.
         let samples: Vec<SampleId> = (0..300).map(SampleId).collect();
         let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
         batch.wait().unwrap();
@@ -149,7 +149,7 @@ fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
 /// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
 #[test]
 fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
-    // Of its 32 MiB, a node owns 10 and caches 10. 16 MiB more on each node leave 6 MiB for cached blocks.
+    // Of its 32 MiB, a node owns 10 and caches 10. Another 16 MiB on each node leaves 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -159,7 +159,7 @@ fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
     let before = count(&node(&cluster, 0)["cached_bytes"]);
     fs::create_dir(cluster.at("more")).unwrap();
     (0..300).for_each(|number| fs::write(cluster.at(format!("more/{number}")), content(number, 100_000)).unwrap());
-    // Meanwhile a reader continues, and sees no wrong byte.
+    // During all of this a reader continues, and sees no wrong byte.
     std::thread::scope(|scope| {
         let staging = scope.spawn(|| cluster.stage(&[&cluster.at("more")], "/dayfly/more"));
         let mut bytes = vec![0; 100_000];
@@ -207,7 +207,7 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
 fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
     const FILES: usize = 1500;
     const LEN: usize = 20_000;
-    // The space of a node, its own part included, is four fifths of the dataset, and a little for what else it needs.
+    // A node's space, including its own part, is four fifths of the dataset, plus a little for everything else that it needs.
     let capacity = (FILES * LEN * 4 / 5 + 300_000).to_string();
     let cluster = session(3, &["--capacity", &capacity], &[LEN; FILES]);
     let view = cluster.view(0);
@@ -261,7 +261,7 @@ fn ordered_samples_arrive_before_they_are_read() {
         let (size, _) = dataset.catalog().sample(sample).unwrap();
         assert_eq!(view.session().read_at(&dataset, sample, 0, &mut buffer[..size as usize], &mut None).unwrap() as u64, size);
         if at % 20 == 0 {
-            // About the duration of a training step.
+            // This is about the duration of a training step.
             std::thread::sleep(Duration::from_millis(2));
         }
     }

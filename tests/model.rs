@@ -1,5 +1,5 @@
-//! The model tests: random operations on the namespace and on a plain directory have equal results after every step. Each step runs on
-//! a random node, so that blocks that are local in one step are remote in the next.
+//! The model tests: random operations on the namespace and on a plain directory must have equal results after every step. Each
+//! step runs on a random node, so that blocks that are local in one step are remote in the next.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,7 +23,7 @@ use rand::{Rng, SeedableRng};
 
 const STEPS: usize = 6000;
 
-/// An operation of a program, with its path.
+/// An operation that a program does, with its path.
 #[derive(Debug)]
 enum Op {
     Stat(Vec<u8>),
@@ -114,7 +114,7 @@ fn in_namespace(view: &View, op: &Op, root: &[u8]) -> Outcome {
         Op::ReadLink(path) => view.read_link(&at(path)).map(|target| format!("{target:?}")),
         Op::Canonical(path) => view.canonical(&at(path)).map(|path| format!("{:?}", path.strip_prefix(root))),
         Op::List(path) => view.open_directory(&at(path)).map(|directory| {
-            // List in two parts, as a program with a small buffer does.
+            // Read the directory in two parts, as a program with a small buffer does.
             let first: Vec<_> = directory.entries(0).take(3).collect();
             let rest: Vec<_> = first.last().map_or_else(Vec::new, |last| directory.entries(last.next).collect());
             let entries = first.into_iter().chain(rest).map(|entry| format!("{:?}{}", entry.name, kind_text(entry.kind)));
@@ -177,8 +177,8 @@ fn crc(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, &byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)))
 }
 
-/// Whether the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there, so the results
-/// cannot be compared.
+/// Returns true if the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there,
+/// so the results cannot be compared.
 fn leads_out(folder: &Path, op: &Op) -> bool {
     let (Op::Stat(path) | Op::Lstat(path) | Op::ReadLink(path) | Op::List(path) | Op::Canonical(path) | Op::Read(path, ..)) = op;
     let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
@@ -192,7 +192,7 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
             b".." => drop(at.pop()),
             _ => at.push(&name),
         }
-        // The walk has left the root of the tree.
+        // The path has left the root of the tree.
         if full.starts_with(folder) && at.components().count() >= 1 && !folder.starts_with(&at) && !at.starts_with(folder) {
             return true;
         }
@@ -248,7 +248,7 @@ fn random_operations_agree_with_a_plain_directory() {
     }
 }
 
-/// The orders of a child process of this test binary: seed, output file and folder.
+/// The instructions for a child process of this test binary: seed, output file and folder.
 const CHILD: &str = "DAYFLY_TEST_MODEL";
 const CALLS: usize = 4000;
 

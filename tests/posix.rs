@@ -35,7 +35,7 @@ fn plainly(ground: &Ground, arguments: &[&OsStr]) -> Output {
     output_of(&mut command)
 }
 
-/// Makes a tree of sources, and one file of each kind that the programs below need.
+/// Creates a tree of sources, and one file of each kind that the programs below need.
 fn sources_and_data(root: &Path) {
     for folder in ["meta", "client", "docs"] {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
@@ -69,7 +69,7 @@ fn sources_and_data(root: &Path) {
 }
 
 fn run_if_there(program: &str, arguments: &[&OsStr]) {
-    // Where the program is missing, the tests that need its output are skipped as well.
+    // If the program is missing, the tests that need its output are also skipped.
     let _ = Command::new(program).args(arguments).output();
 }
 
@@ -83,7 +83,7 @@ fn is_there(program: &str) -> bool {
     found
 }
 
-/// Puts the variables of a script in front of it.
+/// Prepends a script's variables to the script.
 fn words(words: &str, root: &Path, out: &Path) -> String {
     format!("R={} O={} PROGRAMS={}; export R; {words}", root.display(), out.display(), here("programs.py").display())
 }
@@ -127,7 +127,7 @@ fn first_difference(expected: &Output, found: &Output) -> String {
     format!("plain: {:?} {:?}\nours:  {:?} {:?}", expected.status, pair.map(|pair| pair.0), found.status, pair.map(|pair| pair.1))
 }
 
-/// Makes the tree that `calls.c` needs.
+/// Creates the tree that `calls.c` needs.
 fn tree_for_calls(root: &Path) {
     fs::create_dir_all(root.join("sub/empty")).unwrap();
     fs::create_dir(root.join("sub/deep")).unwrap();
@@ -156,7 +156,7 @@ fn compile(ground: &Ground, source: &str, options: &[&str]) -> PathBuf {
     program
 }
 
-/// Sorts the lines of each `nftw` walk, whose order is the plain directory's.
+/// Sorts the lines of each `nftw` walk, because each directory has its own order.
 fn sorted_walks(text: &str) -> Vec<&str> {
     let mut lines: Vec<&str> = text.lines().collect();
     for group in lines.chunk_by_mut(|left, right| left.starts_with("nftw ") && right.starts_with("nftw ")) {
@@ -243,7 +243,7 @@ fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
 #[test]
 fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
     let ground = Ground::new();
-    // A copy of the program without the library beside it.
+    // A copy of the program without the library next to it.
     let alone = ground.at("alone");
     fs::create_dir(&alone).unwrap();
     fs::copy(env!("CARGO_BIN_EXE_dayfly"), alone.join("dayfly")).unwrap();
@@ -449,7 +449,7 @@ fn a_program_in_other_pid_and_user_namespaces_reads_the_namespace() {
     twin.cluster.down();
 }
 
-/// The variable that names a root file system with an older glibc, which `.ci/run` makes.
+/// The variable that names a root file system with an older glibc, which `.ci/run` creates.
 const FOREIGN_ROOT: &str = "DAYFLY_TEST_FOREIGN_ROOT";
 
 /// SEMANTICS: "Containers: the library needs glibc 2.28 or newer, in the container as outside."
@@ -467,7 +467,7 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
          head -c 5 < data/numbers.txt; perl -e 'print -s \"data/big.bin\"'; (cd data; ./hello.sh you)"
     );
     let expected = twin.shell(&look);
-    // As a container under `dayfly env` does: bind the library and the session's folder.
+    // Bind the library and the session's folder, as a container under `dayfly env` does.
     let library = fs::canonicalize(library()).unwrap();
     let session = twin.cluster.folder();
     let binds: String = [library.parent().unwrap(), session.as_path()]

@@ -1,5 +1,5 @@
-//! Sessions over RDMA as their users see them, and the messages where there is no card. Tests that need a card run in a virtual
-//! machine with Soft-RoCE: see `tests/vm/rdma`.
+//! Sessions over RDMA as their users see them, and the messages that they see if there is no card. Tests that need a card run in
+//! a virtual machine with Soft-RoCE: see `tests/vm/rdma`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -14,7 +14,7 @@ use dayfly_meta::deadlines::Deadlines;
 use harness::Ground;
 use serde_json::Value;
 
-/// Whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
+/// Returns true if there is a card to test with. If there is none, prints that once, bypassing the test harness.
 fn has_card() -> bool {
     let is_there = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     if !is_there {
@@ -27,7 +27,7 @@ fn has_card() -> bool {
     is_there
 }
 
-/// Options for little memory, which suffices for these sessions. All of it is allocated and locked at the start.
+/// Options for a small amount of memory, which is enough for these sessions. All of it is allocated and locked at the start.
 const SMALL: [&str; 4] = ["--memory", "32M", "--stage-in-memory", "256M"];
 
 fn networks(status: &Value) -> Vec<&Value> {
@@ -42,18 +42,18 @@ fn read_number(path: &Path) -> u64 {
     fs::read_to_string(path).unwrap().trim().parse().unwrap()
 }
 
-/// Packets that the kernel's RDMA stack has received.
+/// Returns the number of packets that the kernel's RDMA stack has received.
 fn packets() -> u64 {
     let cards = fs::read_dir("/sys/class/infiniband").unwrap();
     cards.map(|card| read_number(&card.unwrap().path().join("ports/1/hw_counters/rcvd_pkts"))).sum()
 }
 
-/// Bytes that went by TCP. Servers on one machine reach each other through this interface.
+/// Returns the number of bytes that went over TCP. Servers on one machine reach each other through this interface.
 fn loopback_bytes() -> u64 {
     read_number(Path::new("/sys/class/net/lo/statistics/tx_bytes"))
 }
 
-/// Real archives: the crates that the build has downloaded.
+/// Returns real archives: the crates that the build has downloaded.
 fn archives() -> Vec<PathBuf> {
     let home = std::env::var_os("CARGO_HOME")
         .map_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap()).join(".cargo"), PathBuf::from);
@@ -81,7 +81,7 @@ fn a_whole_session_uses_rdma() {
     let verified = cluster.ok(&["verify", "--from-every-node"]);
     assert!(verified.contains("from 4 nodes"), "{verified}");
 
-    // Every byte between servers went by the card, according to its counters, to Dayfly's, and to those of the TCP interface.
+    // Every byte between servers went over the card, according to its counters, to Dayfly's, and to those of the TCP interface.
     let status = cluster.status();
     let sum = |name: &str| networks(&status).iter().map(|network| number(&network[name])).sum::<u64>();
     let remote: u64 = status["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();

@@ -22,7 +22,7 @@ use rand::{Rng, SeedableRng};
 
 const CHILD: &str = "DAYFLY_TEST_READ_PATH_CHILD";
 
-/// Starts this test binary as a child process that runs `child_of_the_read_path` with these words as its orders.
+/// Starts this test binary as a child process that runs `child_of_the_read_path` with these words as its instructions.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_of_the_read_path", "--nocapture"])
@@ -62,7 +62,7 @@ fn child_of_the_read_path() {
     }
 }
 
-/// Reads random files, one at a time and in batches, and checks every byte, until the time is over.
+/// Reads random files, one at a time and in batches, and checks every byte, until the time is up.
 fn stress(view: &View, files: usize, seed: u64, duration: Duration) {
     let mut random = StdRng::seed_from_u64(seed);
     let dataset = dataset(view);
@@ -211,7 +211,7 @@ fn a_missing_sample_ends_the_batch_or_is_reported() {
     assert!(view.read_many_into(&names, &mut buffers, OnMissing::Fail).is_err());
     let sizes = view.read_many_into(&names, &mut buffers, OnMissing::Report).unwrap();
     assert_eq!(sizes.iter().filter(|size| size.is_err()).count(), 2);
-    // Samples of a dead node are reported in the same way, unless this node has them.
+    // Samples on a dead node are reported in the same way, unless this node has copies of them.
     cluster.ok(&["tune", "--cache", "off"]);
     let far: Vec<SampleId> =
         numbers(&view, 60, false).into_iter().map(|number| view.open(&path(number)).unwrap().sample()).collect();
@@ -227,7 +227,7 @@ fn a_missing_sample_ends_the_batch_or_is_reported() {
             errors.insert(samples[delivered.index]);
         }
     }
-    // The arena may have had some of them.
+    // Some of them may have been in the arena.
     assert!(errors.iter().all(|sample| far.contains(sample)));
 }
 
@@ -368,7 +368,7 @@ fn leases_end_with_their_process_even_if_a_child_inherited_its_connections() {
     holder.kill().unwrap();
     assert_eq!(holder.wait().unwrap().signal(), Some(9));
     assert_accounts_are_settled(&cluster);
-    // The child still lives, and has open what its parent had open.
+    // The child is still alive, and has everything open that its parent had open.
     harness::signal(words[2].parse().unwrap(), nix::sys::signal::Signal::SIGKILL);
     cluster.down();
 }

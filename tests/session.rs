@@ -19,7 +19,7 @@ harness::with_few_and_many_workers! {
     a_canceled_stage_in_leaves_nothing,
 }
 
-/// Makes a tree with everything that an archive can hold.
+/// Creates a tree with everything that an archive can hold.
 fn make_tree(folder: &Path) {
     fs::create_dir_all(folder.join("sub/deep")).unwrap();
     fs::create_dir(folder.join("empty-directory")).unwrap();
@@ -139,7 +139,7 @@ fn local_reads_send_no_message_and_are_counted() {
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let view = cluster.view(0);
     assert!(view.stat(b"/dayfly/d/0").is_ok());
-    // Stop the server instead of killing it, so that a message to it would wait.
+    // Stop the server instead of killing it, so that any message to it would wait.
     let pid = cluster.pids()[&0];
     signal(pid, Signal::SIGSTOP);
     for number in 0..50_u8 {
@@ -208,7 +208,7 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
 fn attributes_and_the_order_of_entries_are_the_same_on_every_node() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"));
-    // An archive that does not name the directories above its members, and whose files nobody may read.
+    // This archive does not name the directories above its members, and its permissions let nobody read its files.
     let archive = ground.at("partial.tar");
     let members = ["sub/7.bin", "hard"].map(AsRef::as_ref);
     let options = ["--mode=0", "-cf"].map(AsRef::as_ref);
@@ -331,7 +331,7 @@ fn commands_distinguish_sessions() {
     assert!(down(&second).contains("1 node ended"));
     assert!(down(&second).contains("nothing to do"));
     assert!(ground.ok(&["status"]).contains(&first));
-    // `up` must not sweep away a session that runs elsewhere and shares the data dir, although its folders look empty.
+    // `up` must not remove a session that runs elsewhere and shares the data dir, although its folders look empty.
     let other = Ground::new();
     let up = |ground: &Ground| output_of(ground.dayfly().arg("up").env("TMPDIR", other.data.path())).status.success();
     assert!(up(&other) && up(&ground));
@@ -390,10 +390,10 @@ fn down_and_clean_wait_for_a_session_that_is_ending() {
         let all = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
         let (location, lock) = dayfly_client::locate::create(&all, dayfly_meta::id::SessionId([7; 8]), None).unwrap();
         let going = std::thread::spawn(move || {
-            // The process that holds the lock is the one to remove the folder.
+            // The process that holds the lock must remove the folder.
             std::thread::sleep(Duration::from_millis(200));
             while location.folder.exists() {
-                // A process that tries to take the lock may create it again meanwhile.
+                // A process that tries to take the lock may recreate it in the meantime.
                 let _ = fs::remove_dir_all(&location.folder);
             }
             drop(lock);
@@ -411,7 +411,7 @@ fn a_canceled_stage_in_leaves_nothing() {
     (0..20_000).for_each(|number| fs::write(ground.at(format!("d/{number}")), [1; 3000]).unwrap());
     let cluster = ground.up(2);
     for node in ["0", "1"] {
-        // Without the interrupt it would take 15 seconds.
+        // Without the interrupt this would take 15 seconds.
         let mut command = cluster.dayfly();
         command.args(["stage-in", "--max-rate", "4MB/s", "d", "/dayfly/d"]).env("DAYFLY_NODE", node);
         let mut child = command.spawn().unwrap();
@@ -503,7 +503,7 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
         ),
         (125, "is a directory", &["good.tar:/dayfly/a"], &["--report", "tree", "--", "true"]),
     ];
-    // In this folder, every attempt to start a session fails, with another message.
+    // In this folder, every attempt to start a session fails, with a different message.
     let nowhere = ground.at("no-such-folder");
     for (status, word, sources, rest) in cases {
         let stage_ins = sources.iter().flat_map(|source| ["--stage-in", source]);
@@ -521,7 +521,7 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
     }
     let started = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
     assert!(text(&started.stderr).contains("no-such-folder"), "a session must fail to start there: {}", text(&started.stderr));
-    // No refusal: sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
+    // Not refused are sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
     let runs = |arguments: &[&str]| {
         let output = output_of(ground.dayfly().env_remove("PATH").args(["run", "--local", "1"]).args(arguments));
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));

@@ -1,5 +1,5 @@
-//! Stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is visible whole or not at
-//! all, and is stored in shuffled order.
+//! Stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
+//! completely visible or not at all, and is stored in shuffled order.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -37,7 +37,7 @@ harness::with_few_and_many_workers! {
     a_full_disk_ends_a_stage_in_and_its_space_is_free_again,
 }
 
-/// Makes files of many sizes in a few directories, all with different content.
+/// Creates files of many sizes in a few directories, all with different content.
 fn make_tree(folder: &Path, files: usize) {
     let mut random = StdRng::seed_from_u64(files as u64);
     for number in 0..files {
@@ -51,7 +51,7 @@ fn make_tree(folder: &Path, files: usize) {
     fs::hard_link(folder.join("class-1/1.bin"), folder.join("hard")).unwrap();
 }
 
-/// Copies a tree out of the namespace by `dayfly cp`, and reads the copy.
+/// Copies a tree out of the namespace with `dayfly cp`, and reads the copy.
 fn copied(cluster: &Cluster, from: &str, name: &str) -> harness::Tree {
     let to = cluster.at(name);
     cluster.ok(&["cp", "-r", from, to.to_str().unwrap()]);
@@ -243,7 +243,7 @@ fn sparse_members_are_expanded() {
         let len = file.metadata().unwrap().len();
         file.set_len(len + 100_000).unwrap();
     }
-    // So many pieces that their map does not fit in one header.
+    // There are so many pieces that their map does not fit in one header.
     let mut many = fs::File::create(ground.at("tree/many")).unwrap();
     for piece in 0..100_u64 {
         std::io::Seek::seek(&mut many, std::io::SeekFrom::Start(piece * 65_536)).unwrap();
@@ -267,7 +267,7 @@ fn sparse_members_are_expanded() {
         let mut found = copied(&cluster, &format!("/dayfly/{name}"), name);
         let mut expected = expected.clone();
         if name == "gnu" {
-            // This format has no fractions of seconds.
+            // This format does not store fractions of seconds.
             expected.values_mut().chain(found.values_mut()).for_each(|node| node.mtime.1 = 0);
         }
         assert_same_tree(&expected, &found, name);
@@ -348,14 +348,14 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
     let expected = read_tree(&ground.at("tree"));
     let cluster = ground.up(2);
-    // More than may run at once, and slow enough to overlap.
+    // Start more than may run at once, slow enough to overlap.
     let start = |number: u32, target: &str| {
         let mut command = cluster.dayfly();
         command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]).env("DAYFLY_NODE", (number % 2).to_string());
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut first = start(0, "/dayfly/d0");
-    // It owns its target before it prints what it will stage in. The pipe stays open, because it continues to print.
+    // The command owns its target before it prints what it will stage in. The pipe stays open, because it continues to print.
     let mut printed = BufReader::new(first.stderr.take().unwrap()).lines();
     assert!(printed.by_ref().any(|line| line.unwrap().contains("staging")), "the first stage-in begins");
     let others = (1..6).map(|number| start(number, &format!("/dayfly/d{number}")));
@@ -448,7 +448,7 @@ fn stored_order_is_random_and_complete() {
         let share = ascents as f64 / order.len() as f64;
         assert!((0.45..0.55).contains(&share), "{share} of the samples come after one with a lower name");
     }
-    // The order of an epoch is the same on every node, and each epoch has another.
+    // The order of an epoch is the same on every node, and each epoch has a different one.
     let epoch = |node, epoch| {
         let view = cluster.view(node);
         let dataset = view.dataset_of(b"/dayfly/x").unwrap();
@@ -573,7 +573,7 @@ struct Unmount(std::path::PathBuf);
 
 impl Drop for Unmount {
     fn drop(&mut self) {
-        // Lazily, because a server that is exiting may still have files open.
+        // Unmount lazily, because a server that is exiting may still have files open.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }

@@ -1,4 +1,4 @@
-//! Stage-ins that do not simply succeed: those that stand still, are refused, conflict or are interrupted, and their exit statuses.
+//! Stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit statuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -23,7 +23,7 @@ harness::with_few_and_many_workers! {
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
 
-/// Holds up a server's reads of one file until it is dropped.
+/// Stalls a server's reads of one file until this value is dropped.
 struct HeldUpReads(std::process::Child);
 
 impl HeldUpReads {
@@ -32,7 +32,7 @@ impl HeldUpReads {
         strace.args(["-f", "-qq", "-e", "trace=read,pread64", "-e", "inject=read,pread64:delay_enter=600s", "-P"]).arg(path);
         strace.args(["-o", "/dev/null", "-p", &pid.to_string()]).stderr(Stdio::piped());
         let mut child = strace.spawn().ok()?;
-        // Wait until the kernel reports a tracer for each thread. A strace that may not trace exits.
+        // Wait until the kernel reports a tracer for each thread. If strace may not trace, it exits.
         let traced = format!("TracerPid:\t{}\n", child.id());
         let is_traced = || {
             let mut threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
@@ -54,7 +54,7 @@ impl HeldUpReads {
 
 impl Drop for HeldUpReads {
     fn drop(&mut self) {
-        // The reads continue once strace is gone.
+        // The reads continue once strace has exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -69,7 +69,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     (0..60).for_each(|number| fs::write(ground.at(format!("tree/class-1/{number}.bin")), vec![number; 3000]).unwrap());
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
     let cluster = ground.up_with(2, &["--stage-in-timeout", "2"]);
-    // A worker is the first to read a file of a tree; an archive is read already while the stage-in is planned.
+    // A worker is the first to read a file of a tree; an archive is already read during planning.
     for (source, held) in [("tree", "tree/class-1/1.bin"), ("a.tar", "a.tar")] {
         let path = cluster.at(held).canonicalize().unwrap();
         let pids = cluster.pids();
@@ -92,7 +92,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     cluster.down();
 }
 
-/// Makes three archives with the same four names each. The content of a file names its archive.
+/// Creates three archives with the same four names each. The content of a file names its archive.
 fn shards(ground: &Ground) {
     fs::create_dir(ground.at("col")).unwrap();
     for shard in ["a", "b", "c"] {

@@ -16,8 +16,8 @@ use tempfile::TempDir;
 const OWNER: u32 = 65_532;
 const STRANGER: u32 = 65_531;
 
-/// Folders that everyone may use, like `/tmp` and a node's drive, and a copy of the program that
-/// everyone may run.
+/// Folders that every user may use, like `/tmp` and a node's drive, and a copy of the program that
+/// every user may run.
 struct Commons {
     folder: TempDir,
 }
@@ -92,7 +92,7 @@ fn another_user_sees_and_reaches_nothing() {
     assert_eq!(shared_memory(), before, "shared memory has no names");
     let mut tried = 0;
     let mut check = |script: &str, path: &Path| {
-        // The owner may do it; otherwise the refusal below would prove nothing.
+        // The owner may do this; otherwise the refusal below would prove nothing.
         if !path.starts_with("/proc") {
             assert_eq!(commons.python(OWNER, script, path), "done", "{script} {}", path.display());
         }
@@ -178,7 +178,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
                 let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
             }
         }
-        // The owner's own folder, which others may enter.
+        // This is the owner's own folder, which others may enter.
         assert_eq!(commons.python(OWNER, "os.mkdir(path); os.chmod(path, 0o755)", &trap), "done");
         let message = text(&commons.dayfly(OWNER, &["up"]).stderr);
         assert!(
@@ -219,7 +219,7 @@ fn a_folder_that_others_could_move_away_is_refused() {
         assert!(message.contains("Permission denied") && message.contains(way_out), "{message}");
         mode(place, 0o1777);
     }
-    // The owner's own folder inside an open one works, with a warning.
+    // The owner's own folder inside a folder that is open to others works, with a warning.
     let own = commons.at("drive/own");
     assert_eq!(commons.python(OWNER, "os.mkdir(path, 0o700)", &own), "done");
     mode("drive", 0o777);

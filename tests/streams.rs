@@ -1,4 +1,4 @@
-//! Standard output, standard error and log files that cannot be written must not make a command or a server fail at its work.
+//! Standard output, standard error and log files that cannot be written must not make a command or a server fail.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -15,12 +15,12 @@ use nix::sys::signal::Signal;
 
 const LIMIT: Duration = Duration::from_secs(100);
 
-/// A file to which every write fails with "No space left on device".
+/// Opens a file to which every write fails with "No space left on device".
 fn full() -> Stdio {
     OpenOptions::new().write(true).open("/dev/full").unwrap().into()
 }
 
-/// A pipe whose reader is gone.
+/// Creates a pipe whose reader is gone.
 fn unread() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -49,7 +49,7 @@ impl SmallDisk {
         Some(Self(at.to_owned()))
     }
 
-    /// Takes all space that is left, except for `spare` bytes.
+    /// Fills all remaining space, except for `spare` bytes.
     fn fill(&self, spare: u64) {
         let mut file = File::create(self.0.join("fill")).unwrap();
         while file.write_all(&[b'x'; 512]).is_ok() {}
@@ -64,7 +64,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily, because a process of a failed test may still use it.
+        // Unmount lazily, because a process of a failed test may still use it.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
@@ -125,7 +125,7 @@ fn a_signal_ends_run_even_if_its_messages_are_not_read() {
     command.args(["run", "--local", "1", "--stage-in", &stage_in, "--", "true"]);
     let mut child = command.stdout(Stdio::null()).stderr(writer).spawn().unwrap();
     wait_until("the session is up", || ground.output(&["status"]).status.success());
-    // It may block in its first message or be before it; the signal must end it in both cases.
+    // It may block in its first message, or not have reached it yet; the signal must end it in both cases.
     std::thread::sleep(Duration::from_millis(300));
     signal(child.id() as i32, Signal::SIGTERM);
     let status = wait_for(&mut child, LIMIT);
@@ -164,7 +164,7 @@ fn output_that_cannot_be_written_is_an_error_that_names_it() {
     ];
     for arguments in commands.into_iter().chain([&["--help"][..], &["--version"]]) {
         for (stdout, is_reported) in [(full as fn() -> Stdio, true), (unread, false)] {
-            // A reader that leaves `top` is the normal case.
+            // For `top`, it is normal that the reader goes away.
             if !is_reported && arguments[0] == "top" {
                 continue;
             }

@@ -1,5 +1,5 @@
-//! Holds what the design says about the code: edges between crates and between modules, named absences, where unsafe code
-//! is, what files look like, licenses, and that each promise of the docs has its test.
+//! Enforces what the design says about the code: the edges between crates and between modules, the named absences, the places of
+//! unsafe code, the form of files, and the licenses. Also checks that each promise of the docs has its test.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -50,7 +50,7 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
-        // The dependency makes Cargo build the library beside the program; its code is not used.
+        // The dependency makes Cargo build the library next to the program; its code is not used.
         ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-launch", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
     ]);
     let packages = metadata().workspace_packages();
@@ -101,20 +101,20 @@ fn unsafe_code_is_where_the_design_says() {
         "meta/src/shared.rs",
         "server/src/store/write_back.rs",
         "server/transport/src/region.rs",
-        // The border to libibverbs: its structures, and the objects that own them and destroy them.
+        // The boundary with libibverbs: its structures, and the objects that own them and destroy them.
         "server/transport/src/rdma/device.rs",
         "server/transport/src/rdma/direct.rs",
         "server/transport/src/rdma/queue.rs",
         "server/transport/src/rdma/verbs.rs",
         "server/transport/patches/hex-simd/src/lib.rs",
-        // Mapped memory, descriptors that come from the kernel, and what several threads own without locks.
+        // Mapped memory, descriptors that come from the kernel, and data that several threads share without locks.
         "client/src/arena.rs",
         "client/src/fault.rs",
         "client/src/reserved_fd.rs",
         "client/src/pool.rs",
         "client/src/segment_map.rs",
         "client/src/socket.rs",
-        // The border to C: pointers, calls of the next library, and the tables that outlive a fork.
+        // The boundary with C: pointers, calls of the next library, and the tables that outlive a fork.
         "client/preload/src/api.rs",
         "client/preload/src/atfork.rs",
         "client/preload/src/attach.rs",
@@ -208,7 +208,7 @@ fn the_top_level_holds_what_the_readme_says() {
 
 #[test]
 fn nothing_builds_all_features() {
-    // One of the features changes the license of the program, and needs headers.
+    // One of the features changes the license of the program and needs C headers.
     for file in [".ci/run", ".ci/long", "README.md", "tests/vm/rdma"] {
         assert!(!fs::read_to_string(root().join(file)).unwrap().contains("--all-features"), "{file}");
     }

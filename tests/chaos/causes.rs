@@ -1,5 +1,5 @@
-//! The causes that errors name, and the faults that explain them. The test fails on an error whose words match no row of the table,
-//! and on an error that no fault of the run explains.
+//! The causes that errors name, and the faults that explain them. The test fails on an error whose text matches no row of the
+//! table, and on an error that no fault of the run explains.
 
 use crate::data::Version;
 use crate::schedule::{Drive, Fault, READERS, Victim};
@@ -9,7 +9,7 @@ use crate::schedule::{Drive, Fault, READERS, Victim};
 pub(crate) enum Cause {
     /// Another node or its server has died or does not answer.
     NodeLost,
-    /// A drive of this node, or of the node that the error names.
+    /// A drive of this node, or of the node that the error names, failed.
     Drive,
     /// The server of the reader's own node does not answer.
     OwnServer,
@@ -23,13 +23,13 @@ pub(crate) enum Cause {
     Cancelled,
     /// A source of a stage-in disappeared or changed.
     Source,
-    /// `cat` reports only EIO; the preload library prints the cause beside it.
+    /// `cat` reports only EIO; the preload library prints the cause separately.
     Io,
     /// Another stage-in to the same target is still running.
     Busy,
 }
 
-/// Words of a message and the cause that they name. The first row that matches counts.
+/// Maps words of a message to the cause that they name. The first matching row counts.
 const TABLE: &[(&str, Cause)] = &[
     ("Input/output error (os error 5)", Cause::Drive),
     ("Input/output error", Cause::Io),
@@ -97,10 +97,10 @@ pub(crate) struct Observer {
     pub(crate) reader: Option<usize>,
 }
 
-/// Whether `event` explains that `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
+/// Returns true if `event` explains that `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
 pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], observer: Observer) -> bool {
     let fault = match event {
-        // No read of the new version may fail. A listing of all datasets may meet a name that was just removed.
+        // No read of the new version may fail. A listing of all datasets may encounter a name that was just removed.
         Event::Replaced(old) => {
             let is_old = what.contains(&old.path_of_all()) || what == "list";
             return is_old && matches!(cause, Cause::Gone | Cause::NoName | Cause::Io);
@@ -118,13 +118,13 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], ob
         Fault::KillServer(node) => match cause {
             Cause::NodeLost => nodes.contains(&node) || observer.node == node,
             Cause::OwnServer => observer.node == node,
-            // A server that exits by itself reports that its data are gone.
+            // A server that exits on its own reports that its data is gone.
             Cause::Gone => observer.node == node || nodes.contains(&node),
             Cause::NoName => observer.node == node && observer.reader.is_none(),
             Cause::Io => true,
             _ => false,
         },
-        // A server revokes the leases of a reader that takes no bytes from its socket.
+        // A server revokes the leases of a reader that does not drain its socket.
         Fault::Stop(Victim::Reader(reader)) => observer.reader == Some(reader) && matches!(cause, Cause::OwnServer | Cause::Io),
         Fault::KillReader(_) | Fault::Tune(_) => false,
         Fault::Drive(Victim::Reader(reader), _) => observer.reader == Some(reader) && matches!(cause, Cause::Drive | Cause::Io),

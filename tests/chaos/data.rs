@@ -1,5 +1,5 @@
 //! The datasets of a run. The seed, the dataset's name and its generation determine every byte, so a reader process can check what
-//! it reads on its own.
+//! it reads without help.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 
 /// Each file takes its bytes from a pool of this length, starting at its own offset. The length is prime, so that a chunk or a page
-/// at a wrong offset never looks right.
+/// at a wrong offset never looks correct.
 const POOL_LEN: usize = 1_048_583;
 
 /// One version of one dataset. Its target is `/dayfly/t{tag}`, and all of its files lie in `g{generation}` there, so that a path
@@ -25,7 +25,7 @@ impl Version {
         format!("/dayfly/t{}", self.tag)
     }
 
-    /// The folder that holds all of its files.
+    /// The folder that holds all files of this version.
     pub(crate) fn path_of_all(self) -> String {
         format!("/dayfly/t{}/g{}/", self.tag, self.generation)
     }
@@ -58,7 +58,7 @@ impl Content {
         Self { lens, pool }
     }
 
-    /// The bytes of a file from `offset`, as an endless sequence of pieces.
+    /// Returns the bytes of a file from `offset` on, as an endless sequence of pieces.
     fn pieces(&self, number: usize, offset: usize) -> impl Iterator<Item = &[u8]> {
         let start = number.wrapping_mul(70_003).wrapping_add(offset) % POOL_LEN;
         std::iter::once(&self.pool[start..]).chain(std::iter::repeat(&self.pool[..]))

@@ -1,4 +1,4 @@
-//! How long operations may take. The test looks for hangs, on a machine that may be overloaded, so each limit is a multiple of the
+//! Time limits of operations. The test looks for hangs, on a machine that may be overloaded, so each limit is a multiple of the
 //! session's deadlines plus a constant.
 
 use std::sync::OnceLock;
@@ -13,7 +13,7 @@ const DIVISOR: u32 = 4;
 /// Added to each limit for a machine that is busy with other work.
 const SLACK: Duration = Duration::from_secs(15);
 
-/// The divisor of a session's deadlines: [`DIVISOR`], or the value of `DAYFLY_CHAOS_DIVISOR`.
+/// Returns the divisor of a session's deadlines: [`DIVISOR`], or the value of `DAYFLY_CHAOS_DIVISOR`.
 pub(crate) fn divisor() -> u32 {
     static DIVISOR_OF_RUN: OnceLock<u32> = OnceLock::new();
     *DIVISOR_OF_RUN.get_or_init(|| {
@@ -26,37 +26,37 @@ fn deadlines() -> Deadlines {
     Deadlines::DEFAULT.scaled(divisor())
 }
 
-/// The limit of a reader's operation, by its name in the log: a few waits for a server that does not answer.
+/// Returns the limit of a reader's operation, by its name in the log: a few waits for a server that does not answer.
 pub(crate) fn of_reader(what: &str) -> Duration {
     // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };
     deadlines().server * waits + deadlines().arena + SLACK
 }
 
-/// The limit of a command that sends requests to all servers and waits for all of them.
+/// Returns the limit of a command that sends requests to all servers and waits for all of them.
 pub(crate) fn of_command() -> Duration {
     deadlines().server * 2 + deadlines().request + SLACK
 }
 
-/// The limit of a stage-in of a few MB, counted from the last disturbance.
+/// Returns the limit of a stage-in of a few MB, counted from the last disturbance.
 pub(crate) fn of_stage_in() -> Duration {
     // Twice, because publishing may begin just before a node is lost.
     let deadlines = deadlines();
     (deadlines.offer + deadlines.peer_lost + deadlines.request) * 2 + deadlines.prepare / 10 + SLACK
 }
 
-/// The time within which all servers exit after their supervisor was killed.
+/// Returns the time within which all servers exit after their supervisor was killed.
 pub(crate) fn of_lease() -> Duration {
     deadlines().lease * 3 + SLACK
 }
 
-/// The time after a fault within which its errors may still appear.
+/// Returns the time after a fault within which its errors may still appear.
 pub(crate) fn aftermath() -> Duration {
     let deadlines = deadlines();
     (deadlines.peer_lost + deadlines.request + deadlines.redial) * 2 + SLACK / 5
 }
 
-/// Converts a time of the schedule, in permille of the deadline after which a peer is lost.
+/// Converts a time in the schedule, which is in permille of the deadline after which a peer is lost.
 pub(crate) fn of_schedule(permille: u32) -> Duration {
     deadlines().peer_lost * permille / 1000
 }

@@ -1,4 +1,4 @@
-//! The end of a run: every file is read once more, and nothing may be left behind.
+//! The end of a run: every file is read once more, and the session must leave nothing behind.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::readers::{self, Reader};
 use crate::run::Run;
 use crate::schedule::READERS;
 
-/// The number of lines of each server's log that a failure shows.
+/// The number of lines of each server's log that a failure report shows.
 const LOG_LINES: usize = 12;
 
 impl Run {
@@ -41,7 +41,7 @@ impl Run {
         self.nothing_is_left()
     }
 
-    /// Reads every file from every live node, except for blocks that dead nodes hold. Errors are retried until the aftermath of the
+    /// Reads every file from every live node, except for blocks that dead nodes hold. Retries errors until the aftermath of the
     /// last fault must be over.
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;
@@ -68,7 +68,7 @@ impl Run {
         Ok(())
     }
 
-    /// Reads every file from a node, and returns the errors.
+    /// Reads every file from a node and returns the errors.
     fn read_from(&mut self, node: u16, attempt: u32) -> Result<Vec<String>, String> {
         let task = readers::task(self.cluster(), self.schedule.seed, READERS, attempt, node, None, &self.stop);
         let mut reader = Reader::start(self.cluster(), task);
@@ -172,7 +172,7 @@ impl Drop for Run {
     fn drop(&mut self) {
         self.readers.clear();
         let Some(cluster) = self.cluster.take() else { return };
-        // Only processes that use this session's folders. After a run without a failure there are none.
+        // Match only processes that use this session's folders. After a run without a failure there are none.
         for (pid, _) in processes_of(cluster.runtime.path()) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }

@@ -1,11 +1,11 @@
-//! Injects the faults of a drive, as system calls that fail or are delayed.
+//! Injects drive faults, as system calls that fail or are delayed.
 
 use std::path::Path;
 
 use crate::harness::strace::Tracer;
 use crate::schedule::{Drive, Victim};
 
-/// Begins to inject `drive`'s faults into a process.
+/// Starts to inject `drive`'s faults into a process.
 pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Result<Tracer, String> {
     let reads = match victim {
         Victim::Server(_) => "sendfile,pread64,preadv2",

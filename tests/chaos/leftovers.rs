@@ -34,7 +34,7 @@ impl Descriptors {
         found
     }
 
-    /// Describes descriptors in excess of `before` and of those that `datasets` additional datasets need.
+    /// Describes the descriptors that are open in addition to `before` and to those that `datasets` additional datasets need.
     pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
         // Each dataset has a catalog, its locations and a segment.
         let is_excess = self.sockets > before.sockets

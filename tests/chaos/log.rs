@@ -11,7 +11,7 @@ pub(crate) enum Line {
     Done { what: String, begin_ms: u64, end_ms: u64, error: Option<String> },
     /// A read returned wrong bytes.
     Wrong { at_ms: u64, what: String },
-    /// The reader has read all that it was to read.
+    /// The reader has read everything that it was told to read.
     Finished,
 }
 
@@ -19,7 +19,7 @@ pub(crate) enum Line {
 pub(crate) struct Follower {
     file: Option<File>,
     partial: Vec<u8>,
-    /// When the current operation began, and what it is.
+    /// The start time and the name of the current operation.
     pub(crate) under_way: Option<(u64, String)>,
 }
 

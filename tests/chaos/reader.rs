@@ -18,15 +18,15 @@ use crate::schedule::Interface;
 
 /// The variable that makes the test binary a reader.
 pub(crate) const VARIABLE: &str = "DAYFLY_CHAOS_READER";
-/// The pause between two operations, which keeps the load on the machine bearable.
+/// The pause between two operations, which limits the load on the machine.
 const PAUSE: Duration = Duration::from_millis(4);
 
-/// The instructions of a reader, which it gets as JSON in [`VARIABLE`].
+/// A reader's instructions, which it gets as JSON in [`VARIABLE`].
 #[derive(Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Task {
     pub(crate) seed: u64,
     pub(crate) reader: usize,
-    /// How many processes had the number `reader` before this one. A killed reader is replaced by the next incarnation.
+    /// The number of processes that had the number `reader` before this one. The next incarnation replaces a killed reader.
     pub(crate) incarnation: u32,
     pub(crate) node: u16,
     /// `None` makes the reader read every file of every dataset once, and exit.
@@ -181,7 +181,7 @@ impl Reader {
                 Err(Logged) => continue,
             }
         }
-        // Check all delivered samples through their views. The result counts only if the batch is still good afterwards.
+        // Check all delivered samples through their views. The result counts only if the batch is still good afterward.
         let mut wrong = Vec::new();
         for (index, &number) in numbers.iter().enumerate() {
             let content = self.contents.get(version);

@@ -1,4 +1,4 @@
-//! The reader processes of a run: started, stopped, killed, and watched by their logs.
+//! The reader processes of a run. This module starts, stops and kills them, and follows their logs.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
@@ -22,7 +22,7 @@ pub(crate) struct Reader {
     child: Child,
     follower: Follower,
     errors: PathBuf,
-    /// How long it was stopped during the current operation.
+    /// The time for which it was stopped during the current operation.
     stopped: Duration,
 }
 
@@ -33,7 +33,7 @@ impl Reader {
         command.args(["a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
         command.env(VARIABLE, serde_json::to_string(&task).unwrap()).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
         command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE");
-        // A process group, so that its children are killed with it.
+        // Give it a process group, so that its children are killed with it.
         command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors).unwrap());
         let child = command.spawn().unwrap();
@@ -98,7 +98,7 @@ impl Reader {
         lines
     }
 
-    /// Waits until the reader exits, as the stop file tells it to. If it does not, the error names its current operation.
+    /// Waits until the reader exits because of the stop file. If it does not exit, the error names its current operation.
     pub(crate) fn wait(&mut self, mut look: impl FnMut(&mut Self)) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::of_reader("read") + Duration::from_secs(60);
         while self.child.try_wait().unwrap().is_none() {
@@ -122,7 +122,7 @@ impl Drop for Reader {
     }
 }
 
-/// Makes the instructions of a reader.
+/// Creates a reader's instructions.
 pub(crate) fn task(
     cluster: &Cluster,
     seed: u64,

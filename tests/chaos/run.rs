@@ -23,8 +23,8 @@ use crate::readers::{self, Reader};
 use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
-/// The size of the file system that a run mounts as its data dir, if it can mount one. It holds a few datasets and their cached
-/// copies, and little more.
+/// The size of the file system that a run mounts as its data dir, if it can mount one. It has room for a few datasets and their
+/// cached copies, and for little more.
 const DRIVE_LEN: u64 = 640 << 20;
 
 /// Counts of a run that found no failure.
@@ -39,7 +39,7 @@ pub(crate) struct Tally {
 pub(crate) struct Run {
     pub(crate) schedule: Schedule,
     pub(crate) cluster: Option<Cluster>,
-    /// The session's location, which stays known after the session has ended.
+    /// The session's location, which is still needed after the session has ended.
     pub(crate) location: SessionFolder,
     /// The mounted file system for data; `None` without root.
     pub(crate) drive: Option<PathBuf>,
@@ -261,7 +261,7 @@ impl Run {
         let filler = drive.join("filler");
         let file = fs::File::create(&filler).unwrap();
         let free = DRIVE_LEN.saturating_sub(taken(drive));
-        // This fails if a server takes some of the space meanwhile; the drive is then almost full.
+        // This fails if a server takes some of the space at the same time; the drive is then almost full.
         let _ = nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, free.saturating_sub(64 << 10) as i64);
         drop(file);
         let passed = self.pass(lasts, stage_in, ended);
@@ -313,7 +313,7 @@ impl Run {
         Ok(())
     }
 
-    /// Returns the failures of a reader since the last call.
+    /// Returns a reader's failures since the last call.
     pub(crate) fn look_at(&mut self, reader: &mut Reader) -> Vec<String> {
         let mut failures = Vec::new();
         for line in reader.look(&mut failures) {
@@ -332,8 +332,8 @@ impl Run {
         failures
     }
 
-    /// Returns why an error is a failure, or `None` if it is not. It is one if its message names no cause, or if no event of the
-    /// run explains it.
+    /// Returns why an error is a failure, or `None` if it is not. It is a failure if its message names no cause, or if no event
+    /// of the run explains it.
     pub(crate) fn unexplained(
         &self,
         what: &str,
@@ -360,7 +360,7 @@ impl Run {
         }
     }
 
-    /// Checks the result of a stage-in, and that all nodes agree on which version is visible.
+    /// Checks the result of a stage-in, and checks that all nodes agree on which version is visible.
     fn judge(&mut self, step: &Step, plan: StageIn, expected: Expected, ended: &Ended) -> Result<(), String> {
         let version = plan.version;
         let result = if ended.is_success { "succeeded" } else { "failed" };
@@ -400,7 +400,7 @@ impl Run {
         Ok(())
     }
 
-    /// Waits until one version of a tag, one of `may_be`, is visible on all nodes, and returns it.
+    /// Waits until all nodes show the same version of a tag, which must be one of `may_be`, and returns it.
     fn agreed(&mut self, tag: u8, may_be: &[Option<Version>]) -> Result<Option<Version>, String> {
         let deadline = Instant::now() + deadlines::of_command();
         loop {
@@ -426,7 +426,7 @@ impl Run {
         }
     }
 
-    /// Runs a command and returns its output. It must finish in time, and an event of the run must explain its error if it fails.
+    /// Runs a command and returns its output. It must finish in time; if it fails, an event of the run must explain its error.
     pub(crate) fn command(&mut self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.cluster().dayfly();
         command.args(arguments).env("DAYFLY_SESSION", &self.cluster().id);

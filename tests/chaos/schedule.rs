@@ -1,5 +1,5 @@
-//! The schedule of a run: a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that a
-//! schedule has the same meaning with any deadlines.
+//! The schedule of a run, a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that
+//! a schedule has the same meaning with any deadlines.
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -11,10 +11,10 @@ pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;
 const STEPS: usize = 7;
 const TAGS: u8 = 3;
-/// The duration of a server's stop after which its peers and the supervisor have declared it lost.
+/// If a server is stopped for this long, its peers and the supervisor have declared it lost.
 pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
 
-/// Everything that a run does.
+/// The full plan of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Schedule {
     pub(crate) seed: u64,
@@ -27,13 +27,13 @@ pub(crate) struct Schedule {
 /// The interface through which a reader reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Interface {
-    /// `read_at`, file by file, in parts.
+    /// Calls `read_at`, file by file, in parts.
     Plain,
-    /// `read_many`.
+    /// Calls `read_many`.
     Batch,
-    /// `read_at` in an order that was submitted before.
+    /// Calls `read_at` along an order that was submitted before.
     Order,
-    /// `cat` under `dayfly exec`.
+    /// Runs `cat` under `dayfly exec`.
     Preload,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct Step {
     pub(crate) fault: Option<Fault>,
     /// The time from the beginning of the step to the beginning of the fault.
     pub(crate) delay: u32,
-    /// How long the fault lasts.
+    /// The duration of the fault.
     pub(crate) lasts: u32,
 }
 
@@ -59,9 +59,9 @@ pub(crate) enum Form {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twist {
     None,
-    /// SIGTERM to its command after this time.
+    /// Its command gets SIGTERM after this time.
     Interrupt(u32),
-    /// SIGKILL to its command after this time.
+    /// Its command gets SIGKILL after this time.
     Kill(u32),
     /// Its source is removed after this time.
     SourceVanishes(u32),
@@ -75,7 +75,7 @@ pub(crate) struct StageIn {
     pub(crate) form: Form,
     /// The node that the command connects to.
     pub(crate) node: u16,
-    /// The limit of its rate in MB/s. Without a limit it is over before a fault can hit it.
+    /// Its rate limit in MB/s. Without a limit it would finish before a fault could hit it.
     pub(crate) rate: Option<u32>,
     pub(crate) twist: Twist,
 }
@@ -164,10 +164,10 @@ impl Schedule {
             let is_staged = fault.is_none() || random.random_ratio(1, 2);
             let tag = random.random_range(0..TAGS);
             let stage_in = is_staged.then(|| stage_in(&mut random, tag, false));
-            // Mostly shorter than the time after which a peer is lost.
+            // Most stops are shorter than the time after which a peer is lost.
             let lasts = if random.random_ratio(1, 5) { random.random_range(500..800) } else { random.random_range(40..400) };
             let lasts = match fault {
-                // Its peers and the supervisor declare it lost, and it exits.
+                // The server's peers and the supervisor declare it lost, and it exits.
                 Some(Fault::Stop(Victim::Server(node))) if number > 2 && killed.is_empty() && random.random_ratio(1, 4) => {
                     killed.push(node);
                     STOPPED_FOR_GOOD
@@ -184,7 +184,8 @@ impl Schedule {
 fn drive(random: &mut StdRng, interfaces: &[Interface; READERS]) -> Fault {
     let reader = random.random_range(0..READERS);
     let victim = match random.random_range(0..5) {
-        // The faults would hit the program files of a reader that starts programs, before it reads a byte of the namespace.
+        // For a reader that starts programs, the faults would hit the program files before the reader reads a byte of the
+        // namespace.
         0 if interfaces[reader] != Interface::Preload => Victim::Reader(reader),
         _ => Victim::Server(random.random_range(0..NODES)),
     };

@@ -1,4 +1,4 @@
-//! Stage-ins of a run: their sources, the command, disturbances of both, and the expected results.
+//! The stage-ins of a run: their sources, their commands, the disturbances of both, and the expected results.
 
 use std::fs::{self, File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -21,19 +21,19 @@ pub(crate) struct RunningStageIn {
     errors: PathBuf,
     begin: Instant,
     is_twisted: bool,
-    /// When the command or the nodes were last disturbed; the command's limit counts from here.
+    /// The time of the last disturbance of the command or the nodes; the command's limit counts from here.
     pub(crate) disturbed: Instant,
 }
 
 /// The result of a stage-in.
 pub(crate) struct Ended {
     pub(crate) is_success: bool,
-    /// Whether a signal ended the command, or its exit status says that a signal interrupted it.
+    /// True if a signal ended the command, or if its exit status says that a signal interrupted it.
     pub(crate) was_interrupted: bool,
     pub(crate) message: String,
 }
 
-/// The result that a stage-in must have.
+/// The expected result of a stage-in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Expected {
     Success,
@@ -72,7 +72,7 @@ impl RunningStageIn {
         Self { plan, child, source, output, errors, begin: now, is_twisted: false, disturbed: now }
     }
 
-    /// Disturbs the command as planned, once the time has come.
+    /// Disturbs the command as planned, once the planned time has passed.
     fn twist(&mut self) {
         let is_due = |at: u32| self.begin.elapsed() >= of_schedule(at);
         let is_planned = || fs::read_to_string(&self.output).is_ok_and(|events| events.contains("\"planned\""));
@@ -88,7 +88,7 @@ impl RunningStageIn {
         self.disturbed = Instant::now();
     }
 
-    /// Returns the result if the command has exited, and an error if it hangs.
+    /// Returns the result if the command has exited, or an error if it hangs.
     pub(crate) fn look(&mut self) -> Result<Option<Ended>, String> {
         if let Some(status) = self.child.try_wait().unwrap() {
             remove(&self.source);
@@ -105,7 +105,7 @@ impl RunningStageIn {
         Ok(None)
     }
 
-    /// The time that its rate limit adds.
+    /// Returns the time that the rate limit adds.
     fn at_its_rate(&self) -> Duration {
         Duration::from_secs(100 / u64::from(self.plan.rate.unwrap_or(100)))
     }
@@ -121,7 +121,7 @@ impl Drop for RunningStageIn {
 
 fn remove(source: &Path) {
     if source.is_dir() {
-        // Files may be read at this very moment; that is what this tests.
+        // The stage-in may be reading these files at this moment; this is the case to test.
         let _ = fs::remove_dir_all(source);
     } else {
         let _ = fs::remove_file(source);

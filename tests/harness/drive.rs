@@ -1,5 +1,5 @@
-//! Drives that fail: a file system on a loop device whose backing file cannot grow, system calls that `strace` makes fail or delays, and
-//! dropping pages from the page cache, so that the next read reaches the drive.
+//! Drives that fail: a file system on a loop device whose backing file cannot grow, and system calls that `strace`
+//! makes fail or delays. Also drops pages from the page cache, so that the next read reaches the drive.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -39,13 +39,13 @@ impl ThinDrive {
         &self.mounted
     }
 
-    /// Takes all space that the backing store has left.
+    /// Fills all remaining space of the backing store.
     pub(crate) fn fill(&self) {
         let mut filler = File::create(self.backing.join("filler")).unwrap();
         while filler.write_all(&[1; 4096]).is_ok() {}
     }
 
-    /// Writes everything back that can be written back.
+    /// Writes back everything that can be written back.
     pub(crate) fn sync(&self) {
         // The call fails if the drive does.
         let _ = nix::unistd::syncfs(File::open(&self.mounted).unwrap());
@@ -55,7 +55,7 @@ impl ThinDrive {
 impl Drop for ThinDrive {
     fn drop(&mut self) {
         for mounted in [&self.mounted, &self.backing] {
-            // Lazily, because files may still be open. The command fails if nothing is mounted.
+            // Unmount lazily, because files may still be open. The command fails if nothing is mounted.
             let _ = Command::new("umount").arg("-l").arg(mounted).stderr(Stdio::null()).status();
         }
     }
@@ -75,22 +75,22 @@ fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     found.into_values().collect()
 }
 
-/// Returns the bytes that these files take.
+/// Returns the bytes that these files occupy.
 pub(crate) fn taken_by(pid: i32, folder: &Path) -> u64 {
     nameless_files(pid, folder).iter().map(|file| file.metadata().unwrap().blocks() * 512).sum()
 }
 
-/// Drops the pages of these files from the page cache, except for those that are not written back.
+/// Drops the pages of these files from the page cache, except for pages that have not been written back.
 pub(crate) fn evict(pid: i32, folder: &Path) {
     for file in nameless_files(pid, folder) {
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
     }
 }
 
-/// Makes calls of a running process fail or delays them, until it is dropped.
+/// Makes system calls of a running process fail or delays them, until this value is dropped.
 pub(crate) struct Injected {
     strace: Child,
-    /// Kept open, because `strace` prints a message for each thread, and would exit if it could not write it.
+    /// This stays open, because `strace` prints a message for each thread, and would exit if it could not write it.
     _messages: BufReader<ChildStderr>,
 }
 

@@ -22,7 +22,7 @@ use tokio::runtime::Runtime;
 
 use super::samples::content;
 
-/// Copies of a sample are found by this many of its first bytes.
+/// Copies of a sample are found by searching for this many of its first bytes.
 const NEEDLE_LEN: usize = 64;
 
 /// Chooses the fault of each request between servers.
@@ -37,7 +37,7 @@ pub(crate) struct Inside {
     pub(crate) work: TempDir,
     _folder: TempDir,
     inject: Arc<Mutex<Option<Injector>>>,
-    /// The length of each node's arena. It differs between the sessions in this process, and so identifies this session's arenas.
+    /// The length of each node's arena. It differs between the sessions in this process, so it identifies this session's arenas.
     memory: u64,
 }
 
@@ -93,7 +93,7 @@ impl Inside {
         Self { runtime, servers, location, data, work, _folder: session_folder, inject, memory }
     }
 
-    /// Injects faults from now on.
+    /// Starts to inject faults.
     pub(crate) fn inject(&self, inject: impl Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync + 'static) {
         *self.inject.lock().unwrap() = Some(Box::new(inject));
     }
@@ -117,7 +117,7 @@ impl Inside {
         self.write_in("d", lens, 0)
     }
 
-    /// Writes such files in the folder `name`. Their contents are those of sample numbers `first`, `first + 1` and so on.
+    /// Writes such files into the folder `name`, with the contents of samples number `first`, `first + 1` and so on.
     pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
         let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();
@@ -127,12 +127,12 @@ impl Inside {
         folder
     }
 
-    /// Stages a source in at `/dayfly/d`.
+    /// Stages in a source at `/dayfly/d`.
     pub(crate) fn stage(&self, source: &Path) -> Result<Summary, String> {
         self.stage_over(source, false)
     }
 
-    /// Stages a source in at `/dayfly/d`, where it may replace a dataset.
+    /// Stages in a source at `/dayfly/d`, where it may replace a dataset.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
@@ -188,7 +188,7 @@ impl Inside {
         flipped.len()
     }
 
-    /// Truncates a segment where these bytes begin.
+    /// Truncates a segment at the position where these bytes begin.
     pub(crate) fn cut(&self, folder: &Path, bytes: &[u8]) {
         self.each_place(Rest::Segments(folder), bytes, &mut |file, at| file.set_len(at).unwrap());
     }

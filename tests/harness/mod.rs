@@ -1,5 +1,5 @@
-//! The cluster harness: real servers of the real program, in sessions that run side by side, each in folders of its own. When a test
-//! ends, passed or failed, the processes of its session are gone.
+//! The cluster harness: real servers of the real program, in sessions that run in parallel, each in its own folders. When a test
+//! ends, whether it passed or failed, the processes of its session are gone.
 
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
@@ -24,7 +24,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-/// Makes two tests of each function: one with few stage-in workers per server, and one with many.
+/// Creates two tests from each function: one with few stage-in workers per server, and one with many.
 macro_rules! with_few_and_many_workers {
     ($($test:ident),* $(,)?) => {
         mod with_few_workers {
@@ -77,7 +77,7 @@ impl Ground {
     pub(crate) fn dayfly(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dayfly"));
         command.env("DAYFLY_RUNTIME_DIR", self.runtime.path()).env("TMPDIR", self.data.path());
-        // The tests themselves may run within a job.
+        // The tests themselves may be running within a job.
         for name in ["DAYFLY_SESSION", "DAYFLY_NODE", "SLURM_TMPDIR", "SLURM_JOB_ID", "FLUX_URI", "PBS_JOBID", "LSB_JOBID"] {
             command.env_remove(name);
         }
@@ -90,14 +90,14 @@ impl Ground {
         output_of(self.dayfly().args(arguments))
     }
 
-    /// Runs a command that must succeed, and returns its standard output.
+    /// Runs a command, which must succeed, and returns its standard output.
     pub(crate) fn ok(&self, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         assert!(output.status.success(), "dayfly {arguments:?}: {}", text(&output.stderr));
         text(&output.stdout)
     }
 
-    /// Runs a command that must fail with this status, and returns its standard error.
+    /// Runs a command, which must fail with this status, and returns its standard error.
     pub(crate) fn fails(&self, status: i32, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         let message = text(&output.stderr);
@@ -163,7 +163,7 @@ impl Cluster {
         serde_json::from_str(&self.ok(&["status", "--json"])).unwrap()
     }
 
-    /// Returns the bytes that staged-in data takes on all nodes.
+    /// Returns the bytes that staged-in data occupies on all nodes.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.status()["nodes"].as_array().unwrap().iter().map(|node| node["used_bytes"].as_u64().unwrap()).sum()
     }
@@ -186,7 +186,7 @@ impl Cluster {
         self.ok(&[&["stage-in"], &sources[..], &[target]].concat());
     }
 
-    /// Ends the session by `dayfly down`, and asserts that nothing is left.
+    /// Ends the session with `dayfly down`, and asserts that nothing is left.
     pub(crate) fn down(self) {
         self.ok(&["down"]);
         assert!(self.pids_or_none().is_empty());
@@ -201,7 +201,7 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         for pid in self.pids_or_none() {
-            // It may have exited by itself.
+            // It may have exited on its own.
             let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
     }
@@ -259,8 +259,8 @@ pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
 }
 
-/// Packs a folder's content with GNU tar, sorted by name, with these additional options. The archive's name decides how it is
-/// compressed.
+/// Packs a folder's content with GNU tar, sorted by name, with these additional options. The archive's name determines its
+/// compression.
 pub(crate) fn pack(archive: &Path, folder: &Path, options: &[&str]) {
     let mut arguments: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
     arguments.extend(["--sort=name", "-c", "-C"].map(OsStr::new));
@@ -300,7 +300,7 @@ fn compress(archive: &Path, bytes: &[u8]) -> Vec<u8> {
 /// Everything in a tree, by path.
 pub(crate) type Tree = BTreeMap<Vec<u8>, Node>;
 
-/// What exists at a path.
+/// The file, directory or link at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) kind: char,
@@ -311,7 +311,7 @@ pub(crate) struct Node {
     pub(crate) first: Vec<u8>,
 }
 
-/// Reads a tree from a plain folder, without the folder itself.
+/// Reads a tree from a plain folder. The result does not include the folder itself.
 pub(crate) fn read_tree(folder: &Path) -> Tree {
     let mut tree = Tree::new();
     let mut waiting = vec![Vec::new()];
@@ -351,7 +351,7 @@ pub(crate) fn read_tree(folder: &Path) -> Tree {
     tree
 }
 
-/// Asserts that two trees are equal; a failure shows the first few differences.
+/// Asserts that two trees are equal. A failure shows the first few differences.
 pub(crate) fn assert_same_tree(expected: &Tree, found: &Tree, what: &str) {
     let mut differences = Vec::new();
     for (path, node) in expected {

@@ -1,4 +1,4 @@
-//! Sessions with files whose content follows from their number.
+//! Sessions with files whose number determines their content.
 
 use std::fs;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub(crate) fn dataset(view: &View) -> Arc<Dataset> {
     view.session().datasets().unwrap().first().unwrap().clone()
 }
 
-/// Returns the numbers of the files whose first block is on the view's node, or is not.
+/// Returns the numbers of the files whose first block is on the view's node, or of those whose first block is not.
 pub(crate) fn numbers(view: &View, count: usize, is_here: bool) -> Vec<usize> {
     let dataset = dataset(view);
     let is_meant = |&number: &usize| {
@@ -59,7 +59,7 @@ pub(crate) fn count(value: &serde_json::Value) -> u64 {
     value.as_u64().unwrap()
 }
 
-/// Asserts that, after a moment, no lease and no waiting request is left on any node.
+/// Asserts that, after a short wait, no node has a lease or a waiting request left.
 pub(crate) fn assert_accounts_are_settled(cluster: &Cluster) {
     wait_until("all leases have ended", || {
         let status = cluster.status();
@@ -68,7 +68,7 @@ pub(crate) fn assert_accounts_are_settled(cluster: &Cluster) {
     });
 }
 
-/// Reads all samples in the order of an epoch, in batches.
+/// Reads all samples in batches, in an epoch's order.
 pub(crate) fn read_epoch(view: &View, epoch: u64) {
     let dataset = dataset(view);
     let order: Vec<SampleId> = Samples::of(dataset.catalog()).epoch(5, epoch).collect();

@@ -1,4 +1,4 @@
-//! Faults of drives: `strace`, attached to a process, makes some of its system calls fail or delays them.
+//! Drive faults: `strace`, attached to a process, makes some of its system calls fail or delays them.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::{signal, wait_for};
 /// The limit for attaching to all threads of a process, or detaching from them, on a busy machine.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Whether there is an `strace` that may attach to other processes. If not, the reason is printed once.
+/// Returns true if there is an `strace` that may attach to other processes. If not, prints the reason once.
 pub(crate) fn is_possible() -> bool {
     static POSSIBLE: OnceLock<bool> = OnceLock::new();
     *POSSIBLE.get_or_init(|| {
@@ -63,7 +63,7 @@ impl Tracer {
         }
     }
 
-    /// Detaches, and returns the number of calls that failed or were delayed.
+    /// Detaches, and returns the number of calls that it made fail or delayed.
     pub(crate) fn end(&mut self) -> usize {
         if self.tracer.try_wait().unwrap().is_none() {
             signal(self.tracer.id() as i32, Signal::SIGINT);

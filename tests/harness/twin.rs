@@ -1,5 +1,5 @@
-//! The same tree twice at one path: first as a plain directory, which is then moved away, and then as a session's namespace. The output of
-//! a program that runs over both can be compared without adjusting paths.
+//! Shows the same tree twice at one path: first as a plain directory, which is then moved away, and then as a session's
+//! namespace. The output of a program that runs over both can be compared without adjusting paths.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,8 +15,8 @@ pub(crate) struct Twin {
     pub(crate) plain: PathBuf,
 }
 
-/// Makes the tree, runs `before` over it as a plain directory, stages it in and moves the plain directory away. Also returns the result of
-/// `before`.
+/// Creates the tree, runs `before` over it as a plain directory, stages it in and moves the plain directory away. Also returns
+/// the result of `before`.
 pub(crate) fn twin<T>(make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Path) -> T) -> (Twin, T) {
     let ground = Ground::new();
     let (root, plain) = (ground.at("tree"), ground.at("plain"));
@@ -33,7 +33,7 @@ pub(crate) fn twin<T>(make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Pa
 }
 
 impl Twin {
-    /// Runs under `dayfly exec`.
+    /// Runs a command under `dayfly exec`.
     pub(crate) fn exec(&self, arguments: &[&OsStr]) -> Output {
         output_of(self.exec_command(0).args(arguments))
     }

@@ -1,5 +1,5 @@
 /* Makes calls below a folder and prints their results. tests/posix.rs runs this program over a plain directory and over the
- * namespace; every line must be the same. Usage: calls FOLDER (the tree that tests/posix.rs makes). With a second argument it
+ * namespace; every line must be the same. Usage: calls FOLDER (the tree that tests/posix.rs creates). With a second argument it
  * makes the calls that change files instead. */
 
 #define _GNU_SOURCE
@@ -36,7 +36,7 @@
 extern char **environ;
 static const char *root;
 
-/* The path of a name below the folder, in one of eight buffers that are used in turn. */
+/* Returns the path of a name below the folder, in one of eight buffers that are used in turn. */
 static const char *at(const char *name) {
     static char paths[8][PATH_MAX];
     static int next;
@@ -273,7 +273,7 @@ static int by_name(const FTSENT **left, const FTSENT **right) {
 }
 
 static void walks(void) {
-    /* A plain directory has an order of its own, so the test sorts these lines. */
+    /* A plain directory has its own order, so the test sorts these lines. */
     PRINT(nftw(at("sub"), visit, 10, FTW_PHYS));
     PRINT(nftw(at("sub"), visit, 10, FTW_PHYS | FTW_DEPTH));
     PRINT(nftw(at("sub"), visit, 10, FTW_DEPTH | FTW_CHDIR));

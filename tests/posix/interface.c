@@ -1,4 +1,4 @@
-/* Uses the functions of dayfly.h and prints their results. Usage: interface FOLDER (the tree that tests/posix.rs makes) */
+/* Uses the functions of dayfly.h and prints their results. Usage: interface FOLDER (the tree that tests/posix.rs creates) */
 
 #include <dayfly.h>
 #include <errno.h>
@@ -12,7 +12,7 @@ static int count(const char *name, unsigned char type, void *context) {
     return strcmp(name, "link") == 0 ? 7 : 0;
 }
 
-/* What a shuffle returned: how many samples, their size together, and the length of the first path. */
+/* The result of a shuffle: the number of samples, their total size, and the length of the first path. */
 struct order {
     int count;
     unsigned long long size, first;

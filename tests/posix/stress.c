@@ -1,5 +1,5 @@
 /* Threads read while other threads fork, and the children read as well; all of them check every byte.
- * Usage: stress SECONDS LIST. Each line of LIST has a path in the namespace, and the path of a plain file with the same bytes. */
+ * Usage: stress SECONDS LIST. Each line of LIST has a path in the namespace and the path of a plain file with the same bytes. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>

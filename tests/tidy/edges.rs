@@ -67,7 +67,7 @@ fn all_edges() -> BTreeMap<String, Edges> {
     found
 }
 
-/// Edges between the top-level modules of the crate whose `lib.rs` or `main.rs` is `main`.
+/// Returns the edges between the top-level modules of the crate whose `lib.rs` or `main.rs` is `main`.
 fn edges(sources: &Sources, main: &Path) -> Edges {
     let folder = main.parent().unwrap();
     let mut edges = Edges::new();

@@ -1,4 +1,4 @@
-//! Promises of the docs and the tests that keep them.
+//! Matches the promises of the docs with the tests that keep them.
 //!
 //! A test that keeps a promise of `docs/SEMANTICS.md` quotes it above its function, word for word but without links and
 //! emphasis: `/// SEMANTICS: "Directories are listed in the order of their names' bytes."`. A quotation may run over several
@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use super::{root, sources};
 
-/// How a quotation begins.
+/// The start of a quotation.
 const START: &str = "/// SEMANTICS: \"";
 
 /// A quotation of SEMANTICS.md above a test.
@@ -75,7 +75,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(root().join(path)).unwrap()
 }
 
-/// The promises of a page: its numbered items, its bulleted items and the rows of its tables.
+/// Returns the promises of a page: its numbered items, its bulleted items and the rows of its tables.
 fn promises(page: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
     let mut is_open = false;
@@ -95,7 +95,7 @@ fn promises(page: &str) -> Vec<String> {
     found.iter().map(|promise| plain(promise)).collect()
 }
 
-/// All quotations above tests.
+/// Returns all quotations above tests.
 fn quotations() -> Vec<Quotation> {
     let mut found = Vec::new();
     for (path, file) in sources().all() {
@@ -129,7 +129,7 @@ fn quotations() -> Vec<Quotation> {
     found
 }
 
-/// Text without Markdown's marks, with one space between words.
+/// Returns text without Markdown markup, with one space between words.
 fn plain(text: &str) -> String {
     let mut without_links = String::new();
     let mut rest = text;

@@ -1,4 +1,4 @@
-//! Reads Rust source text. Tells which files are shipped, what in them is code, and what is built only for tests.
+//! Reads Rust source text. Determines which files are shipped, which parts of them are code, and which are built only for tests.
 //!
 //! This is a scanner, not a parser. It knows comments, strings, character literals and brackets, which is enough to find
 //! where an item ends, and it has to be correct only for rustfmt's output.
@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 pub(crate) struct SourceFile {
     /// The file as it is on disk.
     pub(crate) text: String,
-    /// The file without the items that only tests build. Comments and strings are kept.
+    /// The file without the items that are built only for tests. Comments and strings are kept.
     pub(crate) shipped: String,
-    /// The file without comments, and without the items that only tests build. Strings are kept.
+    /// The file without comments and without the items that are built only for tests. Strings are kept.
     pub(crate) code: String,
 }
 
-/// The project's source files, and which of them only tests build.
+/// The project's source files, and which of them are built only for tests.
 pub(crate) struct Sources {
     files: BTreeMap<PathBuf, SourceFile>,
     test_modules: BTreeSet<PathBuf>,
@@ -48,17 +48,17 @@ impl Sources {
         Self { files, test_modules }
     }
 
-    /// All files, by path.
+    /// Returns all files, by path.
     pub(crate) fn all(&self) -> impl Iterator<Item = (&Path, &SourceFile)> {
         self.files.iter().map(|(path, file)| (path.as_path(), file))
     }
 
-    /// The files that the program or a library is built from. This excludes `tests/`, and modules that only tests build.
+    /// Returns the files from which the program or a library is built. This excludes `tests/` and test-only modules.
     pub(crate) fn shipped(&self) -> impl Iterator<Item = (&Path, &SourceFile)> {
         self.all().filter(|(path, _)| !self.is_test(path))
     }
 
-    /// The file at `path`.
+    /// Returns the file at `path`.
     pub(crate) fn get(&self, path: &Path) -> Option<&SourceFile> {
         self.files.get(path)
     }
@@ -69,7 +69,7 @@ impl Sources {
     }
 }
 
-/// The modules in other files that `text` declares below `#[cfg(test)]`, as paths without `.rs`.
+/// Returns the modules in other files that `text` declares under `#[cfg(test)]`, as paths without `.rs`.
 fn test_modules(path: &Path, text: &str) -> Vec<PathBuf> {
     let name = path.file_stem().unwrap().to_str().unwrap();
     let is_root = ["lib", "main", "mod", "build"].contains(&name);
@@ -258,7 +258,7 @@ fn quoted(rest: &str, mark: u8) -> usize {
     rest.len()
 }
 
-/// Whether the single quote that `rest` begins with starts a character literal rather than a lifetime.
+/// Returns true if the single quote at the start of `rest` starts a character literal rather than a lifetime.
 fn is_character(rest: &str) -> bool {
     let mut letters = rest.chars().skip(1);
     match (letters.next(), letters.next()) {
