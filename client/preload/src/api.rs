@@ -17,7 +17,7 @@ use libc::{size_t, ssize_t};
 use crate::fault::{Fault, answer};
 use crate::memory::{Errno, FromC};
 use crate::stat_form::kernel_form;
-use many::{Request, SampleView};
+use many::{FileRequest, SampleView};
 
 /// A program's function for a sample: its path, its size in bytes, and the program's context.
 type VisitSample = Option<extern "C" fn(*const c_char, u64, *mut c_void) -> c_int>;
@@ -101,7 +101,7 @@ header! {
         })
     }
 
-    fn dayfly_read_many(session: FromC<*const View>, requests: FromC<*mut Request>, count: size_t, flags: c_int) -> ssize_t {
+    fn dayfly_read_many(session: FromC<*const View>, requests: FromC<*mut FileRequest>, count: size_t, flags: c_int) -> ssize_t {
         answer(|| many::read(object(session)?, requests.slice_mut(count), flags))
     }
 

@@ -11,7 +11,7 @@ use dayfly_meta::path::display;
 
 use crate::args::DoctorArguments;
 use crate::failure::{Failure, print_line};
-use finding::{Finding, Report, State};
+use finding::{CheckState, Finding, Report};
 
 pub(super) fn run(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
     if arguments.answer {
@@ -26,7 +26,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<ExitCode, Failure> {
     } else {
         reports.iter().for_each(show);
     }
-    let is_missing = |finding: &Finding| finding.is_needed && finding.state == State::Missing;
+    let is_missing = |finding: &Finding| finding.is_needed && finding.state == CheckState::Missing;
     let is_any_missing = reports.iter().any(|report| report.findings.iter().any(is_missing));
     Ok(if is_any_missing { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -35,9 +35,9 @@ fn show(report: &Report) {
     print_line!("{}", display(report.host.as_bytes()));
     for Finding { what, state, detail, advice, .. } in &report.findings {
         let state = match state {
-            State::Ok => "ok",
-            State::Slow => "slow",
-            State::Missing => "missing",
+            CheckState::Ok => "ok",
+            CheckState::Slow => "slow",
+            CheckState::Missing => "missing",
         };
         print_line!("  {:<16} {state:<8} {}", display(what.as_bytes()), display(detail.as_bytes()));
         if !advice.is_empty() {

@@ -20,7 +20,7 @@ type Path<'a> = FromC<'a, *const c_char>;
 
 /// `struct dayfly_request`.
 #[repr(C)]
-pub(crate) struct Request<'a> {
+pub(crate) struct FileRequest<'a> {
     path: Path<'a>,
     buffer: FromC<'a, *mut c_void>,
     /// Room in the buffer, in bytes.
@@ -58,7 +58,7 @@ fn paths<'a>(paths: &[Path<'a>]) -> Result<Vec<&'a [u8]>, Errno> {
 }
 
 /// Reads whole files into the requests' buffers. Returns the number of files that failed.
-pub(super) fn read(view: &View, requests: &mut [Request], flags: c_int) -> Result<ssize_t, Fault> {
+pub(super) fn read(view: &View, requests: &mut [FileRequest], flags: c_int) -> Result<ssize_t, Fault> {
     let (_, on_missing) = choices(flags)?;
     let paths = requests.iter().map(|request| bytes(request.path)).collect::<Result<Vec<_>, _>>()?;
     let mut buffers = requests.iter().map(|request| request.buffer.buffer(request.len)).collect::<Result<Vec<&mut [u8]>, _>>()?;

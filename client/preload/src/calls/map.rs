@@ -43,7 +43,7 @@ hook! {
             None => mmap::next(address, len, protection, flags, descriptor, offset),
             Some(open) => answer(|| {
                 let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
-                let request = Request { address, len, protection, flags, offset };
+                let request = MapRequest { address, len, protection, flags, offset };
                 let file = open.file().map_err(|_| libc::ENODEV)?;
                 map(&*view()?, file, &request).map(Mapped)
             }).0,
@@ -74,7 +74,7 @@ hook! {
 }
 
 /// The arguments of `mmap`.
-struct Request<'a> {
+struct MapRequest<'a> {
     address: FromC<'a, *mut c_void>,
     len: usize,
     protection: c_int,
@@ -93,8 +93,8 @@ struct Part {
     within: u64,
 }
 
-fn map(view: &View, file: &OpenFile, request: &Request<'_>) -> Result<*mut c_void, Fault> {
-    let Request { address, len, protection, flags, offset } = *request;
+fn map(view: &View, file: &OpenFile, request: &MapRequest<'_>) -> Result<*mut c_void, Fault> {
+    let MapRequest { address, len, protection, flags, offset } = *request;
     if len == 0 || !offset.is_multiple_of(PAGE_SIZE) {
         return Err(Fault::Errno(libc::EINVAL));
     }
@@ -117,7 +117,7 @@ fn map(view: &View, file: &OpenFile, request: &Request<'_>) -> Result<*mut c_voi
 }
 
 /// Maps the parts of a file into the room at `base`.
-fn fill(view: &View, file: &OpenFile, request: &Request<'_>, base: *mut c_void) -> Result<(), Fault> {
+fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_void) -> Result<(), Fault> {
     let mut copied: Vec<Part> = Vec::new();
     for part in parts(file, request)? {
         let found = file.dataset().segment_position(part.block).filter(|_| may_map_in_place(view, file, &part));
@@ -146,7 +146,7 @@ fn fill(view: &View, file: &OpenFile, request: &Request<'_>, base: *mut c_void) 
 }
 
 /// Divides the requested range of the file into parts, block by block.
-fn parts(file: &OpenFile, request: &Request<'_>) -> Result<Vec<Part>, Fault> {
+fn parts(file: &OpenFile, request: &MapRequest<'_>) -> Result<Vec<Part>, Fault> {
     let (size, blocks) = file.dataset().catalog().sample(file.sample()).ok_or(libc::EIO)?;
     let len = (request.len as u64).next_multiple_of(PAGE_SIZE).min(size.saturating_sub(request.offset));
     let mut parts = Vec::new();
@@ -169,7 +169,7 @@ fn may_map_in_place(view: &View, file: &OpenFile, part: &Part) -> bool {
 }
 
 /// Maps a range of a kernel file at an offset of the room.
-fn put(request: &Request<'_>, base: *mut c_void, start: u64, len: u64, descriptor: RawFd, offset: u64) -> Result<(), Fault> {
+fn put(request: &MapRequest<'_>, base: *mut c_void, start: u64, len: u64, descriptor: RawFd, offset: u64) -> Result<(), Fault> {
     let kind = if request.flags & libc::MAP_TYPE == MAP_PRIVATE { MAP_PRIVATE } else { MAP_SHARED };
     let flags = kind | MAP_FIXED | request.flags & (libc::MAP_POPULATE | libc::MAP_LOCKED | libc::MAP_NORESERVE);
     // SAFETY: within the room that `map` has reserved, which nothing uses yet.

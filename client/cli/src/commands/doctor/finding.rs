@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// The state of something that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum State {
+pub(super) enum CheckState {
     /// As it should be.
     Ok,
     /// It works, but could be faster.
@@ -19,7 +19,7 @@ pub(super) enum State {
 pub(super) struct Finding {
     /// The thing that was checked, such as `kernel`.
     pub(super) what: String,
-    pub(super) state: State,
+    pub(super) state: CheckState,
     /// What was observed.
     pub(super) detail: String,
     /// What to do about it; empty if nothing.
@@ -31,15 +31,15 @@ pub(super) struct Finding {
 impl Finding {
     pub(super) fn ok(what: &str, detail: impl ToString) -> Self {
         let (what, detail) = (what.to_owned(), detail.to_string());
-        Self { what, state: State::Ok, detail, advice: String::new(), is_needed: false }
+        Self { what, state: CheckState::Ok, detail, advice: String::new(), is_needed: false }
     }
 
     pub(super) fn slow(what: &str, detail: impl ToString, advice: &str) -> Self {
-        Self { state: State::Slow, advice: advice.to_owned(), ..Self::ok(what, detail) }
+        Self { state: CheckState::Slow, advice: advice.to_owned(), ..Self::ok(what, detail) }
     }
 
     pub(super) fn missing(what: &str, detail: impl ToString, advice: &str) -> Self {
-        Self { state: State::Missing, ..Self::slow(what, detail, advice) }
+        Self { state: CheckState::Missing, ..Self::slow(what, detail, advice) }
     }
 
     pub(super) fn needed(self) -> Self {
