@@ -307,6 +307,9 @@ impl Scene {
 
     /// Drops everything that arrives over one of the connections from node 0 to a node.
     fn kill_flow(&self, node: u16, number: u8) {
+        // For some time after offers, silence may mean that a ping waits behind their bytes, so a dead link is found later
+        // (PROTOCOL, "Liveness"). The sessions with dead links have the full deadlines.
+        std::thread::sleep(Deadlines::DEFAULT.peer_lost + Duration::from_secs(1));
         let status = self.cluster.status();
         let address = status["nodes"][usize::from(node)]["address"].as_str().unwrap().to_owned();
         let (_, port) = address.rsplit_once(':').unwrap();
