@@ -1,5 +1,5 @@
-//! Measures reads of a running session's samples from one node: those on the node, and those on
-//! other nodes.
+//! Measures how fast one node reads a running session's samples, both its own and those of other
+//! nodes.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -32,7 +32,7 @@ pub(crate) struct Read {
     /// Samples per batch
     #[arg(long, default_value_t = 256)]
     batch: usize,
-    /// Number of samples, or as many as there are
+    /// Number of samples to read; all of them if there are fewer
     #[arg(long, default_value_t = 20_000)]
     samples: usize,
     /// Number of batches in flight while one is looked at
@@ -44,7 +44,7 @@ pub(crate) struct Read {
     /// Submit the order to the server first
     #[arg(long)]
     submit: bool,
-    /// Time to wait after that, in milliseconds
+    /// Time to wait before the first read, after any `--submit`, in milliseconds
     #[arg(long, default_value_t = 0)]
     head_start_ms: u64,
     /// What to do with views
@@ -60,7 +60,7 @@ pub(crate) struct Read {
 enum From {
     /// Samples on the node's drives
     Local,
-    /// Samples that are not
+    /// Samples that are not on the node's drives
     Remote,
     Any,
 }

@@ -2,7 +2,7 @@
 //! complete copy.
 //!
 //! A stage-in writes the [`Member`]s that it finds into sorted runs. [`resolve`] decides what each
-//! path ends as, [`CatalogBuilder`] streams the result into a file, and [`Catalog`] maps and reads
+//! path becomes, [`CatalogBuilder`] streams the result into a file, and [`Catalog`] maps and reads
 //! that file without trusting it. `docs/FORMATS.md` describes the layout.
 //!
 //! Invariants: a catalog never changes once it is published, so it can be mapped into every process

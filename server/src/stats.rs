@@ -111,7 +111,8 @@ impl LatencyHistogram {
         self.buckets[bucket(took.as_micros() as u64)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// For each `permille`, the latency in microseconds that this many thousandths of all values do not exceed.
+    /// Returns one latency in microseconds for each of `permilles`. For 900, for example, at least 90 % of all values do not
+    /// exceed it.
     pub(crate) fn permille_us<const N: usize>(&self, permilles: [u64; N]) -> [u64; N] {
         let counts: Vec<u64> = self.buckets.iter().map(|bucket| bucket.load(Ordering::Relaxed)).collect();
         let all: u64 = counts.iter().sum();
@@ -150,7 +151,7 @@ pub(crate) struct ClientReads {
     latencies: LatencyHistogram,
 }
 
-/// Counts a request as in flight until it is dropped.
+/// Counts a request as in flight until this value is dropped.
 pub(crate) struct PendingRead<'a>(&'a ClientReads);
 
 impl ClientReads {

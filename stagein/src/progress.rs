@@ -1,8 +1,8 @@
 //! Progress of one node's part of a stage-in: what its threads have done, what each one does now,
 //! whether they should continue, and how fast they may read.
 //!
-//! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Threads that
-//! work add to its counters and describe themselves in an [`Activity`]; an observer takes
+//! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Working
+//! threads add to its counters and describe themselves in an [`Activity`]; an observer takes
 //! the counters now and then, and can cancel. The monitor also holds the two limits that apply to all
 //! threads of a node together: the read rate (`--max-rate`) and the permit for a decoder with a
 //! large window.
@@ -22,7 +22,7 @@ use rate_limit::RateLimit;
 use window_lock::WindowLock;
 pub(crate) use window_lock::WindowPermit;
 
-/// A thread that waits checks this often whether the stage-in was cancelled.
+/// How often a waiting thread checks whether the stage-in was cancelled.
 const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Counters, activities, cancellation and read rate of one stage-in on one node.
@@ -79,8 +79,8 @@ impl ProgressMonitor {
         self.busy_ns[step as usize].fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Records that something advanced that no other counter shows, so that the stage-in is not
-    /// taken for stalled.
+    /// Records progress that no other counter shows, so that the stage-in is not taken for
+    /// stalled.
     pub fn advance(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }

@@ -58,8 +58,8 @@ pub(crate) struct SessionArguments {
     /// control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) stage_in_memory: Option<u64>,
-    /// Units of the sources that each server reads at the same time. [default: its share of the
-    /// cores, at most 16]
+    /// Number of units (pieces of the sources) that each server reads at the same time. [default:
+    /// its share of the cores, at most 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=WORKERS_MAX as i64))]
     pub(crate) stage_in_workers: Option<u16>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
