@@ -26,7 +26,10 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
     let Some(stage_ins) = stage_ins.upgrade() else { return };
     // On a task of its own, because ending the stage-in aborts this one.
     tokio::spawn(async move {
-        let ended = match stage_in.is_visible() && !is_aborted {
+        let is_published = stage_in.is_visible() && !is_aborted;
+        // Planning the cache may wait for processes; the stage-in's memory is freed before that.
+        drop(stage_in);
+        let ended = match is_published {
             true => stage_ins.settle(number).await,
             false => stage_ins.abort(number).await,
         };
