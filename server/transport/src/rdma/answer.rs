@@ -5,7 +5,7 @@ use std::any::Any;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use async_trait::async_trait;
@@ -154,11 +154,15 @@ impl Answerer {
     async fn offer(&self, peer: NodeId, queue: QueueId, nonce: u64, mut request: WireRequest) -> bool {
         let Some(&(from, len)) = request.ranges.first() else { return false };
         let message = std::mem::take(&mut request.message);
-        let landing = RdmaLanding { answerer: self.clone(), queue, from, len };
+        let is_incomplete = Arc::new(AtomicBool::new(false));
+        let landing = RdmaLanding { answerer: self.clone(), queue, from, len, is_incomplete: is_incomplete.clone() };
         let incoming = Incoming::new(u64::from(len), Box::new(landing));
         let outcome = self.outcomes.begin(peer, nonce, request.number);
         let answered = self.service.offered(peer, message, incoming).await;
-        outcome.end(answered.clone());
+        // Bytes that did not land may land when the offer is sent again over another path, so this answer is not remembered.
+        if !is_incomplete.load(Ordering::Relaxed) {
+            outcome.end(answered.clone());
+        }
         // If the answer does not fit, the asker sends the offer again over the inner transport.
         let fits = answered.as_ref().is_ok_and(|message| answer_len(0, message.len()) <= request.answer_len as usize);
         let answered = answered.map_or_else(WireAnswer::Refused, done);
@@ -434,11 +438,23 @@ struct RdmaLanding {
     queue: QueueId,
     from: Remote,
     len: u32,
+    /// Set while bytes are missing.
+    is_incomplete: Arc<AtomicBool>,
 }
 
 #[async_trait]
 impl Landing for RdmaLanding {
-    async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
+    async fn land(self: Box<Self>, slot: Slot) -> io::Result<Slot> {
+        self.is_incomplete.store(true, Ordering::Relaxed);
+        let slot = self.read_all(slot).await?;
+        self.is_incomplete.store(false, Ordering::Relaxed);
+        Ok(slot)
+    }
+}
+
+impl RdmaLanding {
+    /// Reads all offered bytes into a slot.
+    async fn read_all(&self, mut slot: Slot) -> io::Result<Slot> {
         let (len, step) = (u64::from(self.len), self.answerer.write_len);
         if slot.keys().is_some() {
             // Posts several operations together, as many as a batch may have.
@@ -457,9 +473,7 @@ impl Landing for RdmaLanding {
         }
         Ok(slot)
     }
-}
 
-impl RdmaLanding {
     /// Reads `len` offered bytes, starting at offset `from`, into a slot at offset `at`.
     async fn read(&self, slot: Slot, at: u64, from: u64, len: u64) -> io::Result<Slot> {
         let step = self.answerer.write_len;

@@ -151,12 +151,8 @@ impl Connection for TcpConnection {
                 }
                 Err(_) => return Err(self.ended(&link)),
             };
-            let frame = Outgoing::Frame { kind: Kind::Pull, request, argument, body: body.clone() };
-            // If the link has ended, `wait` reports it, so a failed send is ignored here.
-            if timeout(limit.saturating_sub(progress.age()), link.sender.send(frame)).await.is_err() {
-                link.withdraw(request);
-                return Err(self.timeout(limit));
-            }
+            let left = limit.saturating_sub(progress.age());
+            link.send(Kind::Pull, request, (argument, body.clone()), left).await.map_err(|_| self.timeout(limit))?;
             match self.wait(answer, &progress, limit).await? {
                 Some(PullOutcome::Done(pulled)) => return Ok(pulled),
                 Some(PullOutcome::Refused(refusal)) => return Err(self.refused(refusal)),
@@ -183,11 +179,7 @@ impl Connection for TcpConnection {
         let Ok(request) = link.register(&progress, permit, None, RequestState::Offer { ready, done }) else {
             return Err(self.ended(&link));
         };
-        let frame = Outgoing::Frame { kind: Kind::Offer, request, argument: len as u64, body: message };
-        if timeout(limit, link.sender.send(frame)).await.is_err() {
-            link.withdraw(request);
-            return Err(self.timeout(limit));
-        }
+        link.send(Kind::Offer, request, (len as u64, message), limit).await.map_err(|_| self.timeout(limit))?;
         // Without acceptance, the offer has been answered or the link has ended; both show below.
         let payload = if let Some(claim) = self.wait(accepted, &progress, limit).await? {
             let (back, returned) = oneshot::channel();

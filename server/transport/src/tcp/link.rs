@@ -12,6 +12,8 @@ use dayfly_meta::limits::PEER_REQUESTS_MAX;
 use dayfly_meta::wire::frame::Kind;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
+use tokio::time::timeout;
 
 use super::reader::{Landing, Reader};
 use super::seal::{ReadHalf, WriteHalf};
@@ -190,9 +192,21 @@ impl Link {
         Ok(number)
     }
 
-    /// Removes a request that was never sent.
-    pub(super) fn withdraw(&self, number: u64) {
-        drop(self.pending.remove(number));
+    /// Queues the first frame of a request. If that takes longer than `limit`, or the caller gives up meanwhile, the request leaves
+    /// the table with its slots and its permit, because the peer will never answer it. Fails only after `limit`: if the link has
+    /// ended, the request's channels tell.
+    pub(super) async fn send(
+        &self,
+        kind: Kind,
+        request: u64,
+        (argument, body): (u64, Vec<u8>),
+        limit: Duration,
+    ) -> Result<(), Elapsed> {
+        let mut unsent = Unsent { link: self, request: Some(request) };
+        // The send itself fails only if the link has ended.
+        let _ = timeout(limit, self.sender.send(Outgoing::Frame { kind, request, argument, body })).await?;
+        unsent.request = None;
+        Ok(())
     }
 
     /// Receives answers until the stream ends. `current` is the request whose frame is being read.
@@ -252,31 +266,44 @@ impl Link {
                 (Kind::Ready, RequestState::Offer { ready, done }) => {
                     let claim = OfferClaim::default();
                     keep(RequestState::Sending { done, claim: claim.clone() }, permit, share);
-                    // A caller that has given up sends nothing. The peer then refuses after its deadline, which is handled below.
+                    // A caller that has given up sends nothing. The peer then answers after its deadline, which is handled below.
                     let _ = ready.send(claim);
                 }
-                (Kind::Offered, RequestState::Offer { done, .. } | RequestState::Sending { done, .. }) => {
-                    let _ = done.send(Ok(body));
-                }
-                (Kind::Refused, state) => {
-                    let refusal = Refusal::new(String::from_utf8_lossy(&body));
-                    match state {
-                        RequestState::Pull { done, .. } | RequestState::Landing { done, .. } => {
-                            drop(done.send(PullOutcome::Refused(refusal)))
-                        }
-                        RequestState::Offer { done, .. } => drop(done.send(Err(refusal))),
-                        RequestState::Sending { done, claim } => {
-                            drop(done.send(Err(refusal)));
-                            if claim.take() {
-                                withdrawing.spawn(send_withdrawn(self.sender.clone(), header.request, permit));
-                            }
-                        }
+                (Kind::Offered, RequestState::Offer { done, .. }) => drop(done.send(Ok(body))),
+                (Kind::Refused, RequestState::Offer { done, .. }) => drop(done.send(Err(refusal(&body)))),
+                (Kind::Offered | Kind::Refused, RequestState::Sending { done, claim }) => {
+                    let answer = if header.kind == Kind::Offered { Ok(body) } else { Err(refusal(&body)) };
+                    let _ = done.send(answer);
+                    // Whatever the answer says, a slot may be reserved for bytes that will not come.
+                    if claim.take() {
+                        withdrawing.spawn(send_withdrawn(self.sender.clone(), header.request, permit));
                     }
+                }
+                (Kind::Refused, RequestState::Pull { done, .. } | RequestState::Landing { done, .. }) => {
+                    let _ = done.send(PullOutcome::Refused(refusal(&body)));
                 }
                 _ => return Err(unexpected()),
             }
         }
     }
+}
+
+/// A request in the table whose first frame is not queued yet. Dropping it removes the request.
+struct Unsent<'a> {
+    link: &'a Link,
+    request: Option<u64>,
+}
+
+impl Drop for Unsent<'_> {
+    fn drop(&mut self) {
+        if let Some(request) = self.request {
+            drop(self.link.pending.remove(request));
+        }
+    }
+}
+
+fn refusal(body: &[u8]) -> Refusal {
+    Refusal::new(String::from_utf8_lossy(body))
 }
 
 /// Announces that the bytes for which the peer has reserved a slot will not come. If the link has ended, the peer already knows.

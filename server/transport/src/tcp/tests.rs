@@ -6,14 +6,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::wire::frame::Kind;
 use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 
+use super::link::{Link, RequestState};
 use super::relay::{Relay, StreamState};
 use super::seal::split;
 use super::stream::{FileRange, Outgoing, Timestamp, writer};
 use super::*;
+use crate::budget::Progress;
 use crate::conformance::{Echo, pattern, tcp, tcp_for, tcp_with};
 use crate::contract::{Answer, Incoming, Piece};
 use crate::error::{PieceError, Refusal};
@@ -253,6 +256,8 @@ async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still
 /// Reserves its only slot for an offer, once `go` is notified.
 struct Lender {
     region: Region,
+    /// Answers offers whose bytes did not land, as [`crate::Service`] may, instead of refusing them.
+    answers_always: bool,
     asked: tokio::sync::Notify,
     go: tokio::sync::Notify,
 }
@@ -267,19 +272,27 @@ impl Service for Lender {
         self.asked.notify_one();
         self.go.notified().await;
         let slot = self.region.slot_within(incoming.len(), TIMEOUT).await.ok_or("no slot")?;
-        incoming.land(slot).await.map_err(Refusal::new)?;
-        Ok(message)
+        match incoming.land(slot).await {
+            Err(error) if !self.answers_always => Err(Refusal::new(error)),
+            _ => Ok(message),
+        }
     }
 }
 
 /// `docs/PROTOCOL.md`, "Offer": an offer that is given up after it was accepted is withdrawn, so that its slot is free again.
 #[tokio::test]
 async fn a_slot_reserved_for_an_offer_is_free_again_after_the_offer_was_given_up() {
+    for answers_always in [false, true] {
+        give_up_an_offer(answers_always).await;
+    }
+}
+
+async fn give_up_an_offer(answers_always: bool) {
     let len = 1 << 20;
     let ours = tcp_with(0, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await.0;
     let (theirs, address) = tcp_with(1, Purpose::Peer, Deadlines::DEFAULT.scaled(20)).await;
     let region = theirs.region(len as u64).unwrap();
-    let lender = Arc::new(Lender { region, asked: tokio::sync::Notify::new(), go: tokio::sync::Notify::new() });
+    let lender = Arc::new(Lender { region, answers_always, asked: tokio::sync::Notify::new(), go: tokio::sync::Notify::new() });
     let _serving = theirs.serve(lender.clone()).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     let ours_region = ours.region(len as u64).unwrap();
@@ -298,4 +311,26 @@ async fn a_slot_reserved_for_an_offer_is_free_again_after_the_offer_was_given_up
     lender.go.notify_one();
     assert_eq!(second.await.unwrap().unwrap().message, b"second");
     assert!(!connection.is_lost());
+}
+
+/// A request whose frame still waits in the queue when its caller gives up does not keep its slots or its permit.
+#[tokio::test]
+async fn a_request_that_is_given_up_before_it_was_sent_leaves_nothing_behind() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let stream = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let halves = split(stream, None);
+    // Nothing takes frames from the queue, because nothing polls the link's future.
+    let (link, _run) = Link::start(halves, Instant::now(), TIMEOUT);
+    let region = Region::new(1 << 20).unwrap();
+    while link.sender.capacity() > 0 {
+        link.send(Kind::Ping, 0, (0, Vec::new()), TIMEOUT).await.unwrap();
+    }
+    let (done, _answer) = oneshot::channel();
+    let permit = link.permits.clone().acquire_owned().await.unwrap();
+    let state = RequestState::Pull { slots: vec![region.slot(1 << 20).unwrap()], done };
+    let request = link.register(&Progress::new(), permit, None, state).unwrap_or_else(|_| panic!("the link has not ended"));
+    let sending = link.send(Kind::Pull, request, (0, Vec::new()), TIMEOUT);
+    assert!(tokio::time::timeout(Duration::from_millis(20), sending).await.is_err(), "the queue is full");
+    assert_eq!(link.load(), 0);
+    assert!(region.slot(1 << 20).is_some());
 }
