@@ -91,6 +91,72 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     }
 }
 
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
+/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
+/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// space is free again."
+#[test]
+fn every_failed_write_of_a_stage_in_names_node_and_drive() {
+    // At first `pwrite64` writes the header of a segment, and later the table of arrivals. `pwritev` writes blocks.
+    for (call, begins_late) in [("pwrite64", false), ("pwrite64", true), ("pwritev", false), ("fallocate", false)] {
+        let ground = Ground::new();
+        files(&ground, 400, 100_000);
+        let cluster = ground.up(2);
+        let inject = || Injected::into(cluster.pids()[&1], &format!("{call}:error=EIO"));
+        let mut stage_in = cluster.dayfly();
+        stage_in.args(["stage-in", "d", "/dayfly/d"]).env("DAYFLY_SESSION", &cluster.id);
+        stage_in.current_dir(cluster.work.path()).stderr(Stdio::piped());
+        let injected = if begins_late { None } else { inject() };
+        if begins_late {
+            stage_in.args(["--max-rate", "10MB"]);
+        }
+        let running = stage_in.spawn().unwrap();
+        let injected = injected.or_else(|| {
+            wait_until("blocks arrive", || count(&node(&cluster, 1)["used_bytes"]) > 0);
+            inject()
+        });
+        let failed = running.wait_with_output().unwrap();
+        let message = harness::text(&failed.stderr);
+        let Some(injected) = injected else { return };
+        assert!(!failed.status.success(), "{call}, late: {begins_late}: {message}");
+        let data_dir = node(&cluster, 1)["data_dirs"][0].as_str().unwrap().to_owned();
+        for part in ["node 1", &data_dir, "dmesg", "--data-dir"] {
+            assert!(message.contains(part), "{call}, late: {begins_late}: no {part} in: {message}");
+        }
+        wait_until("its space is free again", || cluster.used_bytes() == 0);
+        drop(injected);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        cluster.down();
+    }
+}
+
+/// SEMANTICS: "A source that its file system cannot read is not called damaged: the message names the
+/// file, the system's error and the way out."
+#[test]
+fn a_source_that_cannot_be_read_is_not_called_damaged() {
+    for (name, pack) in [
+        ("plain.tar", "tar cf"),
+        ("packed.tar.gz", "tar czf"),
+        ("packed.tar.xz", "tar cJf"),
+        ("packed.tar.zst", "tar --zstd -cf"),
+        ("a.zip", "zip -qr"),
+    ] {
+        let ground = Ground::new();
+        files(&ground, 40, 100_000);
+        harness::tool("sh", &["-c".as_ref(), format!("cd {} && {pack} {name} d", ground.at("").display()).as_ref()]);
+        let cluster = ground.up(1);
+        let server = cluster.pids()[&0];
+        let Some(injected) = Injected::into(server, "pread64,read:error=EIO:when=1+") else { return };
+        let message = cluster.fails(1, &["stage-in", name, "/dayfly/d"]);
+        for part in ["cannot read", name, "Input/output error", "--keep-going"] {
+            assert!(message.contains(part), "no {part} in: {message}");
+        }
+        assert!(!message.contains("damaged"), "{message}");
+        drop(injected);
+        cluster.down();
+    }
+}
+
 /// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
 /// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]

@@ -222,6 +222,29 @@ fn an_interrupted_stage_in_reports_that_nothing_was_staged_in() {
     cluster.down();
 }
 
+/// SEMANTICS: "An interrupted `stage-in` prints whether anything was staged in, and exits with the
+/// status that shells expect, 130 after Ctrl-C."
+#[test]
+fn a_stage_in_that_is_interrupted_before_its_server_answers_reports_that_too() {
+    let cluster = Ground::new().up(1);
+    fs::create_dir_all(cluster.at("d")).unwrap();
+    let server = cluster.pids()[&0];
+    signal(server, Signal::SIGSTOP);
+    let mut child = cluster.dayfly().args(["stage-in", "d", "/dayfly/d"]).stderr(Stdio::piped()).spawn().unwrap();
+    let handles_interruptions = || {
+        let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
+        u64::from_str_radix(caught, 16).unwrap() >> (Signal::SIGINT as i32 - 1) & 1 == 1
+    };
+    wait_until("it handles SIGINT", handles_interruptions);
+    signal(child.id() as i32, Signal::SIGINT);
+    let ended = wait_for(&mut child, Duration::from_secs(30)).expect("it exits");
+    signal(server, Signal::SIGCONT);
+    let message = standard_error_of(&mut child);
+    assert!(ended.code() == Some(130) && message.contains("interrupted: nothing was staged in"), "{ended}: {message}");
+    cluster.down();
+}
+
 /// SEMANTICS: "If the session ends meanwhile, `stage-in` prints that the session ended."
 fn a_stage_in_reports_the_end_of_its_session() {
     let cluster = Ground::new().up(2);

@@ -41,7 +41,7 @@ use crate::prefetch::{Prefetcher, SampleOrder};
 use crate::processes::{Attachment, Processes, exit_of};
 use crate::stats::ClientReads;
 use crate::status::StatusReporter;
-use crate::store::{Store, unnamed_file};
+use crate::store::Store;
 use read_ahead::ReadAhead;
 use socket::{Receiver, Sender};
 
@@ -283,9 +283,9 @@ impl Client {
         if drive.free() < len {
             return self.refuse(&format!("node {node} has no room for a copy of {len} bytes on '{path}'")).await;
         }
-        match unnamed_file(drive.path()) {
+        match drive.unnamed_file() {
             Ok(file) => self.sender.send(&FromServer::Spill, &[&file]).await,
-            Err(error) => self.refuse(&format!("node {node} cannot create a file on '{path}': {error}")).await,
+            Err(error) => self.refuse(&format!("node {node} cannot create a file: {error}")).await,
         }
     }
 }

@@ -36,7 +36,7 @@ use dayfly_meta::wire::peer::{Damaged, Rival, ShippedBlock, SuspectPath};
 use dayfly_stagein::progress::ProgressMonitor;
 use dayfly_transport::Slot;
 
-use crate::store::{Segments, room_for};
+use crate::store::{Drive, Segments, room_for};
 use arrival_table::ArrivalTable;
 use path_table::{Content, PathTable};
 use write_buffer::WriteBuffer;
@@ -85,16 +85,16 @@ pub(crate) enum IngestError {
 }
 
 impl Ingest {
-    /// `buffer_len` is the memory for blocks that wait to be written, `paths_len` that for the table of paths. `arrivals` is an
-    /// empty file for the table of positions.
+    /// `buffer_len` is the memory for blocks that wait to be written, `paths_len` that for the table of paths. `drive` takes the
+    /// table of positions.
     pub(crate) fn new(
         segments: Arc<Segments>,
-        arrivals: std::fs::File,
+        drive: Arc<Drive>,
         (buffer_len, paths_len): (u64, usize),
         gauge: Arc<ProgressMonitor>,
-    ) -> Self {
-        let (arrivals, paths) = (ArrivalTable::new(arrivals), PathTable::new(paths_len));
-        Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths }
+    ) -> io::Result<Self> {
+        let (arrivals, paths) = (ArrivalTable::new(drive)?, PathTable::new(paths_len));
+        Ok(Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths })
     }
 
     /// Returns the path conflicts that were suspected since the last call.
@@ -253,7 +253,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], capacity).unwrap();
         let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
-        let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
+        let ingest = Ingest::new(segments, drives[0].clone(), (4 << 20, 1 << 20), Arc::default()).unwrap();
         (ingest, Region::new(16 << 20).unwrap(), folder)
     }
 
@@ -369,7 +369,7 @@ mod tests {
             let write_back: Arc<dyn WriteBack> = failing.clone();
             let drives = Drive::open_all_with(&[folder.path().to_owned()], 1 << 24, &write_back).unwrap();
             let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
-            let ingest = Ingest::new(segments, tempfile::tempfile().unwrap(), (4 << 20, 1 << 20), Arc::default());
+            let ingest = Ingest::new(segments, drives[0].clone(), (4 << 20, 1 << 20), Arc::default()).unwrap();
             let region = Region::new(16 << 20).unwrap();
             let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
             assert!(matches!(stored, Stored::At(0)));

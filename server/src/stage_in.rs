@@ -47,8 +47,8 @@ use crate::blocking::Blocking;
 use crate::ingest::Ingest;
 use crate::peers::Peers;
 use crate::room::{Room, StageInGuard};
-use crate::store::{Dataset, Drive, Reservation, Segments, Store, unnamed_file};
-pub(crate) use error::NodeStageInError;
+use crate::store::{Dataset, Drive, Reservation, Segments, Store};
+pub(crate) use error::{NodeStageInError, name_drive};
 use memory::MemoryShares;
 pub(crate) use publish::PreparedCatalog;
 
@@ -208,8 +208,15 @@ pub(crate) struct NodeStageIn {
     tasks: Mutex<JoinSet<()>>,
 }
 
-/// Sorted runs with their lengths, or why there are none.
-type Runs = Result<Arc<Vec<(File, u64)>>, Arc<NodeStageInError>>;
+/// A sorted run, and the drive that it lies on.
+struct Run {
+    file: File,
+    len: u64,
+    drive: Arc<Drive>,
+}
+
+/// Sorted runs, or why there are none.
+type Runs = Result<Arc<Vec<Run>>, Arc<NodeStageInError>>;
 
 /// The progress of publishing on this node.
 #[derive(Default)]
@@ -234,17 +241,16 @@ impl NodeStageIn {
         let memory = MemoryShares::divide(context.memory, context.workers);
         let landing = context.transport.region(memory.landing_len()).map_err(NodeStageInError::Begin)?;
         let catalog_drive = context.store.roomiest_drive();
-        let arrivals =
-            unnamed_file(catalog_drive.path()).map_err(|error| NodeStageInError::Begin(catalog_drive.write_error(error)))?;
         let monitor = Arc::new(ProgressMonitor::new(max_rate));
         let ingest_memory = (memory.shuffle_len, memory.paths_len);
+        let ingest = Ingest::new(Arc::new(segments), catalog_drive.clone(), ingest_memory, monitor.clone());
         Ok(Self {
             number,
             coordinator,
             seed,
             selection,
             memory,
-            ingest: Arc::new(Ingest::new(Arc::new(segments), arrivals, ingest_memory, monitor.clone())),
+            ingest: Arc::new(ingest.map_err(NodeStageInError::Begin)?),
             landing,
             monitor,
             suspect_paths: Arc::default(),
@@ -292,21 +298,22 @@ impl NodeStageIn {
         let runs = runs.unwrap_or_else(|| Err(Arc::new(NodeStageInError::NotRunning))).map_err(NodeStageInError::Failed)?;
         let ingest = self.ingest.clone();
         self.context.blocking.run(move || ingest.finish()).await??;
-        Ok((runs.iter().map(|(_, len)| *len).collect(), self.monitor.take_counted()))
+        Ok((runs.iter().map(|run| run.len).collect(), self.monitor.take_counted()))
     }
 
     /// Reads at most `room` bytes of a run.
     pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
         let runs = self.runs.borrow().clone().ok_or(NodeStageInError::NotFinished)?.map_err(NodeStageInError::Failed)?;
-        let (file, len) = runs.get(run as usize).ok_or(NodeStageInError::NoSuchRun(run))?;
-        read_some(file, offset, room.min(len.saturating_sub(offset)))
+        let run = runs.get(run as usize).ok_or(NodeStageInError::NoSuchRun(run))?;
+        read_some(&run.file, &run.drive, offset, room.min(run.len.saturating_sub(offset)))
     }
 
     /// Reads at most `room` bytes of the catalog.
     pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
         let catalog = self.publication().catalog.clone().ok_or(NodeStageInError::NoCatalog)?;
-        let len = catalog.metadata().map_err(NodeStageInError::ReadBack)?.len();
-        read_some(&catalog, offset, room.min(len.saturating_sub(offset)))
+        let drive = &self.catalog_drive;
+        let len = catalog.metadata().map_err(|error| NodeStageInError::ReadBack(drive.failure(error)))?.len();
+        read_some(&catalog, drive, offset, room.min(len.saturating_sub(offset)))
     }
 
     /// Ends all tasks and waits of the stage-in.
@@ -325,8 +332,8 @@ impl NodeStageIn {
     }
 }
 
-fn read_some(file: &File, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {
+fn read_some(file: &File, drive: &Drive, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {
     let mut bytes = vec![0; len.min(BATCH_LEN_MAX as u64) as usize];
-    file.read_exact_at(&mut bytes, offset).map_err(NodeStageInError::ReadBack)?;
+    file.read_exact_at(&mut bytes, offset).map_err(|error| NodeStageInError::ReadBack(drive.failure(error)))?;
     Ok(bytes)
 }

@@ -44,7 +44,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
-pub(crate) use drive::{Drive, Reservation, read_only, unnamed_file};
+pub(crate) use drive::{Drive, Reservation, read_only};
 pub(crate) use segment::{Segments, room_for};
 
 /// Creates memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.

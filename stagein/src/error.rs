@@ -10,7 +10,7 @@ use dayfly_meta::limits::{SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
 
 /// The advice that ends some messages. It is left out of the notes about what `--keep-going`
 /// skipped.
-const KEEP_GOING_ADVICE: &str = "; replace it with an intact copy, or skip what cannot be read with --keep-going";
+const KEEP_GOING_ADVICE: &str = ", or skip what cannot be read with --keep-going";
 
 /// Why a stage-in failed.
 #[derive(Debug, thiserror::Error)]
@@ -46,11 +46,27 @@ pub enum StageInError {
         /// The glob or list that named the first source beyond the limit.
         pattern: String,
     },
-    /// A source, a file of a tree, or a list cannot be opened or read.
-    #[error("cannot read '{}': {error}", path.display())]
+    /// A source or a file of a tree cannot be opened or read.
+    #[error("cannot read '{}': {error}; {}{KEEP_GOING_ADVICE}", path.display(), read_advice(error))]
     Read {
         /// Path of the file or directory.
         path: PathBuf,
+        /// The system's error.
+        #[source]
+        error: io::Error,
+    },
+    /// The file system failed while an archive was read. Nothing says that the archive is damaged.
+    #[error(
+        "cannot read '{}' at byte {offset}{}: {error}; {}{KEEP_GOING_ADVICE}",
+        path.display(), of_contents(*is_decompressed), read_advice(error)
+    )]
+    ReadAt {
+        /// Path of the archive. An archive within an archive has the outer one's path in front.
+        path: PathBuf,
+        /// Offset in the archive, as in [`Self::Damaged`].
+        offset: u64,
+        /// Whether the offset is counted after decompression.
+        is_decompressed: bool,
         /// The system's error.
         #[source]
         error: io::Error,
@@ -73,8 +89,8 @@ pub enum StageInError {
     },
     /// An archive is truncated or damaged.
     #[error(
-        "'{}' is damaged at byte {offset}{}: {reason}{KEEP_GOING_ADVICE}",
-        path.display(), if *is_decompressed { " of its decompressed contents" } else { "" }
+        "'{}' is damaged at byte {offset}{}: {reason}; replace it with an intact copy{KEEP_GOING_ADVICE}",
+        path.display(), of_contents(*is_decompressed)
     )]
     Damaged {
         /// Path of the archive. An archive within an archive has the outer one's path in front.
@@ -186,6 +202,7 @@ impl StageInError {
     pub(crate) fn is_of_source(&self) -> bool {
         match self {
             Self::Read { .. }
+            | Self::ReadAt { .. }
             | Self::Damaged { .. }
             | Self::Unsupported { .. }
             | Self::Changed { .. }
@@ -210,6 +227,52 @@ impl StageInError {
     /// Returns the message for the list of what `--keep-going` skipped.
     pub(crate) fn skip_note(&self) -> String {
         let message = self.to_string();
-        message.strip_suffix(KEEP_GOING_ADVICE).map_or_else(|| message.clone(), str::to_owned)
+        match message.strip_suffix(KEEP_GOING_ADVICE).and_then(|rest| rest.rsplit_once("; ")) {
+            Some((fact, _advice)) => fact.to_owned(),
+            None => message,
+        }
+    }
+}
+
+fn read_advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => "make it readable for the user who runs the session",
+        io::ErrorKind::NotFound => "make sure that it exists on every node",
+        _ => "check the file system that it lies on",
+    }
+}
+
+fn of_contents(is_decompressed: bool) -> &'static str {
+    if is_decompressed { " of its decompressed contents" } else { "" }
+}
+
+/// Returns whether an error came from the system, perhaps through a decoder, and not from what the bytes say.
+pub(crate) fn is_of_system(error: &io::Error) -> bool {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        cause = match error.downcast_ref::<io::Error>() {
+            Some(error) if error.raw_os_error().is_some() => return true,
+            Some(error) => error.get_ref().map(|inner| inner as &(dyn Error + 'static)),
+            None => error.source(),
+        };
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_the_system_are_told_from_errors_in_the_bytes_and_notes_have_no_advice() {
+        let system = || io::Error::from_raw_os_error(5);
+        let wrapped = io::Error::other(StageInError::TempFile(io::Error::other(system())));
+        assert!(is_of_system(&system()) && is_of_system(&io::Error::other(system())) && is_of_system(&wrapped));
+        assert!(!is_of_system(&io::ErrorKind::UnexpectedEof.into()) && !is_of_system(&io::Error::other("cancelled")));
+        let path = PathBuf::from("/pfs/a.tar");
+        let error = StageInError::ReadAt { path: path.clone(), offset: 512, is_decompressed: false, error: system() };
+        assert_eq!(error.skip_note(), "cannot read '/pfs/a.tar' at byte 512: Input/output error (os error 5)");
+        let error = StageInError::Damaged { path, offset: 512, is_decompressed: true, reason: "x; y".to_owned() };
+        assert_eq!(error.skip_note(), "'/pfs/a.tar' is damaged at byte 512 of its decompressed contents: x; y");
     }
 }

@@ -21,6 +21,7 @@ use std::path::Path;
 use dayfly_meta::catalog::{Compression, SourceKind};
 
 use crate::StageInError;
+use crate::error::is_of_system;
 
 /// Name endings of archives. A source with such a name and other contents is an error; it does not
 /// become a sample.
@@ -48,8 +49,11 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         let mut decoder = compressed::decoder(compression, file).map_err(unreadable)?;
         let mut unpacked = Vec::with_capacity(tar::BLOCK_LEN);
         decoder.by_ref().take(tar::BLOCK_LEN as u64).read_to_end(&mut unpacked).map_err(|error| {
-            let (offset, reason) = (unpacked.len() as u64, error.to_string());
-            StageInError::Damaged { path: path.to_owned(), offset, is_decompressed: true, reason }
+            let (path, offset, reason) = (path.to_owned(), unpacked.len() as u64, error.to_string());
+            match is_of_system(&error) {
+                true => StageInError::ReadAt { path, offset, is_decompressed: true, error },
+                false => StageInError::Damaged { path, offset, is_decompressed: true, reason },
+            }
         })?;
         start = unpacked;
     }

@@ -8,7 +8,6 @@ use dayfly_meta::catalog::BuildError;
 use dayfly_meta::catalog::resolve::ResolveError;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::DATASETS_MAX;
-use dayfly_stagein::StageInError;
 
 use super::COORDINATOR;
 use super::conflicts::PathConflict;
@@ -55,8 +54,6 @@ pub(crate) enum CoordinatorError {
     /// A unit that counts could not be read to its end.
     #[error("{0}")]
     UnitFailed(String),
-    #[error(transparent)]
-    Ledger(#[from] StageInError),
     #[error(transparent)]
     PathConflict(#[from] PathConflict),
     #[error("cannot merge what was found: {0}")]

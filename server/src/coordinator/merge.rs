@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
-use dayfly_meta::catalog::{About, Built, CatalogBuilder, Member, Scratch, Source};
+use dayfly_meta::catalog::{About, BuildError, Built, CatalogBuilder, Member, Scratch, Source};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
 use dayfly_meta::wire::peer::ReadRequest;
@@ -14,7 +14,7 @@ use dayfly_stagein::runs::Merge;
 
 use super::conflicts::{ReplacedSamples, Rivals};
 use super::{CoordinatedStageIn, Coordinator, CoordinatorError};
-use crate::store::unnamed_file;
+use crate::store::Drive;
 
 /// A sorted run on a node.
 pub(super) struct Run {
@@ -52,9 +52,17 @@ pub(super) struct Merged {
 impl MergeJob {
     /// Merges all runs. Blocks the calling thread.
     pub(super) fn run(self) -> Result<Merged, CoordinatorError> {
+        let drive = self.coordinator.context.store.roomiest_drive();
+        self.merge_on(&drive).map_err(|error| match error {
+            CoordinatorError::Build(BuildError::Write(error)) => BuildError::Write(drive.failure(error)).into(),
+            error => error,
+        })
+    }
+
+    /// Merges all runs, with temporary files on `drive`.
+    fn merge_on(&self, drive: &Drive) -> Result<Merged, CoordinatorError> {
         let context = &self.coordinator.context;
-        let drive = context.store.roomiest_drive();
-        let scratch = || unnamed_file(drive.path());
+        let scratch = || drive.unnamed_file();
         let rejected = self.stage_in.rejected_tickets();
         let counts = |member: &io::Result<Member>| member.as_ref().map_or(true, |member| !rejected.contains(&member.ticket));
         let members = self.all_members().filter(counts);
@@ -62,9 +70,9 @@ impl MergeJob {
             return self.build(&scratch, Histories::new(members), &Links::default());
         }
         // Hard links must be resolved before the catalog is built, so all members are written to a file first, in order.
-        let cannot_write = |error: io::Error| CoordinatorError::Merge(drive.write_error(error));
+        let cannot_write = |error: io::Error| CoordinatorError::Merge(drive.failure(error));
         let mut collector = LinkCollector::new((context.stage_in_memory / STAGE_INS_MAX as u64) as usize);
-        let mut aside = BufWriter::new(scratch().map_err(cannot_write)?);
+        let mut aside = BufWriter::new(scratch().map_err(CoordinatorError::Merge)?);
         for member in members {
             let member = member.map_err(CoordinatorError::Merge)?;
             self.stage_in.step();

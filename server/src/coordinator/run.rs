@@ -23,7 +23,8 @@ use super::publication::Publication;
 use super::stall::StallDetector;
 use super::{COORDINATOR, CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
 use crate::peers::PeerError;
-use crate::store::unnamed_file;
+use crate::stage_in::name_drive;
+use crate::store::Drive;
 
 /// Bytes of catalog that an entry takes in addition to its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
@@ -89,7 +90,7 @@ async fn run_to_end(
     // The plan is written to a data dir too.
     make_headroom(context).await?;
     let planning = CancelOnDrop::default();
-    let plan = tokio::select! {
+    let (plan, plan_drive) = tokio::select! {
         biased;
         plan = make_plan(context, &request, planning.0.clone()) => plan?,
         stalled = planning_stalls(context, &planning.0) => return Err(stalled),
@@ -111,7 +112,7 @@ async fn run_to_end(
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
     let (nodes, deadlines) = (context.peers.count(), *context.deadlines());
-    let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan.counts), judging, nodes, deadlines));
+    let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan_drive, plan.counts), judging, nodes, deadlines));
     coordinator.registry.insert(stage_in.clone());
     let publication = Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free };
     let preparing = async {
@@ -169,22 +170,20 @@ async fn planning_stalls(context: &CoordinatorContext, monitor: &ProgressMonitor
     }
 }
 
+/// Plans the stage-in. Returns the plan, and the drive on which its units lie.
 async fn make_plan(
     context: &CoordinatorContext,
     request: &StageInRequest,
     monitor: Arc<ProgressMonitor>,
-) -> Result<StageInPlan, CoordinatorError> {
+) -> Result<(StageInPlan, Arc<Drive>), CoordinatorError> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (context.peers.count() * context.workers) as u64;
     let drive = context.store.roomiest_drive();
     let planning = context.blocking.run(move || {
-        let name_drive = |error| StageInError::TempFile(drive.write_error(error));
-        let scratch = unnamed_file(drive.path()).map_err(name_drive)?;
+        let scratch = drive.unnamed_file().map_err(StageInError::TempFile)?;
         let plan_request = PlanRequest { patterns: &sources, selection: &selection, seed, workers };
-        plan::plan_sources(&plan_request, scratch, &monitor).map_err(|error| match error {
-            StageInError::TempFile(error) => name_drive(error),
-            error => error,
-        })
+        let planned = plan::plan_sources(&plan_request, scratch, &monitor).map_err(|error| name_drive(&drive, error));
+        planned.map(|plan| (plan, drive))
     });
     planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
 }

@@ -15,6 +15,8 @@ use tokio::time::Instant;
 use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
 use super::{COORDINATOR, CoordinatorError};
+use crate::stage_in::name_drive;
+use crate::store::Drive;
 
 /// The most nodes that the error of a stalled stage-in names.
 const WAITING_NODES_SHOWN_MAX: usize = 8;
@@ -36,6 +38,8 @@ pub(crate) struct NodeReport {
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
     unit_ledger: Mutex<UnitLedger>,
+    /// The drive on which the units lie.
+    plan_drive: Arc<Drive>,
     progress: Mutex<Progress>,
     rates: Mutex<Rates>,
     counts: Mutex<Counts>,
@@ -61,7 +65,7 @@ pub(crate) struct CoordinatedStageIn {
 impl CoordinatedStageIn {
     pub(super) fn new(
         number: u64,
-        (unit_ledger, counts): (UnitLedger, Counts),
+        (unit_ledger, plan_drive, counts): (UnitLedger, Arc<Drive>, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
         nodes: usize,
         deadlines: Deadlines,
@@ -71,6 +75,7 @@ impl CoordinatedStageIn {
             number,
             reported_at: Mutex::new(vec![Instant::now(); nodes]),
             unit_ledger: Mutex::new(unit_ledger),
+            plan_drive,
             rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
             progress: Mutex::new(progress),
             counts: Mutex::new(counts),
@@ -130,7 +135,9 @@ impl CoordinatedStageIn {
                         return CoordinatorReply::NoUnit;
                     }
                     Err(error) => {
-                        self.fail(error.into());
+                        let node = (self.progress().nodes.len() > 1).then_some(COORDINATOR);
+                        let cause = name_drive(&self.plan_drive, error).into();
+                        self.fail(CoordinatorError::OnNode { node, cause });
                         return CoordinatorReply::Over;
                     }
                 }

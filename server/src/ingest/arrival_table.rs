@@ -7,28 +7,32 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::shared::SharedWords;
 
+use crate::store::Drive;
+
 /// Positions by arrival number.
 pub(super) struct ArrivalTable {
     file: File,
+    /// Where the file lies.
+    drive: Arc<Drive>,
     /// Set when all blocks have arrived.
     map: OnceLock<SharedWords>,
 }
 
 impl ArrivalTable {
-    /// Creates an empty table in an unnamed file.
-    pub(super) fn new(file: File) -> Self {
-        Self { file, map: OnceLock::new() }
+    /// Creates an empty table on a drive.
+    pub(super) fn new(drive: Arc<Drive>) -> io::Result<Self> {
+        Ok(Self { file: drive.unnamed_file()?, drive, map: OnceLock::new() })
     }
 
     /// Writes the positions of blocks with consecutive arrival numbers, which start at `first`.
     pub(super) fn write(&self, first: u32, positions: &[DrivePosition]) -> io::Result<()> {
         let words: Vec<u8> = positions.iter().flat_map(|position| Location::Owned(*position).pack().to_le_bytes()).collect();
-        self.file.write_all_at(&words, u64::from(first) * 8)
+        self.file.write_all_at(&words, u64::from(first) * 8).map_err(|error| self.drive.failure(error))
     }
 
     /// Opens the table for [`Self::find`], when all `count` blocks were written.
@@ -36,9 +40,9 @@ impl ArrivalTable {
         if count == 0 {
             return Ok(());
         }
-        self.file.set_len(u64::from(count) * 8)?;
+        let mapped = self.file.set_len(u64::from(count) * 8).and_then(|()| SharedWords::map(&self.file, count as usize, false));
         // A second call would map the same file, so the first map stays.
-        let _ = self.map.set(SharedWords::map(&self.file, count as usize, false)?);
+        let _ = self.map.set(mapped.map_err(|error| self.drive.failure(error))?);
         Ok(())
     }
 

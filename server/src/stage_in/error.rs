@@ -12,7 +12,7 @@ use crate::blocking::JobLost;
 use crate::ingest::IngestError;
 use crate::peers::PeerError;
 use crate::room::RoomError;
-use crate::store::PrepareError;
+use crate::store::{Drive, PrepareError};
 
 /// Why a node's part of a stage-in failed, or rejected a request.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +116,14 @@ fn prepare_kind(error: &PrepareError) -> RejectionKind {
         PrepareError::Catalog(_) | PrepareError::Checksum => RejectionKind::Damaged,
         PrepareError::Missing { .. } => RejectionKind::Failed,
         PrepareError::Write(_) => RejectionKind::DriveFailed,
+    }
+}
+
+/// Adds the name of the data dir to the error of a temporary file there.
+pub(crate) fn name_drive(drive: &Drive, error: StageInError) -> StageInError {
+    match error {
+        StageInError::TempFile(error) => StageInError::TempFile(drive.failure(error)),
+        error => error,
     }
 }
 

@@ -9,7 +9,7 @@ use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::ReadRequest;
 
 use super::{NodeStageIn, NodeStageInError};
-use crate::store::{Drive, NewDataset, Reservation, unnamed_file};
+use crate::store::{Drive, NewDataset, Reservation};
 
 /// Bytes that a file takes in a catalog and in the table of locations, if its name has the usual length.
 const CATALOG_FILE_LEN: u64 = 128;
@@ -83,8 +83,8 @@ impl NodeStageIn {
     }
 
     async fn fetch_catalog(&self, drive: &Drive, from: NodeId, len: u64) -> Result<Arc<File>, NodeStageInError> {
-        let cannot_write = |error| NodeStageInError::WriteCatalog(drive.write_error(error));
-        let file = unnamed_file(drive.path()).map_err(cannot_write)?;
+        let cannot_write = |error| NodeStageInError::WriteCatalog(drive.failure(error));
+        let file = drive.unnamed_file().map_err(NodeStageInError::WriteCatalog)?;
         let mut offset = 0;
         while offset < len {
             let request = ReadRequest::Catalog { stage_in: self.number, offset };

@@ -13,9 +13,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use super::sink::NodeSink;
-use super::{NodeStageIn, NodeStageInError};
+use super::{NodeStageIn, NodeStageInError, Run, name_drive};
 use crate::peers::PeerError;
-use crate::store::{Drive, unnamed_file};
+use crate::store::Drive;
 
 /// Runs all workers, then stores their runs. Reports the first failure to the coordinator at once, while other workers still
 /// run: otherwise the coordinator would wait for the failed worker's unit, and the other workers for the coordinator.
@@ -68,17 +68,15 @@ async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
 }
 
 /// Runs one worker. Blocks the calling thread.
-fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<Vec<(File, u64)>, StageInError> {
+fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<Vec<Run>, StageInError> {
     let drive = stage_in.context.store.roomiest_drive();
-    work(stage_in, placement, drive.clone()).map_err(|error| match error {
-        StageInError::TempFile(error) => StageInError::TempFile(drive.write_error(error)),
-        error => error,
-    })
+    let runs = work(stage_in, placement, drive.clone()).map_err(|error| name_drive(&drive, error))?;
+    Ok(runs.into_iter().map(|(file, len)| Run { file, len, drive: drive.clone() }).collect())
 }
 
 fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive>) -> Result<Vec<(File, u64)>, StageInError> {
     let (context, memory) = (&stage_in.context, stage_in.memory);
-    let runs = RunWriter::new(Box::new(move || unnamed_file(drive.path())), memory.run_len);
+    let runs = RunWriter::new(Box::new(move || drive.unnamed_file()), memory.run_len);
     let sink = NodeSink::new(stage_in.clone(), memory.batches, Handle::current())?;
     let config = WorkerConfig {
         placement,

@@ -17,18 +17,24 @@ use super::write_back::{Kernel, WriteBack};
 /// A drive failed. The message names the data dir and what the user can do.
 #[derive(Debug, thiserror::Error)]
 enum DriveError {
-    #[error(
-        "cannot write to the data dir '{}': {source}; make room there (`dayfly tune --cache off` drops cached blocks of other \
-         nodes), or use another drive with --data-dir",
-        path.display()
-    )]
-    Write { path: PathBuf, source: io::Error },
+    #[error("cannot use the data dir '{}': {source}; {}, or use another drive with --data-dir", path.display(), advice(source))]
+    Use { path: PathBuf, source: io::Error },
     #[error(
         "the drive of the data dir '{}' has lost what was written to it: {source}; check the kernel log (dmesg), make room on the \
          drive, or use another one with --data-dir",
         path.display()
     )]
     Lost { path: PathBuf, source: io::Error },
+}
+
+/// Returns what the user can do about the error of a drive.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "make room there (`dayfly tune --cache off` drops cached blocks of other nodes)"
+        }
+        _ => "check the drive and the kernel log (dmesg)",
+    }
 }
 
 /// A data dir with a share of the node's capacity.
@@ -94,9 +100,18 @@ impl Drive {
         self.write_back.sync(file).map_err(|error| self.loss_error(error))
     }
 
-    /// Adds the data dir's name to the error of a write.
-    pub(crate) fn write_error(&self, error: io::Error) -> io::Error {
-        io::Error::new(error.kind(), DriveError::Write { path: self.path.clone(), source: error })
+    /// Adds the data dir's name, and what the user can do, to the error of a call on a file there. An error that has them already
+    /// stays as it is.
+    pub(crate) fn failure(&self, error: io::Error) -> io::Error {
+        if error.get_ref().is_some_and(|inner| inner.is::<DriveError>()) {
+            return error;
+        }
+        io::Error::new(error.kind(), DriveError::Use { path: self.path.clone(), source: error })
+    }
+
+    /// Creates a file without a name in the data dir. Its room is freed when its last descriptor is closed.
+    pub(crate) fn unnamed_file(&self) -> io::Result<File> {
+        unnamed_file(&self.path).map_err(|error| self.failure(error))
     }
 
     /// Logs the error of a sync and adds the data dir's name to it: the kernel accepted the bytes, but the drive did not.
@@ -210,7 +225,7 @@ impl Drop for Reservation {
 }
 
 /// Creates a file without a name. Its room is freed when its last descriptor is closed.
-pub(crate) fn unnamed_file(folder: &Path) -> io::Result<File> {
+fn unnamed_file(folder: &Path) -> io::Result<File> {
     let open =
         |flags: OFlag, path: &Path| OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags.bits()).open(path);
     match open(OFlag::O_TMPFILE, folder) {

@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::uio::pwritev;
 
-use super::drive::{Drive, Reservation, unnamed_file};
+use super::drive::{Drive, Reservation};
 use super::pages::Pages;
 use super::write_back::Unsynced;
 
@@ -71,11 +71,11 @@ impl Segments {
     /// Creates a segment with its header on each drive.
     pub(crate) fn create(drives: &[Arc<Drive>], dataset: DatasetId) -> io::Result<Self> {
         let create = |(number, drive): (usize, &Arc<Drive>)| {
-            let made = unnamed_file(drive.path()).and_then(|file| {
+            let made = drive.unnamed_file().and_then(|file| {
                 file.write_all_at(&header(dataset.0, number as u8), 0)?;
                 Ok(file)
             });
-            let file = made.map_err(|error| drive.write_error(error))?;
+            let file = made.map_err(|error| drive.failure(error))?;
             let reservation = drive.reserve(DATA_START);
             let room = Room { end: DATA_START, reserved: 0, preallocated_to: DATA_START, cached: None, reservation };
             let unsynced = Unsynced::new(drive.write_back().clone());
@@ -123,7 +123,7 @@ impl Segments {
     pub(crate) fn write(&self, position: DrivePosition, bytes: &[u8]) -> io::Result<()> {
         let segment = self.segment(position.drive)?;
         let written = segment.file.write_all_at(bytes, position.offset);
-        written.map_err(|error| segment.drive.write_error(error))?;
+        written.map_err(|error| segment.drive.failure(error))?;
         segment.start_write_back(position.offset..position.offset + bytes.len() as u64)
     }
 
@@ -132,7 +132,7 @@ impl Segments {
         let Some(first) = positions.first() else { return Ok(()) };
         let segment = self.segment(first.drive)?;
         let end = write_blocks_at(&segment.file, first.offset, positions, blocks);
-        segment.start_write_back(first.offset..end.map_err(|error| segment.drive.write_error(error))?)
+        segment.start_write_back(first.offset..end.map_err(|error| segment.drive.failure(error))?)
     }
 
     /// Waits until everything written so far is on the drives.
@@ -175,19 +175,20 @@ impl Segments {
                     Ok(()) => {}
                     // This file system cannot free ranges of a file, so nothing is cached on it.
                     Err(Errno::EOPNOTSUPP) => return Ok(()),
-                    Err(error) => return Err(error.into()),
+                    Err(error) => return Err(segment.drive.failure(error.into())),
                 }
                 (room.end, room.preallocated_to) = (start, room.preallocated_to.max(start));
                 room.cached = Some(CachedRegion { start, reserved: 0 });
             }
             let wanted = room.end.saturating_add(len).min(OFFSET_MAX).next_multiple_of(PAGE_SIZE);
-            if segment.file.metadata()?.len() >= wanted {
-                return Ok(());
-            }
-            match segment.file.set_len(wanted) {
+            let extended = segment.file.metadata().and_then(|metadata| match metadata.len() >= wanted {
+                true => Ok(()),
+                false => segment.file.set_len(wanted),
+            });
+            match extended {
                 // The file system does not support files of that length. Blocks that would lie beyond its limit are not cached.
                 Err(error) if error.kind() == io::ErrorKind::FileTooLarge => Ok(()),
-                set => set,
+                extended => extended.map_err(|error| segment.drive.failure(error)),
             }
         })
     }
@@ -246,7 +247,8 @@ impl Segments {
             let mut room = segment.room();
             room.preallocated_to = room.end;
             // Whole pages, because a block that starts on a page is mapped up to the end of its last page.
-            segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE))
+            let trimmed = segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE));
+            trimmed.map_err(|error| segment.drive.failure(error))
         })
     }
 
@@ -271,7 +273,7 @@ impl Segments {
                     Ok(()) => freed += len,
                     // This file system cannot free ranges of a file: the room stays taken until the dataset is freed.
                     Err(Errno::EOPNOTSUPP) => break,
-                    Err(error) => return Err(error.into()),
+                    Err(error) => return Err(segment.drive.failure(error.into())),
                 }
                 if let Some(reservation) = &mut room.reservation {
                     reservation.shrink(len);
@@ -374,7 +376,7 @@ impl Segment {
                 Err(Errno::ENOSPC | Errno::EDQUOT) => {}
                 // The file has reached the length limit of its file system.
                 Err(Errno::EFBIG) => return Ok(false),
-                Err(error) => return Err(self.drive.write_error(error.into())),
+                Err(error) => return Err(self.drive.failure(error.into())),
             }
         }
         // Apart from the headroom, the file system is full although our capacity is not.

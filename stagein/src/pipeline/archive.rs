@@ -11,6 +11,7 @@ use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
+use crate::error::is_of_system;
 use crate::selection::Decision;
 use crate::source::compressed::decoder_threads;
 use crate::source::plain::{Skip, version};
@@ -42,6 +43,14 @@ impl<'a> Archive<'a> {
     pub(super) fn damaged(&self, offset: u64, reason: impl ToString) -> StageInError {
         let (path, is_decompressed) = (self.path.clone(), self.is_decompressed);
         StageInError::Damaged { path, offset, is_decompressed, reason: reason.to_string() }
+    }
+
+    /// Returns the error for bytes of this archive that cannot be read or decoded.
+    pub(super) fn unreadable(&self, offset: u64, error: io::Error) -> StageInError {
+        if !is_of_system(&error) {
+            return self.damaged(offset, error);
+        }
+        StageInError::ReadAt { path: self.path.clone(), offset, is_decompressed: self.is_decompressed, error }
     }
 }
 
@@ -164,7 +173,7 @@ impl<S: Sink> Worker<S> {
                     let end = key.offset.saturating_add(stored_len);
                     return self.take_nested(&inner, found, (size, end), tar, keys);
                 }
-                return self.take_data(archive, found, size, tar, &|error| archive.damaged(data_offset, error));
+                return self.take_data(archive, found, size, tar, &|error| archive.unreadable(data_offset, error));
             }
             TarKind::Directory => MemberKind::Directory,
             TarKind::Symlink(target) => MemberKind::Symlink(target),
@@ -242,7 +251,10 @@ impl<S: Sink> Worker<S> {
 
     /// Adds the archive's path to an error. Reads fail after a cancellation too, which is no damage.
     pub(super) fn tar_error(&self, archive: &Archive<'_>, error: TarError) -> StageInError {
-        let TarError::Damaged { offset, reason } = error;
-        if self.monitor.is_cancelled() { StageInError::Cancelled } else { archive.damaged(offset, reason) }
+        match error {
+            _ if self.monitor.is_cancelled() => StageInError::Cancelled,
+            TarError::Damaged { offset, reason } => archive.damaged(offset, reason),
+            TarError::Unreadable { offset, error } => archive.unreadable(offset, error),
+        }
     }
 }

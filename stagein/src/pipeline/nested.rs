@@ -78,7 +78,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let mut start = Vec::new();
         if let Err(error) = data.take(BLOCK_LEN as u64).read_to_end(&mut start) {
-            return self.skip_or_fail(archive.damaged(0, error));
+            return self.skip_or_fail(archive.unreadable(0, error));
         }
         let compression = recognize(&start);
         let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
@@ -122,7 +122,7 @@ impl<S: Sink> Worker<S> {
                 Ok(decoder)
             });
             match opened {
-                Err(error) => return self.skip_or_fail(archive.damaged(0, error)),
+                Err(error) => return self.skip_or_fail(archive.unreadable(0, error)),
                 Ok(mut decoder) if is_tar(&head) => {
                     is_on.store(false, Ordering::Relaxed);
                     self.take_directory(archive, &found)?;
@@ -160,7 +160,7 @@ impl<S: Sink> Worker<S> {
         let last = components(&found.name).last().unwrap_or_default();
         let name = join(folder, last);
         let outer = Archive { path: archive.path.clone(), inner: Vec::new(), prefix: archive.prefix, ..*archive };
-        self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| archive.damaged(0, error))
+        self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| archive.unreadable(0, error))
     }
 
     /// Takes the directory that stands for an archive within an archive.
@@ -188,7 +188,7 @@ impl<S: Sink> Worker<S> {
             if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
             }
-            let count = input.read(&mut chunk).map_err(|error| archive.damaged(0, error))?;
+            let count = input.read(&mut chunk).map_err(|error| archive.unreadable(0, error))?;
             if count == 0 {
                 break;
             }

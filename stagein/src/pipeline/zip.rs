@@ -13,6 +13,7 @@ use dayfly_meta::wire::peer::{Unit, ZipPart};
 use super::archive::{Archive, FoundMember, Keys};
 use super::{Sink, Worker};
 use crate::StageInError;
+use crate::error::is_of_system;
 use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
@@ -112,7 +113,10 @@ impl<S: Sink> Worker<S> {
         data::seek(reader, record).map_err(name_source)?;
         let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
-        let damaged = |error: io::Error| archive.damaged(record.local, format_args!("'{name}': {error}"));
+        let damaged = |error: io::Error| match is_of_system(&error) {
+            true => archive.unreadable(record.local, error),
+            false => archive.damaged(record.local, format_args!("'{name}': {error}")),
+        };
         if kind == ZipKind::Symlink {
             let mut target = Vec::new();
             (&mut data).take(SYMLINK_LEN_MAX as u64 + 1).read_to_end(&mut target).map_err(damaged)?;

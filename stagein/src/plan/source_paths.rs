@@ -6,7 +6,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -117,8 +117,8 @@ fn expand_path_or_glob(
 
 /// Expands the lines of a list. They are relative to the list's folder.
 fn expand_list(list: &Path, activity: &PlanActivity<'_>, expanded: &mut SourcePaths) -> Result<(), StageInError> {
-    let unreadable = |error| StageInError::Read { path: list.to_owned(), error };
     let invalid = |reason| StageInError::InvalidList { path: list.to_owned(), reason };
+    let unreadable = |error: io::Error| invalid(format!("it cannot be read: {error}; every node must be able to read it"));
     let not_regular = || invalid("it is not a regular file; write the paths of the sources to a file, one per line".to_owned());
     // Opening a device may have side effects, so the type is checked first. Should a FIFO take the
     // file's place in between, O_NONBLOCK keeps the open from waiting for a writer.

@@ -67,7 +67,7 @@ fn sources_get_the_paths_that_cp_would_give_them() {
     let list = PathBuf::from(format!("@{}", at("list").display()));
     assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::NoMatch(_))));
     let list = PathBuf::from(format!("@{}", at("no-list").display()));
-    assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::Read { .. })));
+    assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::InvalidList { .. })));
     assert!(matches!(units(&[&at("missing")], &Selection::default()), Err(StageInError::NoMatch(_))));
     assert!(matches!(units(&[&at("missing*")], &Selection::default()), Err(StageInError::NoMatch(_))));
 }

@@ -17,6 +17,7 @@ use header::{Header, Type};
 pub(crate) use pax::Extension;
 use sparse::Expansion;
 
+use crate::error::is_of_system;
 use crate::source::plain::{PlainReader, Skip};
 
 /// Headers take one block, and data is padded to whole blocks.
@@ -57,6 +58,8 @@ pub(crate) struct TarMember {
 pub(crate) enum TarError {
     /// The archive is truncated or damaged at this offset.
     Damaged { offset: u64, reason: String },
+    /// The archive cannot be read at this offset: its file system failed.
+    Unreadable { offset: u64, error: io::Error },
 }
 
 /// How an archive ended.
@@ -175,7 +178,7 @@ impl<R: Skip> TarReader<R> {
     /// Reads the stream to its end, so that a decoder checks all of it.
     pub(crate) fn drain(&mut self) -> Result<(), TarError> {
         let position = self.position;
-        io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(|error| damaged(position, error.to_string()))
+        io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(|error| unreadable(position, error))
     }
 
     fn member(
@@ -258,7 +261,7 @@ impl<R: Skip> TarReader<R> {
     fn read_error(&self, error: io::Error) -> TarError {
         match error.kind() {
             io::ErrorKind::UnexpectedEof => damaged(self.position, "the archive is truncated"),
-            _ => damaged(self.position, error.to_string()),
+            _ => unreadable(self.position, error),
         }
     }
 
@@ -358,6 +361,10 @@ pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Op
 
 fn damaged(offset: u64, reason: impl Into<String>) -> TarError {
     TarError::Damaged { offset, reason: reason.into() }
+}
+
+fn unreadable(offset: u64, error: io::Error) -> TarError {
+    if is_of_system(&error) { TarError::Unreadable { offset, error } } else { damaged(offset, error.to_string()) }
 }
 
 fn until_nul(mut text: Vec<u8>) -> Vec<u8> {

@@ -41,6 +41,8 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
     let status = runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
         let progress = ProgressDisplay::default();
+        // Begun here, so that an interruption before the session answers is reported too.
+        progress.begin(Reporter::new(arguments.json, &target.to_string_lossy(), &arguments.options));
         let shared = progress.clone();
         let staging = tokio::task::spawn_blocking(move || {
             perform(&location, &sources, &target, &arguments.options, arguments.json, &shared)
@@ -107,6 +109,7 @@ pub(super) fn perform(
     json: bool,
     progress: &ProgressDisplay,
 ) -> Result<u64, Failure> {
+    progress.begin(Reporter::new(json, &target.to_string_lossy(), options));
     let session = Session::attach(location)?;
     let request = StageInRequest {
         sources: sources.iter().map(|source| absolute(source)).collect::<Result<_, _>>()?,
@@ -130,7 +133,6 @@ pub(super) fn perform(
         replace: options.replace,
         max_rate: options.max_rate,
     };
-    progress.begin(Reporter::new(json, &target.to_string_lossy(), options));
     let before = location.live_nodes();
     let mut failure = None;
     let mut summary = None;
