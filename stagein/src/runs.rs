@@ -37,7 +37,7 @@ impl RunWriter {
         Self { temp_file, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
     }
 
-    /// Returns the most bytes of members that are held in memory.
+    /// Returns the maximum length of members that are held in memory, in bytes.
     pub(crate) fn len_max(&self) -> usize {
         self.len_max
     }
@@ -97,7 +97,7 @@ impl RunWriter {
     }
 }
 
-/// Reads a run while leaving the file's position alone.
+/// Reads a run without moving the file's position.
 struct RunReader<'a> {
     file: &'a File,
     at: u64,

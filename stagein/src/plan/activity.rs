@@ -1,4 +1,4 @@
-//! How planning shows what it does, and learns that it was cancelled.
+//! Shows what planning does, and lets planning learn that it was canceled.
 
 use dayfly_meta::wire::control::Step;
 
@@ -21,7 +21,7 @@ impl<'a> PlanActivity<'a> {
     ///
     /// # Errors
     ///
-    /// [`StageInError::Cancelled`] once the stage-in is cancelled.
+    /// [`StageInError::Cancelled`] once the stage-in is canceled.
     pub(super) fn begin(&self, path: &[u8]) -> Result<(), StageInError> {
         self.activity.begin(Step::Reading, path);
         self.monitor.advance();

@@ -13,8 +13,8 @@ use crate::progress::ProgressMonitor;
 use crate::selection::Selector;
 use crate::source::classify;
 
-/// Files whose contents are read. Any further files are only opened, because each one costs the
-/// parallel file system another read.
+/// Number of files whose contents are read. Further files are only opened, to save the parallel
+/// file system one read per file.
 const CLASSIFIED_MAX: usize = 256;
 
 /// Checks that the patterns of the selection parse, that each path, glob and list matches something,

@@ -137,7 +137,7 @@ fn a_list_must_be_a_regular_file_of_bounded_size() {
 
 /// SEMANTICS: "A stage-in that is canceled stops reading its list."
 #[test]
-fn cancelling_a_stage_in_stops_the_reading_of_its_list() {
+fn canceling_a_stage_in_stops_the_reading_of_its_list() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("list");
     fs::write(&list, "\n".repeat(1000)).unwrap();
