@@ -130,7 +130,8 @@ fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// The client watches its server's heartbeat in shared memory. It sends its request first, so its first look may be late.
+/// The client watches its server's heartbeat in shared memory. It sends its request first, so it may first look at the heartbeat
+/// late.
 fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }

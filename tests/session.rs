@@ -260,7 +260,7 @@ fn an_archive_that_is_not_unpacked_stays_one_file() {
 
 /// SEMANTICS: "Directories are listed in the order of their names' bytes."
 #[test]
-fn commands_answer_as_those_of_coreutils() {
+fn commands_answer_like_those_of_coreutils() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"));
     let cluster = ground.up(2);
@@ -417,7 +417,8 @@ fn a_canceled_stage_in_leaves_nothing() {
         let mut child = command.spawn().unwrap();
         wait_until("it takes space", || cluster.used_bytes() > 0);
         let start = Instant::now();
-        // Not SIGINT, because background processes of a script ignore it, and these tests may be one.
+        // Do not send SIGINT, because background processes of a script ignore it, and these tests
+        // may be such a process.
         signal(child.id() as i32, Signal::SIGTERM);
         wait_for(&mut child, Duration::from_secs(10)).expect("the command exits");
         wait_until("its space is free again", || cluster.used_bytes() == 0);

@@ -117,16 +117,17 @@ struct LeasedSample {
     is_delivered: bool,
 }
 
-/// How many items of a batch are probed for whether they are in memory.
+/// How many items of a batch are probed to find out whether they are in memory.
 const PROBES: usize = 4;
-/// If a probe finds an item that is not, this many batches read ahead without probing, beginning with this one.
+/// If a probe finds an item that is not in memory, this many batches, beginning with this one, read ahead without probing.
 const COLD_BATCHES: u32 = 16;
 
 /// A requested sample, or the error that already excludes it.
 pub(crate) type RequestedSample = Result<SampleRef, ClientError>;
 
 impl Session {
-    /// Begins to read whole samples. Each sample's own error comes when it is delivered.
+    /// Begins to read whole samples. An error that concerns one sample is returned when that sample
+    /// is delivered.
     ///
     /// # Errors
     /// Only if the session has ended or the connection to the server fails.
@@ -355,8 +356,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Finds the location of each item. The two preceding passes let the processor fetch the records of all items at the same
-    /// time.
+    /// Finds the location of each item. Two passes before that let the processor fetch the records of all items at the same time.
     fn look_up(&mut self, requested: Vec<RequestedSample>) {
         for item in requested.iter().flatten() {
             item.dataset.catalog().prefetch_sample(item.sample);

@@ -118,7 +118,7 @@ pub enum ClientError {
 fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "make room there, or set DAYFLY_RUNTIME_DIR to a folder with some"
+            "make room there, or set DAYFLY_RUNTIME_DIR to a folder that has room"
         }
         _ => "set DAYFLY_RUNTIME_DIR to a folder that you may write to",
     }

@@ -1,7 +1,7 @@
 //! Watches the heartbeat of the node's server, which advances a word of its status page every
 //! second.
 //!
-//! This process has no thread for that. It looks at the word whenever it sends something and, while
+//! The client has no thread for that. It looks at the word whenever it sends something and, while
 //! it waits for an answer, at regular polls. Once the word has not changed for [`HEARTBEAT_POLLS`]
 //! polls, every request fails at once until the word changes again.
 //!
@@ -41,7 +41,8 @@ impl Timeouts {
         (self.heartbeat / HEARTBEAT_POLLS).max(Duration::from_millis(1))
     }
 
-    /// The kernel's clock is coarser than ours, so a poll may come this early.
+    /// Returns the shortest time that counts as a poll interval. The kernel's clock is coarser than
+    /// ours, so a poll may come this early.
     pub(crate) fn shortest_poll_interval(&self) -> Duration {
         self.poll_interval() * 9 / 10
     }

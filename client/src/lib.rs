@@ -33,7 +33,7 @@
 //!         let delivered = delivered?;
 //!         println!("sample {}: {:?}", samples[delivered.index].0, delivered.bytes.map(<[u8]>::len));
 //!     }
-//!     assert!(batch.is_good(), "the bytes were real until now");
+//!     assert!(batch.is_good(), "all bytes were valid until now");
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

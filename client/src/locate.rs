@@ -1,4 +1,4 @@
-//! Finding sessions on this machine.
+//! Finds the sessions on this machine.
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
 //! server on this machine has its socket there and holds a lock file there for as long as it lives;
@@ -33,7 +33,7 @@ pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
 pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
 /// The working directory if it is in the namespace, for the next program across `exec`.
 pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
-/// Moves the folder of all sessions.
+/// Names the folder to use instead of `/tmp` for the folders of sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
 /// Number of times that a lock is tried, and the time between two attempts.
 const LOCK_ATTEMPTS: usize = 50;
@@ -46,7 +46,7 @@ const CREATE_ATTEMPTS_MAX: usize = 10;
 const SUPERVISOR_LOCK: &str = "supervisor.lock";
 /// Length of the longest path of a Unix socket, without the final NUL.
 const SOCKET_PATH_LEN_MAX: usize = 107;
-/// The file with the manager's name of the job that the session belongs to.
+/// The file with the workload manager's name for the job that the session belongs to.
 const JOB: &str = "job";
 
 /// A session's folder on this machine.
@@ -101,8 +101,9 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
     made
 }
 
-/// Creates or enters the folder of a session, and takes a lock that keeps the folder until the
-/// node's own lock does. `is_reserved` means that the supervisor is known to have created it.
+/// Creates the folder of a session if it does not exist, and takes a lock that protects the folder
+/// from removal until the node's own lock does. `is_reserved` means that the supervisor is known to
+/// have created it.
 ///
 /// # Errors
 ///
@@ -248,8 +249,8 @@ impl SessionFolder {
         let name = env::var(SESSION_VARIABLE).unwrap_or_default();
         let unknown = |name: &str| ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
         let session: SessionId = name.parse().map_err(|_| unknown(&name))?;
-        // Only the session's own folder must be private. In a container, the folder above may have
-        // been created for the occasion.
+        // Only the session's own folder must be private. In a container, the folder above it may
+        // have been created just for the container.
         let mine = runtime_dir();
         let folder = mine.join(&name);
         if folder.is_dir() {
@@ -348,7 +349,7 @@ impl SessionFolder {
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The workload manager's name of the job that the session belongs to.
+    /// Returns the workload manager's name for the job that the session belongs to.
     pub fn job(&self) -> Option<String> {
         fs::read_to_string(self.folder.join(JOB)).ok()
     }
@@ -383,7 +384,7 @@ impl SessionFolder {
         })
     }
 
-    /// Calls `remove` if the folder is left over: no supervisor, and no server that lives or is
+    /// Calls `remove` if the folder is left over: if no supervisor lives, and no server lives or is
     /// starting. Returns whether the folder is gone.
     ///
     /// # Errors

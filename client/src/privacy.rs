@@ -1,5 +1,5 @@
 //! Checks that a folder belongs to this user alone. Folders of sessions lie where all users may
-//! create some, under names that everyone can guess.
+//! create folders, and everyone can guess their names.
 
 use std::fs;
 use std::io;
@@ -87,7 +87,7 @@ pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
 ///
 /// # Errors
 ///
-/// If other users can.
+/// If other users can replace it.
 pub fn check_stays(folder: &Path) -> Result<(), NotPrivate> {
     let base = folder.parent().unwrap_or(folder);
     match fs::metadata(base) {

@@ -26,7 +26,8 @@ use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// The most descriptors with one message: a catalog, locations, and one segment for each drive.
+/// The maximum number of descriptors with one message: a catalog, locations, and one segment for
+/// each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
@@ -56,8 +57,8 @@ impl Drop for Socket {
 
 impl Socket {
     pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> io::Result<Self> {
-        // Not `UnixStream::connect`, which waits without a deadline while the backlog of a stopped
-        // server is full.
+        // Does not use `UnixStream::connect`, which waits without a deadline while the backlog of a
+        // stopped server is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         let timeouts = heartbeat.as_ref().map(|heartbeat| heartbeat.timeouts()).unwrap_or_default();
         set_poll_interval(&socket, timeouts.poll_interval())?;
@@ -158,14 +159,15 @@ impl Socket {
     }
 }
 
-/// Makes system calls that wait on the socket return after each poll interval.
+/// Makes each system call that waits on the socket return after one poll interval.
 fn set_poll_interval(socket: &impl AsFd, interval: Duration) -> io::Result<()> {
     let interval = TimeVal::new(interval.as_secs() as i64, i64::from(interval.subsec_micros()));
     setsockopt(socket, sockopt::SendTimeout, &interval)?;
     Ok(setsockopt(socket, sockopt::ReceiveTimeout, &interval)?)
 }
 
-/// Repeats such a call until it succeeds or fails, or a deadline expires.
+/// Repeats a system call that waits on the socket until it succeeds or fails, or a deadline
+/// expires.
 fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
     if let Some(heartbeat) = heartbeat {
         heartbeat.check()?;

@@ -25,7 +25,7 @@ pub enum ViewError {
     /// The path names nothing.
     #[error("no such file or directory")]
     NotFound,
-    /// A component on the way, or one that must be a directory, is not.
+    /// A component on the way, or a last component that must be a directory, is not one.
     #[error("not a directory")]
     NotADirectory,
     /// A directory cannot be read as a file.

@@ -124,7 +124,7 @@ impl Reader {
         }
     }
 
-    /// Chooses a file. Most files are small, so most choices are too.
+    /// Chooses a file. Most files are small, so it usually chooses a small one.
     fn any_file(&mut self, version: Version) -> usize {
         let count = self.contents.get(version).lens.len();
         self.random.random_range(0..count)

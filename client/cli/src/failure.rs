@@ -106,7 +106,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Notices of the launch crate, printed as complaints.
+/// Returns the function that prints the launch crate's notices as complaints.
 pub(crate) fn notices() -> Notices {
     Notices::new(|notice| complain(notice))
 }

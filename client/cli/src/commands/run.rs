@@ -30,8 +30,8 @@ use crate::size;
 
 /// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// After a stage-in has failed, how long to wait for the news that the session was lost, which
-/// explains the failure better.
+/// How long to wait, after a stage-in has failed, for a report that the session was lost. Such a
+/// report explains the failure better.
 const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
