@@ -1,5 +1,5 @@
-//! Drives that lose data after they accepted it. Reads never return wrong bytes, and errors name the node, the drive and the
-//! remedy.
+//! Tests of drives that lose data after they have accepted it. Reads never return wrong bytes, and errors name the node, the drive
+//! and the remedy.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,5 +1,5 @@
-//! Measures what programs do with files, through the C library: over a plain directory, or over the
-//! namespace under `dayfly exec`.
+//! Measures the calls that programs make on files through the C library, over a plain directory or,
+//! under `dayfly exec`, over the namespace.
 
 use std::fs;
 use std::hint::black_box;

@@ -114,8 +114,8 @@ mod tests {
     #[test]
     fn polls_of_many_threads_count_once_and_a_heartbeat_resets_the_count() {
         let (server, client) = pair();
-        // The state of a process that was stopped for an hour: however late a poll is, it counts as
-        // one.
+        // This is the state of a process that was stopped for an hour. However late a poll is, it
+        // counts as one poll.
         let long_ago = client.start.checked_sub(Duration::from_secs(3600)).unwrap();
         let client = Heartbeat { start: long_ago, ..client };
         (0..3 * HEARTBEAT_POLLS).for_each(|_| client.record_poll().unwrap());

@@ -93,7 +93,7 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
     if let Err(ClientError::Folder { folder, error }) = &made
         && error.kind() != io::ErrorKind::AlreadyExists
     {
-        // What was created before the failure is of no use. The folder of all sessions stays if
+        // The files created before the failure are of no use. The folder of all sessions stays if
         // another session is in it.
         let _ = fs::remove_dir_all(folder);
         let _ = fs::remove_dir(all);

@@ -40,7 +40,7 @@ enum Exposure {
     Renamable { base: PathBuf, mode: u32 },
 }
 
-/// Returns the end of a message: whose file it is, and what this user can do about it.
+/// Returns the end of a message, which names the file's owner and what this user can do about it.
 fn of(owner: u32) -> String {
     if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }

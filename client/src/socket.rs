@@ -83,7 +83,7 @@ impl Socket {
         self.number
     }
 
-    /// Records what the server said about this connection.
+    /// Records the server's settings for this connection.
     pub(crate) fn welcome(&mut self, slot: u32, number: u32, timeouts: Timeouts) -> io::Result<()> {
         (self.slot, self.number, self.timeouts) = (slot, number, timeouts);
         set_poll_interval(&*self.stream, timeouts.poll_interval())
@@ -179,7 +179,7 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // A program that is interrupted by signals all the time must count its polls, too.
+        // Even a program that signals interrupt all the time must count its polls.
         if poll_began.elapsed() < timeouts.shortest_poll_interval() {
             continue;
         }

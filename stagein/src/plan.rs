@@ -5,7 +5,7 @@
 //! tars become several ranges (`tar_ranges`). Units are written to a temporary file (`unit_queue`),
 //! so a plan of many million files takes little memory.
 //!
-//! [`check_sources`] finds most errors of a plan in a moment, before anything is started.
+//! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!
 //! Planning reads directories, central directories of zips and some tar headers, but no data.
 

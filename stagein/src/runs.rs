@@ -5,8 +5,8 @@
 //! [`RunWriter`], which sorts them and writes a run to a temporary file whenever its memory is
 //! full. The coordinator reads the runs of all nodes through one [`Merge`].
 //!
-//! Every record in a run has a checksum, so a run that the drive damaged is an error and never leads
-//! to a wrong catalog.
+//! Every record in a run has a checksum, so a run that a drive damages causes an error and never a
+//! wrong catalog.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;

@@ -1,4 +1,4 @@
-//! The unit ledger: which units wait, which are assigned to a worker, and which of their results
+//! The unit ledger records which units wait, which are assigned to a worker, and which results
 //! count.
 //!
 //! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
@@ -89,7 +89,7 @@ impl UnitLedger {
     pub fn assign_next(&mut self) -> Result<NextUnits, StageInError> {
         let mut units = Vec::new();
         let mut len = 0;
-        // Ranges count as large, so a range is always assigned alone, and so is a retry.
+        // Ranges count as large, so ranges and retries are always assigned alone.
         while let Some(small_len) = self.waiting.next_small_len().filter(|_| self.retries.is_empty()) {
             len += small_len;
             if units.len() == SMALL_UNITS_MAX || len > MESSAGE_LEN_MAX / 2 {

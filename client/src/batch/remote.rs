@@ -1,4 +1,4 @@
-//! The part of a batch that comes from other nodes: requesting it, processing the answers, and releasing the leases.
+//! Handles the part of a batch that comes from other nodes: requests it, processes the answers, and releases the leases.
 
 use std::collections::BTreeMap;
 
@@ -62,7 +62,7 @@ impl Batch<'_> {
             return Err(ClientError::Protocol("no request is in flight"));
         };
         // After a failure the request stays in flight. The connection is then closed with the batch, after its views, so that no
-        // later request takes a late answer for its own.
+        // later request mistakes a late answer for its own.
         let answer = receive_chunks(socket, self.remote.requested.len())?;
         let (is_held, is_last, is_empty) = (answer.is_held(self.session), answer.is_last, answer.is_empty());
         self.remote.is_in_flight = !is_last;
@@ -93,7 +93,7 @@ impl Batch<'_> {
         self.session.count(Source::Asked, count, bytes);
         if is_last {
             if is_empty {
-                // The arena has no room for another chunk of ours until we release some.
+                // The arena has no room for another chunk of ours until we release some leases.
                 self.copy_and_release()?;
             }
             self.request_rest()?;

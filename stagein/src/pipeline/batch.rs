@@ -1,4 +1,4 @@
-//! Batches of small blocks and pieces of large ones, as a worker hands them to its sink.
+//! Batches of small blocks and pieces of large blocks. A worker passes them to its sink.
 
 use std::ops::DerefMut;
 

@@ -51,8 +51,8 @@ impl<R: Read> Read for Recorder<R> {
 }
 
 impl<S: Sink> Worker<S> {
-    /// Describes a member as an archive if its name says that it is one and it may be unpacked.
-    /// Returns `None` if the member stays a file.
+    /// Describes a member as an archive if it has an archive's name and may be unpacked. Returns
+    /// `None` if the member stays a file.
     pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
         if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
             return None;

@@ -17,7 +17,7 @@ use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
 /// Keys reserved for each member of a zip. If the member is an archive, its own members get keys
-/// between that of the archive and that of the next member.
+/// between the archive's key and the next member's key.
 const NESTED_ZIP_KEYS: u64 = 1 << 22;
 
 impl<S: Sink> Worker<S> {

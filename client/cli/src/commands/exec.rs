@@ -63,8 +63,8 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
 }
 
 /// Returns the variables that make a process part of a session: the preload library, what the
-/// library needs to find the session, and a PATH that begins with this program's folder. Each
-/// variable is repeated under the names that Apptainer passes into containers.
+/// library needs to find the session, and a PATH that begins with this program's folder. All except
+/// PATH are repeated under the names that Apptainer passes into containers.
 pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,

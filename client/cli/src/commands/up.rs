@@ -73,7 +73,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
             // The parent exits once it has the id. If it is gone already, the write below fails.
             set_pdeathsig(None).map_err(io::Error::from)?;
             // This process must not keep the working directory's file system busy. Relative paths
-            // were resolved by now.
+            // have been resolved by now.
             env::set_current_dir("/")?;
         }
         if let Err(error) = writeln!(output(), "{}", session.location().session) {

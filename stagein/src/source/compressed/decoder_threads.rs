@@ -4,9 +4,8 @@
 //! file → splitter thread → decoder threads → DecodedStream (read by the worker)
 //! ```
 //!
-//! The splitter reads the file and hands out pieces of it, each to a new decoder thread; the worker
-//! takes the decoded bytes in the order of the pieces. Where a piece may start depends on the
-//! format:
+//! The splitter reads the file and gives each piece of it to a new decoder thread; the worker takes
+//! the decoded bytes in the order of the pieces. Where a piece may start depends on the format:
 //!
 //! - zstd, lz4 and bgzf: between frames, which are independent of each other (`frames`).
 //! - gzip as `pigz --independent` writes it: at markers between parts (`independent`). A marker may
@@ -16,8 +15,8 @@
 //! - any other gzip, and bzip2: the file is one piece and one thread decodes it.
 //!
 //! Channels between the threads bound the memory: a decoder that is ahead of the worker by its
-//! share waits, and then so does the splitter. On each node, a stage-in runs only one decoder with
-//! a large window at a time. All threads end when the [`DecodedStream`] is dropped.
+//! share waits, and then the splitter waits for the decoder. On each node, a stage-in runs only one
+//! decoder with a large window at a time. All threads end when the [`DecodedStream`] is dropped.
 
 mod decode;
 mod independent;

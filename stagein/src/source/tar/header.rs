@@ -1,4 +1,4 @@
-//! Parsing of a header block.
+//! Parses a header block.
 
 use super::BLOCK_LEN;
 

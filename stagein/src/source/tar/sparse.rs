@@ -150,7 +150,7 @@ impl PaxSparse {
 }
 
 /// Reads a map of version 1.0: decimal numbers, one per line, in blocks of their own. The first
-/// number is that of the pieces; the offset and length of each piece follow.
+/// number is the number of pieces; the offset and length of each piece follow.
 fn map_in_data<R: Skip>(tar: &mut TarReader<R>) -> Result<Vec<(u64, u64)>, String> {
     let mut block = [0; BLOCK_LEN];
     let mut at = BLOCK_LEN;

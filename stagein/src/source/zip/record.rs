@@ -1,4 +1,4 @@
-//! Parsing of the central directory's records, each of which describes a member.
+//! Parses the records of the central directory. Each record describes one member.
 
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
