@@ -1,5 +1,5 @@
-//! How sessions start, live and end: servers start along a tree, the session starts without missing
-//! nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
+//! Tests how sessions start, live and end: servers start along a tree, the session starts without
+//! missing nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
 //! cluster are in `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]

@@ -1,4 +1,5 @@
-//! Leases of readers that stop, sleep or hold on to their views, and requests that wait for the room that these readers hold.
+//! Tests of the leases of readers that stop, sleep or hold on to their views, and requests that wait for the room that these
+//! readers hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! A session from its user's point of view: the main job, every command, and a clean end.
+//! Tests of a session from its user's point of view: the main job, every command, and a clean end.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! Stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
+//! Tests stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
 //! completely visible or not at all, and is stored in shuffled order.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]

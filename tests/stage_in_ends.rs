@@ -1,4 +1,5 @@
-//! Stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit statuses.
+//! Tests of stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit
+//! statuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

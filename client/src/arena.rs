@@ -1,5 +1,5 @@
-//! The server's arena, mapped read-only. Bytes are copied from it, or read in place while they are
-//! leased, and marked as read.
+//! Maps the server's arena read-only. Bytes are copied from it, or read in place while they are
+//! leased, and are marked as read.
 
 use std::fs::File;
 use std::io;

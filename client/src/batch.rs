@@ -1,4 +1,4 @@
-//! Reading many samples at once: `read_many` and `read_many_into`.
+//! Reads many samples at once: `read_many` and `read_many_into`.
 //!
 //! A batch lends the samples that are on this node in place, in mapped segments. It requests all others from the server with one
 //! message, and lends them in the arena under a lease as they arrive.

@@ -2,8 +2,9 @@
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
 //! server on this machine has its socket there and holds a lock file there for as long as it lives;
-//! so does the supervisor. A lock that is held proves that its process lives, regardless of how
-//! that process ends. [`Watch`] checks that these files still have their names.
+//! so does the supervisor. A lock that is held proves that its process lives, because the kernel
+//! frees the lock however the process ends. [`Watch`] checks that these files still have their
+//! names.
 
 mod watch;
 

@@ -22,8 +22,8 @@ pub struct NotPrivate {
     exposure: Exposure,
 }
 
-/// What is wrong with the folder. Owners are named by number, because a name may take a query to a
-/// directory service.
+/// What is wrong with the folder. Owners are named by number, because looking up a name may require
+/// a query to a directory service.
 #[derive(Debug, thiserror::Error)]
 enum Exposure {
     #[error("it cannot be examined: {0}")]

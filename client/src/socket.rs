@@ -1,4 +1,4 @@
-//! Messages to and from the node's server, with their descriptors.
+//! Sends and receives messages of the node's server, with their descriptors.
 //!
 //! Every wait is divided into polls. At each poll the client checks the server's heartbeat, and
 //! deadlines are counted in polls, so a process that was stopped does not find its deadlines

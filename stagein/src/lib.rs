@@ -2,8 +2,8 @@
 //! them.
 //!
 //! A source is a tar (plain, or compressed with gzip, zstd, xz, bzip2 or lz4), a zip, a directory
-//! tree or a single file on the parallel file system. This crate reads sources once, sequentially,
-//! and by several workers on several nodes at the same time:
+//! tree or a single file on the parallel file system. This crate reads each source once and
+//! sequentially, with several workers on several nodes at the same time:
 //!
 //! | module | what it does | who uses it |
 //! |---|---|---|

@@ -3,7 +3,7 @@
 //! [`plan_sources`] expands the patterns of the user to source paths (`source_paths`, `glob`),
 //! determines the format of each source, and splits the sources into units (`planner`). Large plain
 //! tars become several ranges (`tar_ranges`). Units are written to a temporary file (`unit_queue`),
-//! so a plan of many million files takes little memory.
+//! so a plan of many millions of files takes little memory.
 //!
 //! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!

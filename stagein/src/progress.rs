@@ -1,5 +1,5 @@
-//! Progress of one node's part of a stage-in: what its threads have done, what each one does now,
-//! whether they should continue, and how fast they may read.
+//! Tracks the progress of one node's part of a stage-in: what its threads have done, what each one
+//! does now, whether they should continue, and how fast they may read.
 //!
 //! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Working threads add to its counters and
 //! describe themselves in an [`Activity`]; an observer collects the counters from time to time, and can cancel the stage-in. The

@@ -1,4 +1,4 @@
-//! Sorted runs of members, and their merge.
+//! Writes sorted runs of members, and merges them.
 //!
 //! A worker finds members in the order of its sources, but a catalog is in the order of paths, and
 //! a dataset can have more members than fit in memory. So each worker collects members in a

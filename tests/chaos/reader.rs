@@ -1,4 +1,4 @@
-//! A reader: a separate process, so that it can be stopped and killed, which reads the datasets that it sees and checks every byte.
+//! A reader reads the datasets that it sees and checks every byte. It is a separate process, so that it can be stopped and killed.
 //! It logs the beginning and the end of each operation, so that the run notices an operation that hangs.
 
 use std::fs::{File, OpenOptions};

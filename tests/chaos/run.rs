@@ -1,4 +1,4 @@
-//! One run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
+//! Performs one run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Sessions with files whose number determines their content.
+//! Starts sessions with files whose numbers determine their contents.
 
 use std::fs;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The command line, as data.
+//! Defines the command line as data.
 //!
 //! The doc comments of these types are the text of `--help` and of the man pages.
 

@@ -1,4 +1,4 @@
-//! Archives within archives (`--nested`).
+//! Unpacks archives within archives (`--nested`).
 //!
 //! A member is unpacked if its name has an archive's ending and its first bytes confirm that.
 //! Otherwise it stays a file, so the bytes that were read to find out are needed again: [`Rewound`]

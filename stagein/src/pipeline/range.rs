@@ -1,4 +1,4 @@
-//! Ranges of a plain tar. A range contains the members whose first header starts in it.
+//! Reads ranges of a plain tar. A range contains the members whose first header starts in it.
 //!
 //! Where a range's first member starts is known only once the range before has been read. Until
 //! then, a worker starts at the first block that looks like a header and reports its offset; the

@@ -1,4 +1,4 @@
-//! Glob patterns over paths that need not be UTF-8.
+//! Expands glob patterns over paths that need not be UTF-8.
 //!
 //! The crate `glob` parses and matches patterns. It can also walk the file system, but its walk
 //! panics at a name that is not UTF-8, so the walk is here.

@@ -1,4 +1,4 @@
-//! A quick check of sources before anything is started for them. Planning finds the same errors, but
+//! Quickly checks sources before anything is started for them. Planning finds the same errors, but
 //! a stage-in is planned only when its turn comes, which may be hours later.
 
 use std::fs::{self, File};

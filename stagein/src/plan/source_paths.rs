@@ -1,5 +1,5 @@
-//! Expansion of the user's patterns to source paths. A pattern is a path, a glob, or `@LIST`, the
-//! name of a file with one path or glob per line.
+//! Expands the user's patterns to source paths. A pattern is a path, a glob, or `@LIST`, the name
+//! of a file with one path or glob per line.
 //!
 //! Users may name a device or a huge file by mistake, so both the bytes read from a list and the
 //! memory for its paths are bounded.

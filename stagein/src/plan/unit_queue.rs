@@ -1,5 +1,5 @@
-//! Units in a temporary file, so that a plan of many million files takes little memory, and the
-//! order in which they are assigned.
+//! Stores units in a temporary file, so that a plan of many millions of files takes little memory,
+//! and decides in which order they are assigned.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};

@@ -1,5 +1,5 @@
-//! The current activity of each thread of a stage-in. The activities are not read while a stage-in advances. When it stands still,
-//! the error names what each thread waits for, and on which source or drive.
+//! Records the current activity of each thread of a stage-in. The activities are not read while a stage-in advances. When it stands
+//! still, the error names what each thread waits for, and on which source or drive.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

@@ -1,4 +1,4 @@
-//! The read rate limit of a node (`--max-rate`), shared by all of its readers.
+//! Enforces the read rate limit of a node (`--max-rate`), which all of its readers share.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Decompression of gzip, zstd, xz, bzip2 and lz4 by established libraries.
+//! Decompresses gzip, zstd, xz, bzip2 and lz4 with established libraries.
 //!
 //! Each decoder has a bound on the memory that a hostile stream can make it use. As with the
 //! formats' own tools, a file may consist of several streams one after another. `decoder_threads`

@@ -1,4 +1,4 @@
-//! `dayfly exec` and `dayfly env`: make a process part of a session.
+//! `dayfly exec` and `dayfly env` make a process part of a session.
 
 use std::env;
 use std::ffi::{OsStr, OsString};

@@ -1,4 +1,4 @@
-//! Waiting for signals.
+//! Waits for signals.
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Signals, SignalKind, signal};

@@ -1,4 +1,5 @@
-//! `dayfly status`: what each node holds, what was read from where, and how nodes reach each other.
+//! `dayfly status`: shows what each node holds, what was read from where, and how nodes reach each
+//! other.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! The checks of one node.
+//! Checks one node.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};

@@ -1,4 +1,4 @@
-//! Plots as SVG: lines over time, bars, and stacked bars.
+//! Draws plots as SVG: lines over time, bars, and stacked bars.
 
 use std::fmt::Write;
 
