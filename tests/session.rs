@@ -522,7 +522,7 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
     }
     let started = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
     assert!(text(&started.stderr).contains("no-such-folder"), "a session must fail to start there: {}", text(&started.stderr));
-    // Not refused are sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
+    // `run` accepts sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
     let runs = |arguments: &[&str]| {
         let output = output_of(ground.dayfly().env_remove("PATH").args(["run", "--local", "1"]).args(arguments));
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));

@@ -246,7 +246,7 @@ impl Session {
     /// Makes the server prefetch samples in the order in which they will be read, from now on until
     /// the result is dropped.
     ///
-    /// A process may submit several orders. If it reads in another order than it submitted, its
+    /// A process may submit several orders. If it reads in a different order than it submitted, its
     /// reads are slower but correct.
     ///
     /// # Errors

@@ -145,8 +145,7 @@ impl Session {
     /// request.
     ///
     /// # Errors
-    /// If the session has ended or the connection fails, and with [`OnMissing::Fail`] the error of the first sample that cannot
-    /// be read.
+    /// If the session has ended or the connection fails. With [`OnMissing::Fail`], also if a sample cannot be read.
     pub fn read_many_into(
         &self,
         dataset: &Arc<Dataset>,
@@ -307,8 +306,7 @@ impl<'a> Batch<'a> {
     /// Waits until all samples have been delivered.
     ///
     /// # Errors
-    /// If the connection fails or has failed before, and with [`OnMissing::Fail`] the error of the first sample that cannot be
-    /// read.
+    /// If the connection fails or has failed before. With [`OnMissing::Fail`], also if a sample cannot be read.
     pub fn wait(&mut self) -> Result<(), ClientError> {
         if self.is_broken {
             return Err(ClientError::Protocol("the batch has failed before"));
@@ -356,7 +354,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Finds the location of each item. Two passes before that let the processor fetch the records of all items at the same time.
+    /// Finds the location of each item. Before that, two passes let the processor fetch the records of all items at the same time.
     fn look_up(&mut self, requested: Vec<RequestedSample>) {
         for item in requested.iter().flatten() {
             item.dataset.catalog().prefetch_sample(item.sample);

@@ -390,7 +390,7 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// If the folder cannot be examined, and the error of `remove`.
+    /// If the folder cannot be examined, and if `remove` fails.
     pub fn remove_if_dead(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let _supervisor_lock = match lock_file(&self.folder.join(SUPERVISOR_LOCK)) {
             Ok(Some(supervisor_lock)) => supervisor_lock,
@@ -405,7 +405,7 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// The error of `remove`.
+    /// If `remove` fails.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(SUPERVISOR_LOCK);

@@ -21,7 +21,8 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
-/// Takes a chunk that arrived, by its index in the request: its lease, or `None` if the chunk is now on this node's drives.
+/// A function that takes a chunk that arrived: its index in the request and its lease, or `None` instead of the lease if the chunk
+/// is now on this node's drives.
 type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), ClientError>;
 
 /// How many chunks of a large block one request names. The server reads ahead beyond them.

@@ -78,7 +78,7 @@ impl ProgressMonitor {
         self.busy_ns[step as usize].fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Records progress that no other counter shows, so that the stage-in is not taken for
+    /// Records progress that no other counter shows, so that the stage-in does not count as
     /// stalled.
     pub fn advance(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);

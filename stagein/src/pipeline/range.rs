@@ -1,6 +1,6 @@
 //! Reads ranges of a plain tar. A range contains the members whose first header starts in it.
 //!
-//! Where a range's first member starts is known only once the range before has been read. Until
+//! The start of a range's first member is known only after the previous range has been read. Until
 //! then, a worker starts at the first block that looks like a header and reports its offset; the
 //! coordinator's ledger rejects the result if that was wrong ([`crate::unit_ledger`]).
 //!

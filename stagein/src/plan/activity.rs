@@ -16,8 +16,8 @@ impl<'a> PlanActivity<'a> {
         Self { monitor, activity: monitor.new_activity() }
     }
 
-    /// Shows that planning now looks at `path`. Called before every access that a slow file system
-    /// may delay, so that a stall names the path.
+    /// Shows that planning now looks at `path`. The planner calls this before every access that a
+    /// slow file system may delay, so that the error about a stall names the path.
     ///
     /// # Errors
     ///

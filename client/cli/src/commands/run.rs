@@ -113,7 +113,7 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, O
     };
     for (source, target) in stage_ins {
         let path = stage_in::absolute(source).map_err(own)?;
-        // Node 0 reads the sources' names, and another machine may see other files.
+        // Node 0 reads the sources. If it is another machine, it may see other files.
         if plan.has_node_0_here() {
             preflight::check_sources(&[path], target, &selection).map_err(|error| own(error.into()))?;
         }

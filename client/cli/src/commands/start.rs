@@ -48,7 +48,7 @@ pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) 
     }
 }
 
-/// Waits for the end of a session. Returns why it was lost, or `None` if it ended as asked.
+/// Waits for the end of a session. Returns why it was lost, or `None` if it ended as requested.
 pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
     loss?.await.ok()
 }

@@ -125,7 +125,7 @@ fn a_list_must_be_a_regular_file_of_bounded_size() {
         ("many", "sources"),
     ] {
         let list = at(name);
-        // On a thread of its own, because opening a FIFO could block forever.
+        // This runs on a thread of its own, because opening a FIFO could block forever.
         let (sender, result) = mpsc::channel();
         std::thread::spawn(move || sender.send(check_list(&list).map_err(|error| error.to_string())));
         let message = result.recv_timeout(Duration::from_secs(60)).expect(name).unwrap_err();
