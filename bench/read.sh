@@ -2,7 +2,7 @@
 # Measures reads in a session of four servers in network namespaces, and compares them with one bare TCP stream between
 # two of those namespaces.
 # Usage: bench/read.sh [RUNS [ROW...]]     rows: remote-large remote-small posix unet local epochs cold
-# Needs root, and dayfly, dayfly-bench (release builds), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the data sets.
+# Needs root, and dayfly, dayfly-bench (release builds), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the datasets.
 set -euo pipefail
 runs=${1:-5}; shift || true
 rows=${*:-remote-large remote-small posix unet local epochs cold}
@@ -42,7 +42,7 @@ beside_tcp() {
     awk -v name="$name" -v samples="$(cut -d' ' -f1 "$work_rates" | median)" -v bytes="$(cut -d' ' -f2 "$work_rates" | median)" \
         -v tcp="$(median < "$work_tcp")" 'BEGIN {printf "%-44s %9.0f samples/s %6.2f GB/s; one TCP stream %5.2f GB/s: %.2f\n", name, samples, bytes/1e9, tcp/1e9, bytes/tcp}'
 }
-# Skips the first $1 samples for the rest of the row. Reading them fills the arena once, because the first touch of its memory is not measured.
+# Skips the first $1 samples for the rest of the row. Reading them fills the arena once, so that the first touch of its memory is not measured.
 warm_up() { skip=$1; work_rates=$(mktemp); work_tcp=$(mktemp); dayfly-bench read --batch "$2" --samples "$1" >/dev/null; }
 
 remote_large() {

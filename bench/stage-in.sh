@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Compares stage-ins with the tools that unpack an archive on one machine. Each run has a fresh ext4 on a loop device, and nothing
-# is deleted between runs. Archives are read cold: caches are dropped before each run, and the archive's pages that are in memory
-# nevertheless are counted.
+# is deleted between runs. Archives are read cold: caches are dropped before each run, and the pages of the archive that are
+# still in memory are counted.
 # A stage-in ends only when the drives have the data. The rows `synced` and `drive` therefore compare it with `tar xf && sync` and with
 # the drive's own rate of sequential writing. In the row `drive` the archive is in memory (/dev/shm), so the drive only writes.
 # Usage: bench/stage-in.sh [RUNS] [NODES] [ROW...]     rows: synced drive small large zst gz zip many (default: all)
 # Needs root, dayfly and dayfly-bench in PATH, e2fsprogs, util-linux, python3, tar, zip, unzip, zstd and pigz.
-# DAYFLY_BENCH_DIR keeps the data sets.
+# DAYFLY_BENCH_DIR keeps the datasets.
 set -euo pipefail
 runs=${1:-5}; nodes=${2:-4}; rows=${*:3}; rows=${rows:-synced drive small large zst gz zip many}
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}; work=$(mktemp -d); image=$work/image; disk=$work/disk

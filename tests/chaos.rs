@@ -1,6 +1,6 @@
-//! Chaos: sessions of four nodes, readers on all nodes that check every byte, and faults of every kind in an order that a seed
-//! determines. The test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected, and on
-//! anything that a run leaves behind.
+//! Runs sessions of four nodes, with readers on all nodes that check every byte, and injects faults of every kind in an order that
+//! a seed determines. The test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected, and
+//! on anything that a run leaves behind.
 //!
 //! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` a range of seeds, and `DAYFLY_CHAOS_JOBS` sets how many run at
 //! once. The test prints a failing seed and its steps. A seed always has the same steps, but the timing within a step depends on
@@ -44,7 +44,8 @@ use schedule::Schedule;
 
 /// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
-/// The number of seeds that run at once, even on a machine with more cores. A run mostly waits.
+/// The maximum number of seeds that run at once, even on a machine with more cores. A run mostly
+/// waits.
 const JOBS_MAX: usize = 4;
 
 /// This is not a test by itself: if the variable is set, this process is a reader of a run.

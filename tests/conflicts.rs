@@ -1,5 +1,5 @@
-//! Duplicates, hard links and conflicts across sources give the same result as unpacking the sources one after another in the
-//! order given. GNU tar itself is the reference. The number of nodes varies, so that different nodes read different sources.
+//! Tests that duplicates, hard links and conflicts across sources give the same result as unpacking the sources one after another
+//! in the order given. GNU tar itself is the reference. The number of nodes varies, so that different nodes read different sources.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,7 +1,7 @@
-//! The promises of `meta/src/deadlines.rs` as one table: for each kind of request and each fault of the far side, the error that
-//! the request gets, and the time after which it gets it. Sessions run with a fifth of the default deadlines, or with the divisor
-//! in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum and a generous
-//! maximum.
+//! Tests the promises of `meta/src/deadlines.rs` with one table. For each kind of request and each fault of the far side, the table
+//! has the error that the request gets, and the time after which it gets it. Sessions run with a fifth of the default deadlines, or
+//! with the divisor in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum
+//! and a generous maximum.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -130,7 +130,8 @@ fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// The client watches its server's heartbeat in shared memory. It sends its request first, so its first look may be late.
+/// The client watches its server's heartbeat in shared memory. It sends its request first, so it may first look at the heartbeat
+/// late.
 fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }

@@ -1,4 +1,4 @@
-//! `dayfly doctor`, on this machine and on "other hosts" that are also this machine.
+//! Tests `dayfly doctor` on this machine and on "other hosts", which are also this machine.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,5 +1,5 @@
-//! Drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive cannot be
-//! read, and the error says so. Everything else continues to work, even on that node.
+//! Tests of drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive
+//! cannot be read, and the error says so. Everything else continues to work, even on that node.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

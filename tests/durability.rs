@@ -1,5 +1,5 @@
-//! Drives that lose data after they accepted it. Reads never return wrong bytes, and errors name the node, the drive and the
-//! remedy.
+//! Tests of drives that lose data after they have accepted it. Reads never return wrong bytes, and errors name the node, the drive
+//! and the remedy.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -214,7 +214,7 @@ fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
         view.read_at(&file, 0, &mut vec![0; lens[number]]).unwrap();
     };
     let is_cached = || count(&node(&cluster, 0)["cached_blocks"]) == 1;
-    // With only one cached block: when it is cached again, its previous space is free.
+    // Use only one cached block, so that its previous space is free when it is cached again.
     read(far[0]);
     wait_until("it is cached", is_cached);
     let source = format!("/dayfly/d/{}", far[0]);

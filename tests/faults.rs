@@ -1,5 +1,5 @@
-//! One server or all servers die at arbitrary points of a stage-in and of reads. Errors name the node within the deadline,
-//! nothing hangs, no read returns wrong bytes or too few, and all space is freed.
+//! Tests in which one server or all servers die at arbitrary points of a stage-in and of reads. Errors name the node within the
+//! deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -179,7 +179,7 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
 
 /// SEMANTICS: "It also works after the server has died."
 #[test]
-fn with_the_own_server_dead_local_blocks_are_read_and_others_fail() {
+fn with_the_nodes_own_server_dead_local_blocks_are_read_and_others_fail() {
     let cluster = ground().up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let view = cluster.view(0);

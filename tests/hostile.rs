@@ -1,4 +1,4 @@
-//! Hostile and damaged input. Errors are clear and name the position, nothing becomes partly visible, and servers survive.
+//! Tests of hostile and damaged input. Errors are clear and name the position, nothing becomes partly visible, and servers survive.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -152,7 +152,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     assert_all_is_right(&session, 2);
 }
 
-/// Commit 2d0daba read such bytes as good, and cached them.
+/// Commit 2d0daba accepted such bytes, and cached them.
 ///
 /// SEMANTICS: "If that is bad too, the read fails with `EIO`, which names owner, block and both
 /// checksums."
@@ -205,7 +205,7 @@ fn a_bit_that_flips_in_the_arena_is_detected_before_the_chunk_is_cached() {
     let sample = view.open(&path(far)).unwrap().sample();
     let order = view.session().submit(&dataset(&view), [sample]).unwrap();
     wait_until("it is fetched ahead", || session.status()[0].remote.count > 0);
-    // The server compares the chunk when it arrives, which must be over before the bit flips.
+    // The server checks the chunk when it arrives. That check must be over before the bit flips.
     std::thread::sleep(Duration::from_millis(300));
     assert!(session.flip(Rest::Arenas, &expected) > 0);
     assert!(read(&view, far).unwrap() != expected, "without `--verify-reads`, a node trusts its memory");

@@ -1,5 +1,5 @@
-//! How sessions start, live and end: servers start along a tree, the session starts without missing
-//! nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
+//! Tests how sessions start, live and end: servers start along a tree, the session starts without
+//! missing nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
 //! cluster are in `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -252,7 +252,7 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
 }
 
 /// Uses stand-ins for launchers that are not available here. They start programs as the real ones
-/// do; `pbsdsh` once for each slot.
+/// do: `pbsdsh`, for example, starts one for each slot.
 #[test]
 fn each_manager_is_used_through_its_own_commands_and_variables() {
     let name = nix::unistd::gethostname().unwrap().into_string().unwrap();

@@ -1,4 +1,5 @@
-//! Leases of readers that stop, sleep or hold on to their views, and the requests that wait for the room that they hold.
+//! Tests of the leases of readers that stop, sleep or hold on to their views, and requests that wait for the room that these
+//! readers hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -176,7 +177,7 @@ fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
 /// needs it fails once the server's heartbeat in shared memory has not advanced for 5 s during which
 /// the reader waited. Every further such read fails at once, until the heartbeat advances again."
 #[test]
-fn reads_fail_fast_while_the_own_server_is_stopped_and_work_again_afterwards() {
+fn reads_fail_fast_while_the_nodes_own_server_is_stopped_and_work_again_afterward() {
     let cluster = session(2, &[], &[20_000; 60]);
     cluster.ok(&["tune", "--cache", "off"]);
     let view = cluster.view(0);

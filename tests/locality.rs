@@ -1,4 +1,5 @@
-//! Making remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and their counters.
+//! Tests of everything that makes remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and
+//! their counters.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -90,7 +91,7 @@ fn changes_of_the_cache_take_effect_one_at_a_time() {
 /// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
 /// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
-fn ordered_samples_arrive_in_time_also_while_they_are_cached() {
+fn ordered_samples_arrive_in_time_even_while_they_are_cached() {
     let cluster = session(3, &[], &[20_000; 1500]);
     let view = cluster.view(0);
     let dataset = dataset(&view);

@@ -1,5 +1,5 @@
-//! Unchanged programs over the namespace. Each runs twice: over a plain directory, and over a session whose prefix has taken the
-//! directory's place. What it prints and what it leaves behind must be equal.
+//! Runs unchanged programs over the namespace. Each runs twice: over a plain directory, and over a session whose prefix has taken
+//! the directory's place. The program's output and the files that it leaves behind must be equal.
 //!
 //! Programs that are not installed are skipped, with a line on standard error, unless `DAYFLY_TEST_ALL_PROGRAMS` is set.
 

@@ -1,5 +1,5 @@
-//! Sessions over RDMA as their users see them, and the messages that they see if there is no card. Tests that need a card run in
-//! a virtual machine with Soft-RoCE: see `tests/vm/rdma`.
+//! Tests of sessions over RDMA as users see them, and of the messages that users see if there is no card. Tests that need a card
+//! run in a virtual machine with Soft-RoCE: see `tests/vm/rdma`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! The read path: batches, orders, joined fetches, waits for room in the arena, and leases of processes that are killed.
+//! Tests of the read path: batches, orders, joined fetches, waits for room in the arena, and leases of processes that are killed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! A session from its user's point of view: the main job, every command, and a clean end.
+//! Tests of a session from its user's point of view: the main job, every command, and a clean end.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -260,7 +260,7 @@ fn an_archive_that_is_not_unpacked_stays_one_file() {
 
 /// SEMANTICS: "Directories are listed in the order of their names' bytes."
 #[test]
-fn commands_answer_as_those_of_coreutils() {
+fn commands_answer_like_those_of_coreutils() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"));
     let cluster = ground.up(2);
@@ -417,7 +417,8 @@ fn a_canceled_stage_in_leaves_nothing() {
         let mut child = command.spawn().unwrap();
         wait_until("it takes space", || cluster.used_bytes() > 0);
         let start = Instant::now();
-        // Not SIGINT, because background processes of a script ignore it, and these tests may be one.
+        // Do not send SIGINT, because background processes of a script ignore it, and these tests
+        // may be such a process.
         signal(child.id() as i32, Signal::SIGTERM);
         wait_for(&mut child, Duration::from_secs(10)).expect("the command exits");
         wait_until("its space is free again", || cluster.used_bytes() == 0);
@@ -521,7 +522,7 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
     }
     let started = output_of(ground.dayfly().env("DAYFLY_RUNTIME_DIR", &nowhere).args(["run", "--local", "1", "--", "true"]));
     assert!(text(&started.stderr).contains("no-such-folder"), "a session must fail to start there: {}", text(&started.stderr));
-    // Not refused are sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
+    // `run` accepts sources that `--keep-going` leaves out, a command that exists only in the namespace, and an absent PATH.
     let runs = |arguments: &[&str]| {
         let output = output_of(ground.dayfly().env_remove("PATH").args(["run", "--local", "1"]).args(arguments));
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));

@@ -1,4 +1,4 @@
-//! Stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
+//! Tests stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
 //! completely visible or not at all, and is stored in shuffled order.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -348,7 +348,7 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
     let expected = read_tree(&ground.at("tree"));
     let cluster = ground.up(2);
-    // Start more than may run at once, slow enough to overlap.
+    // Start more stage-ins than may run at once, each slow enough to overlap with the others.
     let start = |number: u32, target: &str| {
         let mut command = cluster.dayfly();
         command.args(["stage-in", "--max-rate", "20MB/s", "a.tar", target]).env("DAYFLY_NODE", (number % 2).to_string());

@@ -1,4 +1,5 @@
-//! Stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit statuses.
+//! Tests of stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit
+//! statuses.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -260,11 +261,11 @@ fn a_stage_in_reports_the_end_of_its_session() {
 /// is an error that names it, not an empty sample."
 fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let cluster = Ground::new().up(2);
-    // Its metadata says 0 bytes, but it has content.
+    // According to its metadata it has 0 bytes, but it has content.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // The metadata of a file in /sys says one page, but the file has less.
+    // According to its metadata, a file in /sys has one page, but it has less.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);

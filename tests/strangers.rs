@@ -1,5 +1,5 @@
-//! Another local user tries to see or reach what belongs to a session, and another process of the
-//! owner tries to read the key. These tests need root, to act as several users.
+//! Tests in which another local user tries to see or reach what belongs to a session, and another
+//! process of the owner tries to read the key. These tests need root, to act as several users.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

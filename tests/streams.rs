@@ -1,4 +1,5 @@
-//! Standard output, standard error and log files that cannot be written must not make a command or a server fail.
+//! Tests of standard output, standard error and log files that cannot be written: commands still do their work, and servers
+//! continue.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

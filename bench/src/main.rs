@@ -1,5 +1,5 @@
-//! Load generators and measurements. METHOD.md says how to measure, and why ratios are taken side
-//! by side in one run.
+//! Generates load and measures Dayfly. METHOD.md explains how to measure, and why ratios are taken
+//! side by side in one run.
 
 mod catalog;
 mod make;

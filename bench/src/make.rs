@@ -1,4 +1,4 @@
-//! Synthetic data sets as directory trees, which `tar` turns into archives.
+//! Creates synthetic datasets as directory trees, which `tar` turns into archives.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};

@@ -1,4 +1,4 @@
-//! What all measurements share: their error, timing, and a random number generator.
+//! The code that all measurements share: their error, timing, and a random number generator.
 
 use std::time::Instant;
 

@@ -1,5 +1,5 @@
-//! Measures two hops without a file system: a request over a Unix socket to one thread, then over
-//! TCP to another, and the bytes back.
+//! Measures two hops without a file system: a request goes over a Unix socket to one thread and
+//! then over TCP to another, and the bytes come back the same way.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,7 +10,7 @@ use clap::Args;
 
 use crate::measure::Failure;
 
-/// Length of a request, about that of a request for one block.
+/// Length of a request; a real request for one block has about this length.
 const REQUEST_LEN: usize = 32;
 
 /// Measure a bare two-hop ping-pong; prints nanoseconds per round

@@ -1,5 +1,5 @@
-//! Measures what programs do with files, through the C library: over a plain directory, or over the
-//! namespace under `dayfly exec`.
+//! Measures the calls that programs make on files through the C library, over a plain directory or,
+//! under `dayfly exec`, over the namespace.
 
 use std::fs;
 use std::hint::black_box;
@@ -109,7 +109,7 @@ pub(crate) fn read_file(path: &Path, buffer: &mut Vec<u8>) -> nix::Result<u64> {
     close(number).map(|()| size as u64)
 }
 
-/// Memory of this process alone, in bytes.
+/// Returns the memory of this process alone, in bytes.
 fn private_bytes() -> Result<u64, Failure> {
     let rollup = fs::read_to_string("/proc/self/smaps_rollup")?;
     let lines = rollup.lines().filter(|line| line.starts_with("Private_Dirty"));

@@ -1,5 +1,5 @@
-//! Records what the prefetch controller chooses, and with what result, while a process reads an
-//! order one sample after another.
+//! Records the choices of the prefetch controller and their results, while a process reads an order
+//! one sample after another.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ enum What {
         #[arg(long)]
         pace: f64,
     },
-    /// Plot such recordings side by side, each with its title: FILE=TITLE
+    /// Plot recordings side by side, each with its title: FILE=TITLE
     Plot { files: Vec<String> },
 }
 

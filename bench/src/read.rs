@@ -35,7 +35,7 @@ pub(crate) struct Read {
     /// Number of samples to read; all of them if there are fewer
     #[arg(long, default_value_t = 20_000)]
     samples: usize,
-    /// Number of batches in flight while one is looked at
+    /// Number of batches in flight while the program looks at one
     #[arg(long, default_value_t = 1)]
     ahead: usize,
     /// Number of samples to skip
@@ -101,8 +101,8 @@ pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
     let paths = if arguments.how == How::Posix { paths(&view, dataset, &samples) } else { Vec::new() };
     let order = if arguments.submit { Some(view.session().submit(dataset, samples.iter().copied())?) } else { None };
     std::thread::sleep(std::time::Duration::from_millis(arguments.head_start_ms));
-    // The buffer's pages must be in memory before the clock starts, as those of the TCP stream's
-    // buffer are.
+    // The buffer's pages must be in memory before the clock starts, like the pages of the TCP
+    // stream's buffer.
     let largest = samples.iter().filter_map(|&sample| dataset.catalog().sample(sample)).map(|(size, _)| size).max();
     let mut buffer = vec![1; largest.unwrap_or(0) as usize];
     let mut last = (0.0, 0);

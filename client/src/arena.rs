@@ -1,5 +1,5 @@
-//! The server's arena, mapped read-only. Bytes are copied from it, or read in place while they are
-//! leased, and marked as read.
+//! Maps the server's arena read-only. Bytes are copied from it, or read in place while they are
+//! leased, and are marked as read.
 
 use std::fs::File;
 use std::io;
@@ -41,8 +41,8 @@ impl Arena {
     pub(crate) fn leased(&self, offset: u64, len: u64) -> Option<&[u8]> {
         // SAFETY: the range lies within the mapping, which lives as long as `self` and never
         // faults, as above. While the caller holds the lease the server writes nothing there, and
-        // only the server maps the arena writable. Callers check that the lease still held after
-        // they looked, before they believe what they saw.
+        // only the server maps the arena writable. Before callers trust what they saw, they check
+        // that the lease still held after they looked.
         self.has(offset, len).then(|| unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(offset as usize), len as usize) })
     }
 

@@ -1,5 +1,5 @@
-//! Attaching to a session: the connections to the node's server, and what the server passed over
-//! them.
+//! Attaches to a session: opens connections to the node's server, and maps the files that the
+//! server passes over them.
 //!
 //! A [`Session`] holds the mapped status page, counters and arena, a few idle connections, and the
 //! list of datasets. All of it is usable from several threads and, after [`Session::after_fork`],
@@ -246,7 +246,7 @@ impl Session {
     /// Makes the server prefetch samples in the order in which they will be read, from now on until
     /// the result is dropped.
     ///
-    /// A process may submit several orders. If it reads in another order than it submitted, its
+    /// A process may submit several orders. If it reads in a different order than it submitted, its
     /// reads are slower but correct.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Reading many samples at once: `read_many` and `read_many_into`.
+//! Reads many samples at once: `read_many` and `read_many_into`.
 //!
 //! A batch lends the samples that are on this node in place, in mapped segments. It requests all others from the server with one
 //! message, and lends them in the arena under a lease as they arrive.
@@ -117,16 +117,17 @@ struct LeasedSample {
     is_delivered: bool,
 }
 
-/// How many items of a batch are probed for whether they are in memory.
+/// How many items of a batch are probed to find out whether they are in memory.
 const PROBES: usize = 4;
-/// If a probe finds an item that is not, this many batches read ahead without probing, beginning with this one.
+/// If a probe finds an item that is not in memory, this many batches, beginning with this one, read ahead without probing.
 const COLD_BATCHES: u32 = 16;
 
 /// A requested sample, or the error that already excludes it.
 pub(crate) type RequestedSample = Result<SampleRef, ClientError>;
 
 impl Session {
-    /// Begins to read whole samples. Each sample's own error comes when it is delivered.
+    /// Begins to read whole samples. An error that concerns one sample is returned when that sample
+    /// is delivered.
     ///
     /// # Errors
     /// Only if the session has ended or the connection to the server fails.
@@ -144,8 +145,7 @@ impl Session {
     /// request.
     ///
     /// # Errors
-    /// If the session has ended or the connection fails, and with [`OnMissing::Fail`] the error of the first sample that cannot
-    /// be read.
+    /// If the session has ended or the connection fails. With [`OnMissing::Fail`], also if a sample cannot be read.
     pub fn read_many_into(
         &self,
         dataset: &Arc<Dataset>,
@@ -306,8 +306,7 @@ impl<'a> Batch<'a> {
     /// Waits until all samples have been delivered.
     ///
     /// # Errors
-    /// If the connection fails or has failed before, and with [`OnMissing::Fail`] the error of the first sample that cannot be
-    /// read.
+    /// If the connection fails or has failed before. With [`OnMissing::Fail`], also if a sample cannot be read.
     pub fn wait(&mut self) -> Result<(), ClientError> {
         if self.is_broken {
             return Err(ClientError::Protocol("the batch has failed before"));
@@ -355,8 +354,7 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Finds the location of each item. The two preceding passes let the processor fetch the records of all items at the same
-    /// time.
+    /// Finds the location of each item. Before that, two passes let the processor fetch the records of all items at the same time.
     fn look_up(&mut self, requested: Vec<RequestedSample>) {
         for item in requested.iter().flatten() {
             item.dataset.catalog().prefetch_sample(item.sample);

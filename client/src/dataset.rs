@@ -108,8 +108,8 @@ impl Dataset {
         }
     }
 
-    /// Bytes of a segment in place, if they can be mapped. For cached blocks the caller must hold
-    /// [`crate::attach::Views`], without which they may be evicted.
+    /// Returns bytes of a segment in place, if they can be mapped. For cached blocks the caller
+    /// must hold [`crate::attach::Views`]; otherwise the blocks may be evicted.
     pub(crate) fn view(&self, position: DrivePosition, len: u64) -> Option<&[u8]> {
         let (segment, map) = self.segments.get(usize::from(position.drive))?;
         map.view(segment, position.offset, len)
@@ -168,8 +168,8 @@ impl Dataset {
         }
     }
 
-    /// Returns a discarded segment is shorter than it was, so a failed read may mean that the
-    /// dataset is gone.
+    /// Returns the error for a failed read of a segment. A discarded segment is shorter than it
+    /// was, so the failure may mean that the dataset is gone.
     fn segment_error(&self, error: io::Error) -> ClientError {
         if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }
     }

@@ -98,7 +98,7 @@ pub enum ClientError {
     Revoked,
     /// The bytes differ from those that were staged in, and no intact copy was found.
     #[error(
-        "block {block} of '{path}' is damaged as node {node} reads it: its checksum is {found:08x}, but was {expected:08x} at stage-in"
+        "block {block} of '{path}' is damaged when node {node} reads it: its checksum is {found:08x}, but was {expected:08x} at stage-in"
     )]
     Checksum {
         /// The block's number in the dataset.
@@ -118,7 +118,7 @@ pub enum ClientError {
 fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "make room there, or set DAYFLY_RUNTIME_DIR to a folder with some"
+            "make room there, or set DAYFLY_RUNTIME_DIR to a folder that has room"
         }
         _ => "set DAYFLY_RUNTIME_DIR to a folder that you may write to",
     }

@@ -18,8 +18,8 @@ use nix::libc::{self, SA_NODEFER, SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGB
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// What SIGBUS did before, or what the program has requested since: the handler and the flags of
-/// its `sigaction`.
+/// The action for SIGBUS before `install`, or the action that the program has requested since then:
+/// the handler and the flags of its `sigaction`.
 static HANDLER: AtomicUsize = AtomicUsize::new(SIG_DFL);
 static FLAGS: AtomicUsize = AtomicUsize::new(0);
 
@@ -184,8 +184,8 @@ fn put_zeros(address: usize) -> bool {
         within.is_some_and(|within| within < viewed.len.load(Ordering::Acquire))
     };
     let Some(viewed) = VIEWED.iter().find(is_within) else { return false };
-    // In this order, and before any zero is visible: a batch that begins after the count sees the
-    // poison, and one that began before sees the count.
+    // Both changes come in this order, before any zero is visible. A batch that begins after the
+    // count sees the poison, and a batch that began earlier sees the count.
     viewed.is_poisoned.store(true, Ordering::SeqCst);
     ZEROED.fetch_add(1, Ordering::SeqCst);
     let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;

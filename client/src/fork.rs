@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 static IS_HELD: AtomicBool = AtomicBool::new(false);
 
-/// How long to wait for the lock. A child whose fork this library did not notice may find it held
-/// by a thread that the child does not have.
+/// How long to wait for the lock. A child whose fork this library did not notice may find the lock
+/// held by a thread that does not exist in the child.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// While this value lives no thread forks.

@@ -1,7 +1,7 @@
 //! Watches the heartbeat of the node's server, which advances a word of its status page every
 //! second.
 //!
-//! This process has no thread for that. It looks at the word whenever it sends something and, while
+//! The client has no thread for that. It looks at the word whenever it sends something and, while
 //! it waits for an answer, at regular polls. Once the word has not changed for [`HEARTBEAT_POLLS`]
 //! polls, every request fails at once until the word changes again.
 //!
@@ -41,7 +41,8 @@ impl Timeouts {
         (self.heartbeat / HEARTBEAT_POLLS).max(Duration::from_millis(1))
     }
 
-    /// The kernel's clock is coarser than ours, so a poll may come this early.
+    /// Returns the shortest time that counts as a poll interval. The kernel's clock is coarser than
+    /// ours, so a poll may come this early.
     pub(crate) fn shortest_poll_interval(&self) -> Duration {
         self.poll_interval() * 9 / 10
     }
@@ -113,8 +114,8 @@ mod tests {
     #[test]
     fn polls_of_many_threads_count_once_and_a_heartbeat_resets_the_count() {
         let (server, client) = pair();
-        // The state of a process that was stopped for an hour: however late a poll is, it counts as
-        // one.
+        // This is the state of a process that was stopped for an hour. However late a poll is, it
+        // counts as one poll.
         let long_ago = client.start.checked_sub(Duration::from_secs(3600)).unwrap();
         let client = Heartbeat { start: long_ago, ..client };
         (0..3 * HEARTBEAT_POLLS).for_each(|_| client.record_poll().unwrap());

@@ -1,8 +1,9 @@
-//! A process's side of a Dayfly session: attach to this node's server, look up names, read samples.
+//! The client library of Dayfly: attaches a process to this node's server, looks up names, and
+//! reads samples.
 //!
 //! The library blocks, starts no threads, and needs no runtime. It works in programs with many threads and in forked children,
 //! which call [`Session::after_fork`]. Lookups read mapped memory. A block on this node costs at most one `pread`; only a block
-//! that is neither on this node's drives nor in its arena takes a message to the server.
+//! that is neither on this node's drives nor in its arena requires a message to the server.
 //!
 //! - [`locate`] finds the sessions on this machine, [`Session`] attaches to one.
 //! - [`View`] is the namespace with the meaning that POSIX programs expect; the command line and the preload library are
@@ -33,7 +34,7 @@
 //!         let delivered = delivered?;
 //!         println!("sample {}: {:?}", samples[delivered.index].0, delivered.bytes.map(<[u8]>::len));
 //!     }
-//!     assert!(batch.is_good(), "the bytes were real until now");
+//!     assert!(batch.is_good(), "all bytes were valid until now");
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

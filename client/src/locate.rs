@@ -1,9 +1,10 @@
-//! Finding sessions on this machine.
+//! Finds the sessions on this machine.
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
 //! server on this machine has its socket there and holds a lock file there for as long as it lives;
-//! so does the supervisor. A lock that is held proves that its process lives, regardless of how
-//! that process ends. [`Watch`] checks that these files still have their names.
+//! so does the supervisor. A lock that is held proves that its process lives, because the kernel
+//! frees the lock however the process ends. [`Watch`] checks that these files still have their
+//! names.
 
 mod watch;
 
@@ -33,7 +34,7 @@ pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
 pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
 /// The working directory if it is in the namespace, for the next program across `exec`.
 pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
-/// Moves the folder of all sessions.
+/// Names the folder to use instead of `/tmp` for the folders of sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
 /// Number of times that a lock is tried, and the time between two attempts.
 const LOCK_ATTEMPTS: usize = 50;
@@ -46,7 +47,7 @@ const CREATE_ATTEMPTS_MAX: usize = 10;
 const SUPERVISOR_LOCK: &str = "supervisor.lock";
 /// Length of the longest path of a Unix socket, without the final NUL.
 const SOCKET_PATH_LEN_MAX: usize = 107;
-/// The file with the manager's name of the job that the session belongs to.
+/// The file with the workload manager's name for the job that the session belongs to.
 const JOB: &str = "job";
 
 /// A session's folder on this machine.
@@ -93,7 +94,7 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
     if let Err(ClientError::Folder { folder, error }) = &made
         && error.kind() != io::ErrorKind::AlreadyExists
     {
-        // What was created before the failure is of no use. The folder of all sessions stays if
+        // The files created before the failure are of no use. The folder of all sessions stays if
         // another session is in it.
         let _ = fs::remove_dir_all(folder);
         let _ = fs::remove_dir(all);
@@ -101,8 +102,9 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
     made
 }
 
-/// Creates or enters the folder of a session, and takes a lock that keeps the folder until the
-/// node's own lock does. `is_reserved` means that the supervisor is known to have created it.
+/// Creates the folder of a session if it does not exist, and takes a lock that protects the folder
+/// from removal until the node's own lock does. `is_reserved` means that the supervisor is known to
+/// have created it.
 ///
 /// # Errors
 ///
@@ -248,8 +250,8 @@ impl SessionFolder {
         let name = env::var(SESSION_VARIABLE).unwrap_or_default();
         let unknown = |name: &str| ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
         let session: SessionId = name.parse().map_err(|_| unknown(&name))?;
-        // Only the session's own folder must be private. In a container, the folder above may have
-        // been created for the occasion.
+        // Only the session's own folder must be private. In a container, the folder above it may
+        // have been created just for the container.
         let mine = runtime_dir();
         let folder = mine.join(&name);
         if folder.is_dir() {
@@ -348,7 +350,7 @@ impl SessionFolder {
         is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
     }
 
-    /// The workload manager's name of the job that the session belongs to.
+    /// Returns the workload manager's name for the job that the session belongs to.
     pub fn job(&self) -> Option<String> {
         fs::read_to_string(self.folder.join(JOB)).ok()
     }
@@ -383,12 +385,12 @@ impl SessionFolder {
         })
     }
 
-    /// Calls `remove` if the folder is left over: no supervisor, and no server that lives or is
+    /// Calls `remove` if the folder is left over: if no supervisor lives, and no server lives or is
     /// starting. Returns whether the folder is gone.
     ///
     /// # Errors
     ///
-    /// If the folder cannot be examined, and the error of `remove`.
+    /// If the folder cannot be examined, and if `remove` fails.
     pub fn remove_if_dead(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let _supervisor_lock = match lock_file(&self.folder.join(SUPERVISOR_LOCK)) {
             Ok(Some(supervisor_lock)) => supervisor_lock,
@@ -403,7 +405,7 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// The error of `remove`.
+    /// If `remove` fails.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
         let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(SUPERVISOR_LOCK);

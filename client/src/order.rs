@@ -1,6 +1,6 @@
-//! Orders in which to read samples. A global shuffle is a random order of the whole dataset for
-//! each epoch, the same on every node. A local shuffle follows the order in which samples lie on
-//! this node's drives, which is also random: the stage-in shuffled them.
+//! Computes orders in which to read samples. A global shuffle is a random order of the whole
+//! dataset for each epoch, the same on every node. A local shuffle follows the order in which
+//! samples lie on this node's drives, which is also random: the stage-in shuffled them.
 
 use std::collections::HashMap;
 

@@ -1,5 +1,5 @@
-//! A process's idle connections to its server. The pool has no lock, so a fork never leaves one
-//! held in the child.
+//! A pool of a process's idle connections to its server. It has no lock, so a fork never leaves a
+//! lock held in the child.
 
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};

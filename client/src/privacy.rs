@@ -1,5 +1,5 @@
 //! Checks that a folder belongs to this user alone. Folders of sessions lie where all users may
-//! create some, under names that everyone can guess.
+//! create folders, and everyone can guess their names.
 
 use std::fs;
 use std::io;
@@ -22,8 +22,8 @@ pub struct NotPrivate {
     exposure: Exposure,
 }
 
-/// What is wrong with the folder. Owners are named by number, because a name may take a query to a
-/// directory service.
+/// What is wrong with the folder. Owners are named by number, because looking up a name may require
+/// a query to a directory service.
 #[derive(Debug, thiserror::Error)]
 enum Exposure {
     #[error("it cannot be examined: {0}")]
@@ -40,7 +40,7 @@ enum Exposure {
     Renamable { base: PathBuf, mode: u32 },
 }
 
-/// Returns the end of a message: whose file it is, and what this user can do about it.
+/// Returns the end of a message, which names the file's owner and what this user can do about it.
 fn of(owner: u32) -> String {
     if owner == geteuid().as_raw() { "; it is yours: remove it".to_owned() } else { format!("; it belongs to user {owner}") }
 }
@@ -87,7 +87,7 @@ pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
 ///
 /// # Errors
 ///
-/// If other users can.
+/// If other users can replace it.
 pub fn check_stays(folder: &Path) -> Result<(), NotPrivate> {
     let base = folder.parent().unwrap_or(folder);
     match fs::metadata(base) {

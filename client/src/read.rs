@@ -21,7 +21,8 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
-/// Takes a chunk that arrived, by its index in the request: its lease, or `None` if the chunk is on this node by now.
+/// A function that takes a chunk that arrived: its index in the request and its lease, or `None` instead of the lease if the chunk
+/// is now on this node's drives.
 type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), ClientError>;
 
 /// How many chunks of a large block one request names. The server reads ahead beyond them.
@@ -89,7 +90,7 @@ impl Session {
     }
 
     /// Requests a range from the server and copies its start, as far as it arrived without a gap. Returns the number of bytes
-    /// copied: at least one, unless the range is on this node by now. With `recheck` the server first examines this node's
+    /// copied: at least one, unless the range is now on this node's drives. With `recheck` the server first examines this node's
     /// copies of it.
     pub(crate) fn read_remote(
         &self,
@@ -124,7 +125,7 @@ impl Session {
     /// batches, so they are not passed in the order of `blocks`.
     ///
     /// # Errors
-    /// As [`Session::read_at`], and any error of `on_block`.
+    /// The errors of [`Session::read_at`], and any error of `on_block`.
     pub fn read_blocks(
         &self,
         dataset: &Dataset,
@@ -208,7 +209,7 @@ impl Session {
     /// again. A lease is released as soon as `on_chunk` has seen its chunks, on the connection that it was granted to.
     fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, on_chunk: OnChunk<'_>) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
-        // A failure of `on_chunk` says nothing about the connection, which stays usable.
+        // A failure of `on_chunk` does not concern the connection, which stays usable.
         let mut outcome = Ok(());
         self.with_connection(|socket| {
             request_chunks(socket, dataset.id(), chunks.to_vec(), recheck)?;

@@ -17,8 +17,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 const CEILING: u64 = 1024;
 /// How many numbers below the ceiling are tried first.
 const ROOM: u64 = 128;
-/// Numbers below this are protected. A descriptor that had to go above it works, but the program
-/// can close it.
+/// Numbers below this are protected. A descriptor that had to get a higher number works too, but
+/// the program can close it.
 const WATCHED: usize = 2048;
 
 static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];

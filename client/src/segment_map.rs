@@ -1,6 +1,6 @@
-//! A segment, mapped window by window as it is read. A copy from mapped memory costs a quarter of
-//! a `pread`. Mapping is only an optimization: a range that cannot be mapped, or that this process
-//! has not read before, is read with `pread`.
+//! Maps a segment window by window as it is read. A copy from mapped memory takes a quarter of the
+//! time of a `pread`. Mapping is only an optimization: a range that cannot be mapped, or that this
+//! process has not read before, is read with `pread`.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -14,19 +14,18 @@ use nix::libc;
 
 use crate::fault;
 
-/// A range of this length, aligned to it, is first read with `pread`. Cold bytes then arrive
-/// through the kernel's read-ahead and not through page faults, each of which would wait
-/// separately.
+/// The first read of a range of this length, aligned to it, uses `pread`. Cold bytes then arrive
+/// through the kernel's read-ahead instead of page faults, each of which would wait separately.
 const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
-/// The processor cannot wait for more cache lines than this at once. It fetches what follows by
-/// itself.
+/// The maximum number of bytes to prefetch. The processor cannot wait for more cache lines at once,
+/// and fetches the bytes that follow by itself.
 const PREFETCH_LEN: u64 = 1024;
 const GRANULES: usize = (SEGMENT_WINDOW_LEN / GRANULE_LEN) as usize;
 
 /// Bytes of all segments that this process has mapped.
 static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// The windows of one segment. A null pointer is a window that was not mapped yet.
+/// The windows of one segment. A null pointer stands for a window that is not mapped yet.
 pub(crate) struct SegmentMap {
     windows: Box<[AtomicPtr<Window>]>,
 }
@@ -87,9 +86,9 @@ impl SegmentMap {
         let window = self.window(segment, offset).filter(|window| !window.mapped.is_poisoned())?;
         window.touch(within, len);
         // SAFETY: the range lies within the window, which lives as long as `self`. The bytes of a
-        // block do not change while it is where it was found. If the file is cut short, the handler
-        // of SIGBUS puts zeros in place of its pages, and the holder of the view checks whether
-        // pages were zeroed or the dataset is gone before it believes what it read.
+        // block do not change while the block is where it was found. If the file is cut short, the
+        // handler of SIGBUS puts zeros in place of its pages, and the holder of the view checks
+        // whether pages were zeroed or the dataset is gone before it trusts what it read.
         Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
     }
 
@@ -160,7 +159,7 @@ impl SegmentMap {
 
 /// Makes the drive begin to read a range that is not in memory, without waiting for it.
 pub(crate) fn read_ahead(segment: &File, offset: u64, len: u64) {
-    // A hint. Without it, the reads that follow wait one after another.
+    // This is a hint. Without it, the reads that follow wait one after another.
     let _ = posix_fadvise(segment, offset as i64, len as i64, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
 }
 

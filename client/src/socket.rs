@@ -1,4 +1,4 @@
-//! Messages to and from the node's server, with their descriptors.
+//! Sends and receives messages of the node's server, with their descriptors.
 //!
 //! Every wait is divided into polls. At each poll the client checks the server's heartbeat, and
 //! deadlines are counted in polls, so a process that was stopped does not find its deadlines
@@ -26,7 +26,8 @@ use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// The most descriptors with one message: a catalog, locations, and one segment for each drive.
+/// The maximum number of descriptors with one message: a catalog, locations, and one segment for
+/// each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 
 /// A connection to the server.
@@ -56,8 +57,8 @@ impl Drop for Socket {
 
 impl Socket {
     pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> io::Result<Self> {
-        // Not `UnixStream::connect`, which waits without a deadline while the backlog of a stopped
-        // server is full.
+        // Does not use `UnixStream::connect`, which waits without a deadline while the backlog of a
+        // stopped server is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
         let timeouts = heartbeat.as_ref().map(|heartbeat| heartbeat.timeouts()).unwrap_or_default();
         set_poll_interval(&socket, timeouts.poll_interval())?;
@@ -82,7 +83,7 @@ impl Socket {
         self.number
     }
 
-    /// Records what the server said about this connection.
+    /// Records the server's settings for this connection.
     pub(crate) fn welcome(&mut self, slot: u32, number: u32, timeouts: Timeouts) -> io::Result<()> {
         (self.slot, self.number, self.timeouts) = (slot, number, timeouts);
         set_poll_interval(&*self.stream, timeouts.poll_interval())
@@ -158,14 +159,15 @@ impl Socket {
     }
 }
 
-/// Makes system calls that wait on the socket return after each poll interval.
+/// Makes each system call that waits on the socket return after one poll interval.
 fn set_poll_interval(socket: &impl AsFd, interval: Duration) -> io::Result<()> {
     let interval = TimeVal::new(interval.as_secs() as i64, i64::from(interval.subsec_micros()));
     setsockopt(socket, sockopt::SendTimeout, &interval)?;
     Ok(setsockopt(socket, sockopt::ReceiveTimeout, &interval)?)
 }
 
-/// Repeats such a call until it succeeds or fails, or a deadline expires.
+/// Repeats a system call that waits on the socket until it succeeds or fails, or a deadline
+/// expires.
 fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
     if let Some(heartbeat) = heartbeat {
         heartbeat.check()?;
@@ -177,7 +179,7 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // A program that is interrupted by signals all the time must count its polls, too.
+        // Even a program that signals interrupt all the time must count its polls.
         if poll_began.elapsed() < timeouts.shortest_poll_interval() {
             continue;
         }

@@ -25,7 +25,7 @@ pub enum ViewError {
     /// The path names nothing.
     #[error("no such file or directory")]
     NotFound,
-    /// A component on the way, or one that must be a directory, is not.
+    /// A component on the way, or a last component that must be a directory, is not one.
     #[error("not a directory")]
     NotADirectory,
     /// A directory cannot be read as a file.
@@ -326,7 +326,7 @@ impl View {
                 let names = self.virtual_names(path)?.len() as u32;
                 let inode = u64::from(crc32c::crc32c(path)) + 1;
                 let kind = FileKind::Directory;
-                // Its time is that of the newest dataset below it.
+                // The directory's time is that of the newest dataset below it.
                 let datasets = self.session.datasets()?;
                 let below = datasets.iter().filter(|dataset| dayfly_meta::path::is_below(dataset.target(), path));
                 let mtime_s = below.map(|dataset| dataset.catalog().header().created_s).max().unwrap_or(0);

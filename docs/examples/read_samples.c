@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 0;
     uint64_t epoch = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
 
-    /* Attach to the session of the environment. */
+    /* Attach to the session that the environment names. */
     dayfly *session = dayfly_attach();
     if (!session)
         return fail("dayfly_attach");
@@ -96,7 +96,7 @@ int main(int argc, char **argv) {
         }
         if (more < 0)
             return fail("dayfly_batch_next");
-        /* Ask only now, after the last look at the bytes, whether all of them were real. */
+        /* Check only now, after the last look at the bytes, whether all of them were valid. */
         if (dayfly_batch_is_good(batch) != 1) {
             fprintf(stderr, "some bytes were lost while they were read; read the batch again\n");
             return 1;

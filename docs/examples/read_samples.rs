@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut number = || arguments.next().map_or(Ok(0), |text| text.parse::<u64>());
     let (seed, epoch) = (number()?, number()?);
 
-    // Attach to the session of the environment. Until the first remote read, this is the only message to the server.
+    // Attach to the session that the environment names. Until the first remote read, this is the only message to the server.
     let view = View::new(Session::attach(&locate::find(None)?)?);
     let session = view.session();
 
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{kind} {}", display(entry.name));
     }
 
-    // The order is the same in every process that passes the same seed and epoch. Of several readers, reader r of n takes
+    // The order is the same in every process that passes the same seed and epoch. If there are several readers, reader r of n takes
     // `samples.epoch(seed, epoch).skip(r).step_by(n)`.
     let dataset = view.dataset_of(root.as_bytes())?;
     let samples = Samples::of(dataset.catalog());
@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let path = join(session.prefix(), &join(dataset.target(), &path));
             println!("sample {} {} {sum}", display(&path), bytes.len());
         }
-        // Ask only now, after the last look at the bytes, whether all of them were real.
+        // Check only now, after the last look at the bytes, whether all of them were valid.
         if !batch.is_good() {
             return Err("some bytes were lost while they were read; read the batch again".into());
         }

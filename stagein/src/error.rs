@@ -29,7 +29,7 @@ pub enum StageInError {
         /// The parser's complaint.
         reason: String,
     },
-    /// The file of `@LIST` cannot be a list of sources.
+    /// The file that `@LIST` names cannot be used as a list of sources.
     #[error("'{}' cannot be used as a list of sources: {reason}", path.display())]
     InvalidList {
         /// Path of the list.
@@ -93,7 +93,8 @@ pub enum StageInError {
         path.display(), of_contents(*is_decompressed)
     )]
     Damaged {
-        /// Path of the archive. An archive within an archive has the outer one's path in front.
+        /// Path of the archive. For an archive within an archive, it begins with the outer
+        /// archive's path.
         path: PathBuf,
         /// Offset in the archive.
         offset: u64,
@@ -123,7 +124,7 @@ pub enum StageInError {
         path: PathBuf,
     },
     /// A file yields more or fewer bytes than its metadata promises, although it did not change.
-    /// Files in /proc and /sys do.
+    /// Files in /proc and /sys behave this way.
     #[error(
         "'{}' has a size of {size} bytes but yields {}, so it is not an ordinary file; copy its contents to a file, \
          and stage in the copy",
@@ -188,11 +189,11 @@ pub enum StageInError {
     /// An archive within an archive has more members than can be numbered.
     #[error("'{}' has too many members for an archive within an archive; unpack it first, or stage it in by itself", path.display())]
     TooManyMembers {
-        /// Path of the inner archive, with the outer one's path in front.
+        /// Path of the inner archive, which begins with the outer archive's path.
         path: PathBuf,
     },
-    /// The stage-in was cancelled, by its user or by a failure elsewhere.
-    #[error("cancelled")]
+    /// The stage-in was canceled, by its user or by a failure elsewhere.
+    #[error("canceled")]
     Cancelled,
 }
 

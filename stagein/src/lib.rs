@@ -2,15 +2,15 @@
 //! them.
 //!
 //! A source is a tar (plain, or compressed with gzip, zstd, xz, bzip2 or lz4), a zip, a directory
-//! tree or a single file on the parallel file system. This crate reads sources once, sequentially,
-//! and by several workers on several nodes at the same time:
+//! tree or a single file on the parallel file system. This crate reads each source once and
+//! sequentially, with several workers on several nodes at the same time:
 //!
 //! | module | what it does | who uses it |
 //! |---|---|---|
 //! | [`plan`] | expands the user's patterns, determines formats, splits sources into units | the coordinator |
 //! | [`unit_ledger`] | assigns units to workers, and decides which results count | the coordinator |
 //! | [`pipeline`] | reads a unit, cuts and places its samples, ships their blocks to a [`pipeline::Sink`] | every worker |
-//! | [`runs`] | keeps what was found, sorted by path, in temporary files; merges them | workers; the coordinator |
+//! | [`runs`] | stores the members that were found in temporary files, sorted by path; merges these files | workers; the coordinator |
 //! | [`path_conflicts`] | notices early that two rival sources have the same path | owners and workers |
 //! | [`progress`] | counts, shows and cancels the work of a stage-in on a node, and limits its rate | all of them |
 //! | [`error`] | says what went wrong, in which source, and what to do | all of them |
@@ -22,16 +22,16 @@
 //!
 //! - Every member in a run names blocks that their owners have stored, with a checksum that was
 //!   taken while the source was read.
-//! - However a plain tar is split, its members are those that a reader from the start would find.
-//! - Memory is bounded, whatever a source claims: by the buffers that a sink lends, by the length of
-//!   a run, and by [`pipeline::DecoderLimits`].
+//! - However a plain tar is split, the workers find the same members as a reader that starts at the
+//!   beginning.
+//! - Whatever a source claims, memory is bounded: by the buffers that the sink lends, by the length of a run, and by
+//!   [`pipeline::DecoderLimits`].
 //! - A source that changes while it is read is an error, never a mixture of old and new bytes.
 //!
 //! # Named absences
 //!
-//! There is no network here and no async runtime: blocks leave through the [`pipeline::Sink`] trait,
-//! and everything blocks its thread. The crate decides neither where temporary files are nor how
-//! messages travel; the server does.
+//! There is no network here and no async runtime: the stored data leaves through the [`pipeline::Sink`] trait, and calls block
+//! their thread. The server, not this crate, decides where temporary files are and how messages travel.
 //!
 //! # Example
 //!

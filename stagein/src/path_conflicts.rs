@@ -1,10 +1,10 @@
-//! Path conflicts: samples of rival sources that have the same path, noticed while the sources are
-//! still being read.
+//! Detects path conflicts while the sources are still being read. A path conflict is two samples of
+//! rival sources that have the same path.
 //!
-//! 1. All first blocks of one path go to one owner, so owners compare hashes of paths as blocks
-//!    arrive. Two equal hashes make the path a suspect.
-//! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each one looks
-//!    through the members it has found and those it finds later ([`SuspectPaths`]).
+//! 1. The first blocks of all samples with one path go to one owner. Owners therefore compare path
+//!    hashes as blocks arrive. Two equal hashes make the path a suspect.
+//! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each worker
+//!    searches the members that it has found, and those that it finds later ([`SuspectPaths`]).
 //! 3. Two samples that really share a path, and whose contents differ, are a conflict. Hashes that
 //!    are equal by chance therefore never fail a stage-in.
 //!
@@ -29,8 +29,8 @@ pub struct SuspectPaths {
 }
 
 impl SuspectPaths {
-    /// Replaces the list of suspects. Workers look for them in what they find from now on and in
-    /// what they have found before.
+    /// Replaces the list of suspects. Workers search for them among the members that they have
+    /// found and those that they find from now on.
     pub fn set(&self, new: Vec<SuspectPath>) {
         let mut suspects = lock(&self.suspects);
         if *suspects != new {
@@ -66,13 +66,14 @@ impl SuspectPaths {
     }
 }
 
-/// What an owner compares of a sample. It is empty for a source without rivals.
+/// Returns the values by which an owner recognizes a path conflict. They are empty for a source
+/// without rivals.
 pub(crate) fn rival(path: &[u8], Rivalry { pattern, match_number }: Rivalry) -> Rival {
     if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, match_number } }
 }
 
-/// Hashes a path. Seeding by the pattern keeps samples that different patterns name apart: only
-/// sources of one pattern are rivals.
+/// Hashes a path, with the pattern's number as the seed. Equal paths of different patterns thus
+/// have different hashes: only sources of one pattern are rivals.
 fn path_hash(path: &[u8], pattern: u32) -> u64 {
     xxh3_64_with_seed(path, u64::from(pattern))
 }

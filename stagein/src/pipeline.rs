@@ -13,7 +13,7 @@
 //!   that its owners gave to its blocks.
 //!
 //! The sink bounds the worker's memory: the worker fills buffers that the sink lends it, and waits
-//! when all are out. A slow owner therefore slows its senders down, and no queue grows.
+//! when none is left. A slow owner therefore slows its senders down, and no queue grows.
 //!
 //! If a read fails, the sample is treated as if it had never existed. Its blocks may be stored already,
 //! but no member names them.
@@ -68,7 +68,7 @@ pub struct WorkerConfig<'a> {
 pub struct Worker<S: Sink> {
     sink: S,
     placement: Arc<Placement>,
-    /// Nodes that had no room for a block; they are off this worker's ring.
+    /// Nodes that had no room for a block. This worker has removed them from its ring.
     full: Vec<NodeId>,
     /// Batches that are being filled, at most one per owner.
     open: BTreeMap<NodeId, Batch<S::Buffer>>,
@@ -85,8 +85,8 @@ pub struct Worker<S: Sink> {
     activity: Activity,
     unit: CurrentUnit,
     suspect_paths: Arc<SuspectPaths>,
-    /// The generation of `suspect_paths` that all members found so far were checked against;
-    /// `None` if members of an uncertain unit were passed over.
+    /// The generation of `suspect_paths` that all members found so far were checked against; `None`
+    /// if the check skipped members of an uncertain unit.
     checked_generation: Option<u64>,
     /// How long this thread waited for source bytes, in the current call of [`Self::run`].
     reading: Duration,
@@ -103,14 +103,14 @@ struct CurrentUnit {
     ticket: u32,
     rivalry: Rivalry,
     counts: Counts,
-    /// Source bytes read for it.
+    /// Source bytes that were read for the unit.
     source_bytes: u64,
     /// Whether its members may still turn out not to count. Until the unit ends, they must not be
     /// reported as sightings of suspect paths.
     is_uncertain: bool,
-    /// Whether members of it are in a run already, from which they cannot be discarded.
+    /// Whether some of its members are in a run already and can no longer be discarded.
     has_flushed: bool,
-    /// Whether nothing that it found may count, because its source changed.
+    /// Whether its source changed, so that none of its members may count.
     withdrawn: bool,
 }
 
@@ -131,8 +131,8 @@ impl<S: Sink> Worker<S> {
             runs,
             selector: Selector::new(config.selection)?,
             selection: config.selection.clone(),
-            // The placement hashes paths with the same seed. Without the change, each node would
-            // store its blocks in the order of the ring.
+            // The placement hashes paths with `config.seed`. With the same seed here, each node
+            // would store its blocks in the order of the ring.
             seed: config.seed ^ 0x5eed_0f0f_da1f_1700,
             decoders: config.decoders,
             activity: monitor.new_activity(),
@@ -146,7 +146,8 @@ impl<S: Sink> Worker<S> {
         })
     }
 
-    /// Reads one unit or several small ones. When this returns, their owners have all blocks.
+    /// Reads one unit or several small ones. When this returns, the owners have stored all their
+    /// blocks.
     ///
     /// # Errors
     ///
@@ -233,8 +234,8 @@ impl<S: Sink> Worker<S> {
         self.flush_if_many()
     }
 
-    /// Withdraws the file that was taken last, because its source turned out not to hold what was
-    /// read.
+    /// Withdraws the file that was taken last, because its source turned out to have changed or to
+    /// have a different size.
     fn withdraw_last(&mut self) {
         if let Some(member) = self.members.last_mut() {
             member.ticket = WITHDRAWN;

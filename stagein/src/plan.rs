@@ -3,9 +3,9 @@
 //! [`plan_sources`] expands the patterns of the user to source paths (`source_paths`, `glob`),
 //! determines the format of each source, and splits the sources into units (`planner`). Large plain
 //! tars become several ranges (`tar_ranges`). Units are written to a temporary file (`unit_queue`),
-//! so a plan of many million files takes little memory.
+//! so a plan of many millions of files takes little memory.
 //!
-//! [`check_sources`] finds most errors of a plan in a moment, before anything is started.
+//! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!
 //! Planning reads directories, central directories of zips and some tar headers, but no data.
 
@@ -35,7 +35,7 @@ use crate::progress::ProgressMonitor;
 pub struct StageInPlan {
     /// All sources, in order. Units refer to them by index.
     pub sources: Vec<Source>,
-    /// For each source, which others are its rivals: they must not contain the same path.
+    /// For each source, its rivals: sources that must not contain the same path.
     pub rivalries: Vec<Rivalry>,
     /// The units of work for the workers.
     pub units: UnitQueue,
@@ -50,7 +50,7 @@ pub struct StageInPlan {
     pub known_files: u64,
     /// Bytes of their paths.
     pub known_names_len: u64,
-    /// Whether there is no archive, so that `known_files` are all files.
+    /// Whether no source is an archive, so that `known_files` counts all files.
     pub files_are_all_known: bool,
     /// What was left out while planning, such as devices in a tree.
     pub counts: Counts,
@@ -64,7 +64,7 @@ pub struct SplitTar {
     pub path: Vec<u8>,
     /// The file's version when it was split. A worker that finds another version fails.
     pub version: Version,
-    /// The directory of the dataset that its members go below.
+    /// The directory of the dataset below which its members are placed.
     pub prefix: Vec<u8>,
     /// The rivals of its source.
     pub rivalry: Rivalry,
@@ -84,8 +84,8 @@ pub struct PlanRequest<'a> {
     pub workers: u64,
 }
 
-/// Plans a stage-in. `temp_file` takes the units; it needs no name. `monitor` shows what planning
-/// looks at, and can cancel it.
+/// Plans a stage-in. The units are written to `temp_file`, which needs no name. `monitor` shows
+/// what planning looks at, and can cancel it.
 ///
 /// # Errors
 ///

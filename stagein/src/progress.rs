@@ -1,11 +1,10 @@
-//! Progress of one node's part of a stage-in: what its threads have done, what each one does now,
-//! whether they should continue, and how fast they may read.
+//! Tracks the progress of one node's part of a stage-in: what its threads have done, what each one
+//! does now, whether they should continue, and how fast they may read.
 //!
-//! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Working
-//! threads add to its counters and describe themselves in an [`Activity`]; an observer takes
-//! the counters now and then, and can cancel. The monitor also holds the two limits that apply to all
-//! threads of a node together: the read rate (`--max-rate`) and the permit for a decoder with a
-//! large window.
+//! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Working threads add to its counters and
+//! describe themselves in an [`Activity`]; an observer collects the counters from time to time, and can cancel the stage-in. The
+//! monitor also holds the two limits that apply to all threads of a node together: the read rate (`--max-rate`) and the permit for
+//! a decoder with a large window.
 
 mod activity;
 mod rate_limit;
@@ -22,7 +21,7 @@ use rate_limit::RateLimit;
 use window_lock::WindowLock;
 pub(crate) use window_lock::WindowPermit;
 
-/// How often a waiting thread checks whether the stage-in was cancelled.
+/// How often a waiting thread checks whether the stage-in was canceled.
 const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Counters, activities, cancellation and read rate of one stage-in on one node.
@@ -79,7 +78,7 @@ impl ProgressMonitor {
         self.busy_ns[step as usize].fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// Records progress that no other counter shows, so that the stage-in is not taken for
+    /// Records progress that no other counter shows, so that the stage-in does not count as
     /// stalled.
     pub fn advance(&self) {
         self.steps.fetch_add(1, Ordering::Relaxed);
@@ -96,7 +95,7 @@ impl ProgressMonitor {
     }
 
     /// Waits until no other decoder on this node uses a large window. Returns `None` if the
-    /// stage-in was cancelled first.
+    /// stage-in was canceled first.
     pub(crate) fn wait_for_large_window(&self) -> Option<WindowPermit<'_>> {
         self.large_window.acquire(|| self.is_cancelled())
     }

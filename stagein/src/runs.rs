@@ -1,12 +1,12 @@
-//! Sorted runs of members, and their merge.
+//! Writes sorted runs of members, and merges them.
 //!
 //! A worker finds members in the order of its sources, but a catalog is in the order of paths, and
 //! a dataset can have more members than fit in memory. So each worker collects members in a
 //! [`RunWriter`], which sorts them and writes a run to a temporary file whenever its memory is
 //! full. The coordinator reads the runs of all nodes through one [`Merge`].
 //!
-//! Every record in a run has a checksum, so a run that the drive damaged is an error and never leads
-//! to a wrong catalog.
+//! Every record in a run has a checksum, so a run that a drive damages causes an error and never a
+//! wrong catalog.
 
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
@@ -37,7 +37,7 @@ impl RunWriter {
         Self { temp_file, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
     }
 
-    /// Returns the most bytes of members that are held in memory.
+    /// Returns the maximum length of members that are held in memory, in bytes.
     pub(crate) fn len_max(&self) -> usize {
         self.len_max
     }
@@ -97,7 +97,7 @@ impl RunWriter {
     }
 }
 
-/// Reads a run while leaving the file's position alone.
+/// Reads a run without moving the file's position.
 struct RunReader<'a> {
     file: &'a File,
     at: u64,

@@ -1,4 +1,4 @@
-//! Which members of a source to take, and under which paths: `--include`, `--exclude` and
+//! Decides which members of a source to take, and under which paths: `--include`, `--exclude` and
 //! `--strip-components`.
 
 use std::ffi::OsStr;

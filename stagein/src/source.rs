@@ -1,6 +1,6 @@
 //! Sources and their formats: a tar, plain or compressed, a zip, a directory tree, or a single
-//! file. Contents decide which of them a file is; the name matters only where contents cannot
-//! decide.
+//! file. A file's contents decide which of these it is; its name matters only where the contents
+//! cannot decide.
 //!
 //! - `plain` reads uncompressed files in large sequential reads.
 //! - `tar` and `zip` parse archives. They check every field, and no header makes them allocate
@@ -23,7 +23,7 @@ use dayfly_meta::catalog::{Compression, SourceKind};
 use crate::StageInError;
 use crate::error::is_of_system;
 
-/// Name endings of archives. A source with such a name and other contents is an error; it does not
+/// Name endings of archives. A source with such a name but other contents is an error; it does not
 /// become a sample.
 const ARCHIVE_ENDINGS: [&str; 20] = [
     ".tar.gz", ".tar.xz", ".tar.zst", ".tar.bz2", ".tar.lz4", ".tar", ".tgz", ".taz", ".tbz", ".tbz2", ".tb2", ".txz", ".tlz4",

@@ -21,9 +21,10 @@ use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
 
 const SECONDS_DEFAULT: f64 = 3.0;
-/// A target runs at least this many inputs. On a busy machine, that can take longer than its time.
+/// A target runs at least this many inputs, even if a busy machine needs more than the target's
+/// time for them.
 const ROUNDS_MIN: u64 = 100;
-/// The most bytes that a target unpacks from one input.
+/// The maximum number of bytes that a target unpacks from one input.
 const UNPACKED_MAX: u64 = 4 << 20;
 
 fn variable(name: &str) -> Option<f64> {

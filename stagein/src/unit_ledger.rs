@@ -1,13 +1,13 @@
-//! The unit ledger: which units wait, which are assigned to a worker, and which of their results
+//! The unit ledger records which units wait, which are assigned to a worker, and which results
 //! count.
 //!
 //! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
-//! ticket it was found under. The result of most units counts as soon as it is reported. A range
-//! of a tar is different: its worker starts at the first block that looks like a header, and
-//! whether that was a real header is known only after the range before it has been read. The end
-//! of that range is where this one must have started. If it did not, the ledger rejects the ticket
-//! and assigns the range again, this time with its true start. Ranges of one archive therefore
-//! count strictly in order, while workers read them in parallel; no other unit waits for that.
+//! ticket of that assignment. The result of most units counts as soon as it is reported. A range of
+//! a tar is different: its worker starts at the first block that looks like a header, and whether
+//! that was a real header is known only after the range before it has been read. The worker must
+//! have started where that range ended. If it did not, the ledger rejects the ticket and assigns
+//! the range again, this time with its true start. Ranges of one archive therefore count strictly
+//! in order, while workers read them in parallel; no other unit waits for that.
 //!
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.
@@ -24,8 +24,8 @@ use crate::plan::{SplitTar, UnitQueue};
 /// Assigns the units of one stage-in to workers and decides which results count.
 pub struct UnitLedger {
     waiting: UnitQueue,
-    /// Ranges whose first attempt was rejected; they go before everything else, because the ranges
-    /// after them cannot count until they do.
+    /// Ranges whose first attempt was rejected. They are assigned before everything else, because
+    /// the results of later ranges cannot count until theirs do.
     retries: VecDeque<Unit>,
     /// Split archives, by source.
     chains: HashMap<u32, RangeChain>,
@@ -54,7 +54,7 @@ pub enum NextUnits {
 }
 
 /// The ledger's decisions after a report. Because ranges count in order, one report can decide
-/// the fate of several units, or of none yet.
+/// about several units, or about none yet.
 #[derive(Debug, Default)]
 pub struct Verdict {
     /// Counts of the units whose results count from now on.
@@ -89,7 +89,7 @@ impl UnitLedger {
     pub fn assign_next(&mut self) -> Result<NextUnits, StageInError> {
         let mut units = Vec::new();
         let mut len = 0;
-        // Ranges count as large, so a range is always assigned alone, and so is a retry.
+        // Ranges count as large, so ranges and retries are always assigned alone.
         while let Some(small_len) = self.waiting.next_small_len().filter(|_| self.retries.is_empty()) {
             len += small_len;
             if units.len() == SMALL_UNITS_MAX || len > MESSAGE_LEN_MAX / 2 {
@@ -153,8 +153,8 @@ impl UnitLedger {
 
     /// Returns whether the result of this ticket is certain to count. A range is certain once all
     /// ranges before it count. Any other unit is certain from its assignment on, except with
-    /// `keep_going`: then its worker may still withdraw it because the source changed, where
-    /// without `keep_going` the stage-in would fail.
+    /// `keep_going`: in that case its worker may still withdraw it because the source changed.
+    /// Without `keep_going`, a changed source fails the stage-in.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {
         let may_be_rejected = self.assigned.get(&ticket).is_some_and(|assigned| keep_going || assigned.range.is_some());
         let awaits_verdict =
@@ -162,17 +162,17 @@ impl UnitLedger {
         !may_be_rejected && !self.rejected.contains(&ticket) && !awaits_verdict()
     }
 
-    /// Tickets whose members must be left out of the catalog.
+    /// Returns the tickets whose members must be left out of the catalog.
     pub fn rejected_tickets(&self) -> &HashSet<u32> {
         &self.rejected
     }
 }
 
-/// The ranges of one archive, of which a prefix has been judged.
+/// The ranges of one archive. The ledger has judged the first of them, in order.
 struct RangeChain {
     tar: SplitTar,
-    /// Reports that wait for a range before them, by index, with the global headers that the
-    /// worker started with.
+    /// Reports that wait for the report of an earlier range, by index, with the global headers that
+    /// the worker started with.
     reports: BTreeMap<usize, (UnitReport, Vec<u8>)>,
     /// Index of the first range without a verdict.
     next: usize,

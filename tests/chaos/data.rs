@@ -1,5 +1,5 @@
-//! The datasets of a run. The seed, the dataset's name and its generation determine every byte, so a reader process can check what
-//! it reads without help.
+//! The datasets of a run. The seed, the dataset's name and its generation determine every byte, so a reader process can check by
+//! itself what it reads.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! The end of a run: every file is read once more, and the session must leave nothing behind.
+//! Ends a run: every file is read once more, and the session must leave nothing behind.
 
 use std::fs;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! A reader: a separate process, so that it can be stopped and killed, which reads the datasets that it sees and checks every byte.
+//! A reader reads the datasets that it sees and checks every byte. It is a separate process, so that it can be stopped and killed.
 //! It logs the beginning and the end of each operation, so that the run notices an operation that hangs.
 
 use std::fs::{File, OpenOptions};
@@ -124,7 +124,7 @@ impl Reader {
         }
     }
 
-    /// Chooses a file. Most files are small, so most choices are too.
+    /// Chooses a file. Most files are small, so it usually chooses a small one.
     fn any_file(&mut self, version: Version) -> usize {
         let count = self.contents.get(version).lens.len();
         self.random.random_range(0..count)

@@ -1,4 +1,4 @@
-//! One run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
+//! Performs one run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,7 +24,7 @@ use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
 /// The size of the file system that a run mounts as its data dir, if it can mount one. It has room for a few datasets and their
-/// cached copies, and for little more.
+/// cached copies, and little more.
 const DRIVE_LEN: u64 = 640 << 20;
 
 /// Counts of a run that found no failure.

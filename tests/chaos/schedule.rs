@@ -1,4 +1,4 @@
-//! The schedule of a run, a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that
+//! The schedule of a run is a pure function of the seed. Times are in permille of the deadline after which a peer is lost, so that
 //! a schedule has the same meaning with any deadlines.
 
 use rand::rngs::StdRng;

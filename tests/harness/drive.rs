@@ -1,5 +1,5 @@
-//! Drives that fail: a file system on a loop device whose backing file cannot grow, and system calls that `strace`
-//! makes fail or delays. Also drops pages from the page cache, so that the next read reaches the drive.
+//! Makes drives fail: with a file system on a loop device whose backing file cannot grow, and with `strace`, which makes system
+//! calls fail or delays them. Also drops pages from the page cache, so that the next read reaches the drive.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};

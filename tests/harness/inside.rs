@@ -1,5 +1,5 @@
-//! Sessions whose servers run in the test's own process, over a transport that injects faults. This process holds all of their
-//! memory and unnamed files, so a test can flip a bit wherever bytes are stored.
+//! Starts sessions whose servers run in the test's own process, over a transport that injects faults. This process holds all of the
+//! servers' memory and unnamed files, so a test can flip a bit wherever bytes are stored.
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};

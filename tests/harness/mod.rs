@@ -307,7 +307,7 @@ pub(crate) struct Node {
     pub(crate) mode: u32,
     pub(crate) mtime: (i64, i64),
     pub(crate) content: Vec<u8>,
-    /// The first path, in byte order, of the same file; it differs from the node's own path for a hard link.
+    /// The first of the file's paths in byte order. For a hard link, it can differ from the node's own path.
     pub(crate) first: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! Sessions with files whose number determines their content.
+//! Starts sessions with files whose numbers determine their contents.
 
 use std::fs;
 use std::sync::Arc;
@@ -40,7 +40,8 @@ pub(crate) fn dataset(view: &View) -> Arc<Dataset> {
     view.session().datasets().unwrap().first().unwrap().clone()
 }
 
-/// Returns the numbers of the files whose first block is on the view's node, or of those whose first block is not.
+/// Returns the numbers of the files with content whose first block is on the view's node or, if `is_here` is false, on another
+/// node.
 pub(crate) fn numbers(view: &View, count: usize, is_here: bool) -> Vec<usize> {
     let dataset = dataset(view);
     let is_meant = |&number: &usize| {

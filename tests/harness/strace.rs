@@ -1,4 +1,5 @@
-//! Drive faults: `strace`, attached to a process, makes some of its system calls fail or delays them.
+//! Injects drive faults: `strace`, attached to a process, makes some of its system calls fail or
+//! delays them.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use super::{Cluster, Ground, output_of, pack, text};
 
-/// A session with the tree at its old path, and the plain directory at its new one.
+/// A session that shows the tree at its old path, and the plain directory at its new path.
 pub(crate) struct Twin {
     pub(crate) cluster: Cluster,
     pub(crate) root: PathBuf,

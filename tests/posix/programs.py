@@ -110,7 +110,7 @@ def children(root):
 
 
 def beside_children(root):
-    """Reads in threads while children close and duplicate descriptors. Prints the number of files, and those that were wrong."""
+    """Reads in threads while children close and duplicate descriptors. Prints the number of files, and the files that were wrong."""
     expected = {path: digest(path) for path in files(root)}
     stop = threading.Event()
     wrong = []

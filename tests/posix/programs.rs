@@ -1,7 +1,7 @@
-//! The programs of `tests/posix.rs` that read or copy a tree, as shell scripts.
+//! Lists the programs of `tests/posix.rs` that read or copy a tree, as shell scripts.
 
-/// Shell scripts that print what they see, each with the program that it needs; `$R` is the tree. They remove or sort away what
-/// the namespace does not promise: sizes of directories, the order in which a directory is listed, and inode numbers.
+/// Shell scripts that print what they see, each with the program that it needs; `$R` is the tree. They hide what the namespace does
+/// not promise: sizes of directories, the order in which a directory is listed, and inode numbers.
 pub(crate) const PROGRAMS: &[(&str, &str)] = &[
     (
         "find",

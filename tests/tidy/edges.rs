@@ -34,7 +34,7 @@ fn edges_between_modules_are_declared() {
 }
 
 #[test]
-fn modules_form_no_circle_but_those_with_a_reason() {
+fn modules_form_no_circle_without_a_stated_reason() {
     let declared = declaration();
     let (mut found, mut expected) = (BTreeSet::new(), BTreeSet::new());
     for (name, edges) in all_edges() {

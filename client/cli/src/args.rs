@@ -1,4 +1,4 @@
-//! The command line, as data.
+//! Defines the command line as data.
 //!
 //! The doc comments of these types are the text of `--help` and of the man pages.
 
@@ -21,7 +21,7 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
-/// A session lives as long as its job. Its servers, one per node, hold a data set unpacked on the
+/// A session lives as long as its job. Its servers, one per node, hold a dataset unpacked on the
 /// nodes' local drives, and show it under one namespace. A whole job is one command:
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD

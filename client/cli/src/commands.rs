@@ -1,4 +1,4 @@
-//! The commands, one file each.
+//! Runs the commands. Each command has a file of its own.
 
 mod cat;
 mod clean;

@@ -106,7 +106,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Notices of the launch crate, printed as complaints.
+/// Returns a receiver of the launch crate's notices that prints them as complaints.
 pub(crate) fn notices() -> Notices {
     Notices::new(|notice| complain(notice))
 }

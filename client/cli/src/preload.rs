@@ -1,7 +1,7 @@
-//! The preload library, which shows the namespace to unchanged programs: where it is, and whether
-//! it can be loaded.
+//! Finds the preload library, which shows the namespace to unchanged programs, and checks that it
+//! can be loaded.
 //!
-//! The loader skips a library that is missing or broken with at most a warning, and the program
+//! If a library is missing or broken, the loader skips it with at most a warning, and the program
 //! would then see no namespace. So this program tries to load it first.
 
 use std::env;

@@ -1,4 +1,4 @@
-//! Sizes on the command line, such as `10GiB`.
+//! Parses sizes on the command line, such as `10GiB`.
 
 pub(crate) use dayfly_launch::units::show_bytes as show;
 

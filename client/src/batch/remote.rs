@@ -1,4 +1,4 @@
-//! The part of a batch that comes from other nodes: requesting it, processing the answers, and releasing the leases.
+//! Handles the part of a batch that comes from other nodes: requests it, processes the answers, and releases the leases.
 
 use std::collections::BTreeMap;
 
@@ -17,14 +17,15 @@ use crate::socket::Socket;
 pub(super) struct RemoteChunks {
     /// Not requested yet, by dataset.
     pub(super) waiting: BTreeMap<DatasetId, Vec<(usize, Chunk)>>,
-    /// The request in flight: what it named, in its order; `None` where the answer has come.
+    /// The chunks of the request in flight, in the order of the request; `None` for chunks that
+    /// have been answered.
     pub(super) requested: Vec<Option<(usize, Chunk)>>,
     pub(super) socket: Option<Box<Socket>>,
     pub(super) is_in_flight: bool,
 }
 
 impl Batch<'_> {
-    /// Sends the next request, unless one is in flight: for chunks of one dataset, as many as a message may name.
+    /// Sends the next request, unless one is in flight. It names chunks of one dataset, as many as a message may name.
     pub(super) fn send_request(&mut self) -> Result<(), ClientError> {
         let Some(mut entry) = self.remote.waiting.first_entry() else { return Ok(()) };
         let dataset = *entry.key();
@@ -61,7 +62,7 @@ impl Batch<'_> {
             return Err(ClientError::Protocol("no request is in flight"));
         };
         // After a failure the request stays in flight. The connection is then closed with the batch, after its views, so that no
-        // later request takes a late answer for its own.
+        // later request mistakes a late answer for its own.
         let answer = receive_chunks(socket, self.remote.requested.len())?;
         let (is_held, is_last, is_empty) = (answer.is_held(self.session), answer.is_last, answer.is_empty());
         self.remote.is_in_flight = !is_last;
@@ -70,7 +71,7 @@ impl Batch<'_> {
         }
         let (mut count, mut bytes) = (0, 0);
         for (at, chunk) in answer.into_chunks() {
-            // Revoked before this process even read the answer: the chunk stays among those to request again.
+            // The lease was revoked before this process even read the answer, so the chunk must be requested again.
             if matches!(chunk, ArrivedChunk::Leased(_)) && !is_held {
                 continue;
             }
@@ -92,7 +93,7 @@ impl Batch<'_> {
         self.session.count(Source::Asked, count, bytes);
         if is_last {
             if is_empty {
-                // The arena has no room for another chunk of ours until we release some.
+                // The arena has no room for another chunk of ours until we release some leases.
                 self.copy_and_release()?;
             }
             self.request_rest()?;

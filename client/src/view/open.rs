@@ -140,7 +140,7 @@ impl Directory {
                 let directory = dataset.catalog().entry(*id)?;
                 let from = u32::try_from(from).ok().filter(|&from| from > id.0).unwrap_or(id.0 + 1);
                 let found = dataset.catalog().children(&directory, Some(EntryId(from))).next()?;
-                // A damaged catalog must not send the walk backwards.
+                // A damaged catalog must not make the walk go backward.
                 let (kind, next) = (kind_of(found.kind), u64::from(found.next.0.max(from + 1)));
                 Some(DirectoryEntry { name: found.name, kind, inode: inode(dataset, &found), next })
             }

@@ -1,5 +1,5 @@
-//! Resolving a path to what it names. Usually this is one lookup in one catalog. Only if that fails
-//! or ends at a symlink is the path walked name by name, as a kernel would do.
+//! Resolves a path to what it names. Usually this takes one lookup in one catalog. Only if that
+//! fails or ends at a symlink is the path walked name by name, as a kernel would do.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -115,7 +115,7 @@ impl View {
 }
 
 /// Returns the error for a path that leaves the namespace. It contains the rest of the path, so
-/// that a caller that can continues from there.
+/// that the caller may continue from there.
 fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) -> ViewError {
     let mut path = waiting.iter().fold(reached.to_vec(), |path, name| [&path, &b"/"[..], name].concat());
     if path.is_empty() || wants_directory && !path.ends_with(b"/") {

@@ -1,5 +1,5 @@
-//! Members of archives: how a tar is read member by member, and how each member is handled. The
-//! functions that take a member serve zips and archives within archives too.
+//! Reads a tar member by member, and takes each member. The functions that take a member also serve
+//! zips and archives within archives.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -23,9 +23,10 @@ pub(super) struct Archive<'a> {
     pub(super) source: u32,
     /// The path for messages. An archive within an archive is named like a file in a directory.
     pub(super) path: PathBuf,
-    /// The directory of the dataset that the source's names go below.
+    /// The directory of the dataset below which the source's members are placed.
     pub(super) prefix: &'a [u8],
-    /// For an archive within an archive, the directory that stands for it there; otherwise empty.
+    /// For an archive within an archive, the directory that replaces it in the outer one; otherwise
+    /// empty.
     pub(super) inner: Vec<u8>,
     /// How many archives contain this one.
     pub(super) depth: usize,
@@ -60,7 +61,7 @@ pub(super) enum Keys {
     /// The key is the offset of the member's data, plus this base.
     Offset(u64),
     /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have
-    /// no offset in the outer one, so they share the keys that its own data leaves unused.
+    /// no offset in the outer one, so they get the keys up to the end of the inner archive's data.
     Count { next: u64, end: u64 },
 }
 
@@ -139,7 +140,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Records an archive that may have been cut off.
+    /// Counts and notes an archive that has no end mark and may have been cut off.
     pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End) {
         if end == End::Unmarked {
             self.unit.counts.unmarked_ends += 1;
@@ -249,7 +250,7 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Adds the archive's path to an error. Reads fail after a cancellation too, which is no damage.
+    /// Adds the archive's path to an error. A cancellation makes reads fail too, but that is not damage.
     pub(super) fn tar_error(&self, archive: &Archive<'_>, error: TarError) -> StageInError {
         match error {
             _ if self.monitor.is_cancelled() => StageInError::Cancelled,

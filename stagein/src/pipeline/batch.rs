@@ -1,4 +1,4 @@
-//! Batches of small blocks and pieces of large ones, as a worker hands them to its sink.
+//! Batches of small blocks and pieces of large blocks. A worker passes them to its sink.
 
 use std::ops::DerefMut;
 
@@ -34,7 +34,8 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         &self.blocks
     }
 
-    /// Splits off the buffer so that it can be sent. Its first [`Self::len`] bytes are the blocks.
+    /// Separates the buffer, so that it can be sent, from the table. The buffer's first
+    /// [`Self::len`] bytes are the blocks.
     pub fn into_parts(self) -> (B, BatchTable) {
         (self.buffer, BatchTable { len: self.len, blocks: self.blocks, members: self.members })
     }
@@ -50,7 +51,8 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Batch { buffer, len: self.len, blocks: self.blocks.clone(), members: self.members.clone() }
     }
 
-    /// Returns the room for the next block of `len` bytes. The caller has checked that it fits.
+    /// Returns the room for the next block of `len` bytes. The caller must have checked that the
+    /// block fits.
     pub(super) fn space(&mut self, len: usize) -> &mut [u8] {
         &mut self.buffer[self.len..self.len + len]
     }

@@ -1,4 +1,4 @@
-//! Archives within archives (`--nested`).
+//! Unpacks archives within archives (`--nested`).
 //!
 //! A member is unpacked if its name has an archive's ending and its first bytes confirm that.
 //! Otherwise it stays a file, so the bytes that were read to find out are needed again: [`Rewound`]
@@ -21,7 +21,7 @@ use crate::source::plain::Skip;
 use crate::source::tar::{BLOCK_LEN, TarReader, is_tar};
 use crate::source::{without_archive_ending, zip};
 
-/// A stream whose first bytes have been read already, from its beginning.
+/// A stream that returns its first bytes again, which have been read already.
 struct Rewound<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
 
 impl Read for Rewound<'_> {
@@ -32,8 +32,8 @@ impl Read for Rewound<'_> {
 
 impl Skip for Rewound<'_> {}
 
-/// Records what is read through it, as long as it may be needed again. A decoder borrows the
-/// recorder in the meantime, so the switch is shared.
+/// Records the bytes that are read through it while `is_on` is set, because they may be needed
+/// again. A decoder borrows the recorder meanwhile, so the switch is shared.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,
@@ -51,14 +51,14 @@ impl<R: Read> Read for Recorder<R> {
 }
 
 impl<S: Sink> Worker<S> {
-    /// Returns the archive that a member is according to its name. `None` if the member is to stay
-    /// a file.
+    /// Describes a member as an archive if it has an archive's name and may be unpacked. Returns
+    /// `None` if the member stays a file.
     pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
         if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
             return None;
         }
         let Archive { source, prefix, depth, .. } = *archive;
-        // A name that leads out of the tree is refused later, as that of a file would be.
+        // A name that leads out of the tree is refused later, like that of a file.
         let full = normalize(&join(&archive.inner, name)).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));
@@ -67,7 +67,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Unpacks a member that has an archive's name. A member without an archive's contents stays a
-    /// file. Keys of members that have to be counted stay below `end`.
+    /// file. If the inner members' keys are counted, they stay below `end`.
     pub(super) fn take_nested(
         &mut self,
         archive: &Archive<'_>,
@@ -147,7 +147,7 @@ impl<S: Sink> Worker<S> {
         read.or_else(|error| self.skip_or_fail(error))
     }
 
-    /// Takes a member that has an archive's name as the file it is.
+    /// Takes a member as a file, although it has an archive's name.
     fn take_as_file(
         &mut self,
         archive: &Archive<'_>,
@@ -163,7 +163,7 @@ impl<S: Sink> Worker<S> {
         self.take_data(&outer, FoundMember { name, ..found }, size, data, &|error| archive.unreadable(0, error))
     }
 
-    /// Takes the directory that stands for an archive within an archive.
+    /// Takes the directory that replaces an archive within an archive.
     fn take_directory(&mut self, archive: &Archive<'_>, found: &FoundMember) -> Result<(), StageInError> {
         let Decision::Take(path) = self.selector.decide(&archive.inner, true) else { return Ok(()) };
         let FoundMember { key, mtime_s, mtime_ns, .. } = *found;

@@ -1,12 +1,13 @@
-//! Ranges of a plain tar. A range contains the members whose first header starts in it.
+//! Reads ranges of a plain tar. A range contains the members whose first header starts in it.
 //!
-//! Where a range's first member starts is known only once the range before has been read. Until
+//! The start of a range's first member is known only after the previous range has been read. Until
 //! then, a worker starts at the first block that looks like a header and reports its offset; the
 //! coordinator's ledger rejects the result if that was wrong ([`crate::unit_ledger`]).
 //!
-//! The search starts [`TAR_LOOK_BACK`] bytes before the range, and members found there are passed
-//! over. That avoids two kinds of wrong guess: a member whose extended header lies just before the
-//! range and which would get a wrong name without it, and headers in the data of a small member.
+//! The search starts [`TAR_LOOK_BACK`] bytes before the range, and members found there are skipped.
+//! This prevents two kinds of wrong guesses. If a member's extended header lies just before the
+//! range, the search does not miss it, and the member gets its right name. If a small member's data
+//! contains headers, the search does not mistake them for members.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -84,8 +85,8 @@ impl<S: Sink> Worker<S> {
                 Ok(RangeEnd::NextMember(position)) => return Ok(RangeReport { first, next: Some(position), failure: None }),
                 Ok(RangeEnd::Archive) => {
                     report.first = first;
-                    // This may be the end of an archive that is a member of this one. Then there
-                    // are headers after it.
+                    // This may be the end of an archive that is a member of this one. In that case
+                    // more headers follow.
                     if first.is_none() {
                         continue;
                     }
@@ -93,9 +94,9 @@ impl<S: Sink> Worker<S> {
                         return Ok(report);
                     }
                     if self.unit.has_flushed {
-                        // Members that are in a run can no longer be discarded. The ledger
-                        // rejects an empty report, and if members do start in this range, it
-                        // assigns the range again with its true start.
+                        // Members that are in a run can no longer be discarded. If members do start
+                        // in this range, the ledger rejects the empty report and assigns the range
+                        // again with its true start.
                         return Ok(RangeReport::default());
                     }
                     self.discard()?;
@@ -118,7 +119,7 @@ impl<S: Sink> Worker<S> {
         Ok(report)
     }
 
-    /// Reads members up to the range's end. Members that start before the range are passed over;
+    /// Reads members up to the range's end. Members that start before the range are skipped;
     /// `first` becomes the offset of the first one in the range.
     fn read_members_of(
         &mut self,

@@ -1,4 +1,4 @@
-//! Reading a unit of any kind, and the files of directory trees.
+//! Reads units of any kind, and the files of directory trees.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -46,7 +46,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// As [`Self::skip_or_fail`]. If the archive changed, nothing that this unit found counts.
+    /// Like [`Self::skip_or_fail`]. If the archive changed, no member that this unit found counts.
     fn skip_archive_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         self.unit.withdrawn = matches!(error, StageInError::Changed { .. });
         self.skip_or_fail(error)
@@ -126,11 +126,12 @@ impl<S: Sink> Worker<S> {
 }
 
 fn file_path(root: &Path, path: &[u8]) -> PathBuf {
-    // A single file is a tree whose only entry has an empty path. Joining that would add a slash.
+    // A single file is a tree whose only entry has an empty path. Joining an empty path would add a
+    // slash.
     if path.is_empty() { root.to_owned() } else { root.join(OsStr::from_bytes(path)) }
 }
 
-/// Counts the bytes and the time of reads, and fails once the stage-in is cancelled.
+/// Counts the bytes and the time of reads, and fails once the stage-in is canceled.
 struct CountedReader<R> {
     input: R,
     monitor: Arc<ProgressMonitor>,
@@ -141,7 +142,7 @@ struct CountedReader<R> {
 impl<R: Read> Read for CountedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
-            return Err(io::Error::other("cancelled"));
+            return Err(io::Error::other("canceled"));
         }
         let start = Instant::now();
         let count = self.input.read(buffer)?;

@@ -1,4 +1,4 @@
-//! Cutting samples into blocks, placing the blocks, and shipping them.
+//! Cuts samples into blocks, places the blocks, and ships them.
 //!
 //! Blocks of up to one batch's length share batches; a larger block gets room at its owner first
 //! and then goes in pieces. An owner that is full leaves this worker's ring, and its blocks go to
@@ -23,9 +23,8 @@ use crate::StageInError;
 use crate::path_conflicts::rival;
 
 impl<S: Sink> Worker<S> {
-    /// Takes a file: reads its `size` bytes from `data` and ships them. `read_error` turns a failed
-    /// read into an error that names the source. After an error, the file is treated as if it had not been
-    /// there.
+    /// Takes a file: reads its `size` bytes from `data` and ships them. `read_error` turns a failed read into an error that names
+    /// the source. After an error, the file is treated as if it did not exist.
     pub(super) fn take_file(
         &mut self,
         mut member: Member,
@@ -164,7 +163,8 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Appends a small block to its owner's open batch. `fill` writes the block's bytes and returns
-    /// their checksum as they were read from the source, which is also returned from here.
+    /// the checksum that they had when they were read from the source. This function returns the
+    /// same checksum.
     fn append(
         &mut self,
         owner: NodeId,
@@ -197,8 +197,8 @@ impl<S: Sink> Worker<S> {
         filled
     }
 
-    /// Gets a buffer from the sink. If all are out, waits for a delivery, or ships the fullest open
-    /// batch so that there is something to wait for.
+    /// Gets a buffer from the sink. If the sink has none left, waits for a delivery, or ships the
+    /// fullest open batch so that there is something to wait for.
     fn take_buffer(&mut self, owner: NodeId) -> Result<S::Buffer, StageInError> {
         loop {
             if self.monitor.is_cancelled() {
@@ -269,8 +269,8 @@ impl<S: Sink> Worker<S> {
             Delivery::Full(node, batch) => (node, batch),
         };
         self.mark_full(node);
-        // Shipping its blocks again needs a buffer from the sink. The batch must not hold one while
-        // it waits, or all of them could be held by batches that wait.
+        // Shipping its blocks again needs a buffer from the sink. The batch must not hold a buffer
+        // while it waits: otherwise waiting batches could hold all of them.
         self.returned.push_back(batch.to_owned());
         Ok(())
     }
@@ -285,8 +285,8 @@ impl<S: Sink> Worker<S> {
                 let owner = self.owner(index, part)?;
                 self.append(owner, (index, part), bytes.len(), &mut |space| {
                     space.copy_from_slice(bytes);
-                    // This is the checksum of the bytes as they were read. If they have changed in
-                    // memory since, the next owner notices.
+                    // This is the checksum that the bytes had when they were read. If they have
+                    // changed in memory since then, the next owner notices it.
                     Ok(block.checksum)
                 })?;
             }

@@ -43,7 +43,7 @@ pub trait Sink {
     /// Number of batches and pieces that were shipped and have not been delivered.
     fn in_flight(&self) -> usize;
 
-    /// Waits until one of the batches and pieces in flight is stored or refused.
+    /// Waits until a batch or piece that is in flight is stored or refused.
     ///
     /// # Errors
     ///
@@ -56,7 +56,7 @@ pub trait Sink {
     ///
     /// # Errors
     ///
-    /// As [`Self::next_delivery`].
+    /// The errors of [`Self::next_delivery`].
     fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
 }
 

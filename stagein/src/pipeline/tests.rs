@@ -1,4 +1,4 @@
-//! Tests of workers with a sink in memory. What is stored must equal what was in the sources, even
+//! Tests of workers with a sink in memory. The stored bytes must equal those of the sources, even
 //! if nodes are full, and however an archive is split.
 
 mod adversary;
@@ -32,7 +32,7 @@ struct MemorySink {
     /// Blocks by owner and number.
     stored: HashMap<(NodeId, u32), Vec<u8>>,
     in_flight: VecDeque<Shipment>,
-    /// Its reference count is one more than the number of buffers that are out.
+    /// Its reference count is one more than the number of buffers that are lent.
     lent: Rc<()>,
     buffers: usize,
     /// Number of the next block.
@@ -165,8 +165,8 @@ impl Staged {
     }
 }
 
-/// Runs a plan as if by several workers with a unit each. Of the finished units that are not
-/// recorded yet, `pick` chooses the one that is recorded next.
+/// Runs a plan as several workers with one unit each would. Among the finished units that are not
+/// recorded yet, `pick` chooses the next one to record.
 fn run(
     plan: StageInPlan,
     selection: &Selection,
@@ -177,7 +177,7 @@ fn run(
     run_within(plan, selection, MemorySink::new(room), 1 << 20, workers, pick)
 }
 
-/// As [`run`], with a given sink and `run_len` bytes of memory for members.
+/// Like [`run`], with a given sink and `run_len` bytes of memory for members.
 fn run_within(
     plan: StageInPlan,
     selection: &Selection,

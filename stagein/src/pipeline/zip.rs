@@ -1,4 +1,4 @@
-//! Members of a zip, read in the order of their data in the file.
+//! Reads the members of a zip in the order of their data in the file.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -18,7 +18,7 @@ use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
 /// Keys reserved for each member of a zip. If the member is an archive, its own members get keys
-/// between that of the archive and that of the next member.
+/// between the archive's key and the next member's key.
 const NESTED_ZIP_KEYS: u64 = 1 << 22;
 
 impl<S: Sink> Worker<S> {
@@ -62,7 +62,7 @@ impl<S: Sink> Worker<S> {
         records.sort_by_key(|record| record.local);
         let start = records.first().map_or(0, |record| record.local);
         // The last local header may have extra fields, so its data may end after `end`. The reader
-        // still returns those bytes; it only reads nothing ahead there.
+        // still returns the bytes after `end`, but does not read ahead there.
         let end = records.last().map_or(0, |last| last.local.saturating_add(30 + last.name.len() as u64 + last.stored_len));
         let mut reader = PlainReader::new(file, start, end, self.monitor.clone())
             .map_err(|error| StageInError::Read { path: archive.path.clone(), error })?;

@@ -1,4 +1,4 @@
-//! How planning shows what it does, and learns that it was cancelled.
+//! Shows what planning does, and lets planning learn that it was canceled.
 
 use dayfly_meta::wire::control::Step;
 
@@ -16,12 +16,12 @@ impl<'a> PlanActivity<'a> {
         Self { monitor, activity: monitor.new_activity() }
     }
 
-    /// Shows that planning now looks at `path`. Called before every access that a slow file system
-    /// may delay, so that a stall names the path.
+    /// Shows that planning now looks at `path`. The planner calls this before every access that a
+    /// slow file system may delay, so that the error about a stall names the path.
     ///
     /// # Errors
     ///
-    /// [`StageInError::Cancelled`] once the stage-in is cancelled.
+    /// [`StageInError::Cancelled`] once the stage-in is canceled.
     pub(super) fn begin(&self, path: &[u8]) -> Result<(), StageInError> {
         self.activity.begin(Step::Reading, path);
         self.monitor.advance();

@@ -1,4 +1,4 @@
-//! Glob patterns over paths that need not be UTF-8.
+//! Expands glob patterns over paths that need not be UTF-8.
 //!
 //! The crate `glob` parses and matches patterns. It can also walk the file system, but its walk
 //! panics at a name that is not UTF-8, so the walk is here.
@@ -74,8 +74,8 @@ impl<'a> Glob<'a> {
         found: &mut dyn FnMut(PathBuf) -> Result<(), StageInError>,
     ) -> Result<(), StageInError> {
         let start = if self.is_absolute { PathBuf::from("/") } else { folder.to_owned() };
-        // Paths to continue from, each with the number of components that led to it. An explicit
-        // stack, so that a deep tree does not overflow the thread's own.
+        // Paths to continue from, each with the number of components that led to it. This is an
+        // explicit stack, so that a deep tree does not overflow the thread's stack.
         let mut waiting = vec![(start, 0)];
         while let Some((path, done)) = waiting.pop() {
             activity.begin(path.as_os_str().as_bytes())?;
@@ -88,7 +88,7 @@ impl<'a> Glob<'a> {
             match component {
                 Component::Name(name) => {
                     let next = path.join(name);
-                    // A dangling symlink counts as well; the error about it comes later.
+                    // A dangling symlink counts as existing; opening it fails later.
                     let exists = if name == "." || name == ".." { path.is_dir() } else { next.symlink_metadata().is_ok() };
                     if exists {
                         waiting.push((next, done + 1));

@@ -52,7 +52,8 @@ impl<'a> Planner<'a> {
         Ok(Self { plan, selector, selection, workers, activity, rivalry: Rivalry::default() })
     }
 
-    /// Plans the file or directory at `path`. `is_only_source` says whether there is no other.
+    /// Plans the file or directory at `path`. `is_only_source` tells whether there is no other
+    /// source.
     pub(super) fn add_source(&mut self, path: PathBuf, rivalry: Rivalry, is_only_source: bool) -> Result<(), StageInError> {
         self.rivalry = rivalry;
         self.activity.begin(path.as_os_str().as_bytes())?;
@@ -96,9 +97,9 @@ impl<'a> Planner<'a> {
         self.plan.units.push(&unit, bytes).map_err(StageInError::TempFile)
     }
 
-    /// Plans a file. Members of an archive go below `prefix`. Without one, the file is a source
-    /// itself, and its members go below the target or, with `--prefix-by-source`, below a directory
-    /// with the archive's name.
+    /// Plans a file. Members of an archive are placed below `prefix`. Without a prefix, the file
+    /// itself is a source, and its members are placed below the target or, with
+    /// `--prefix-by-source`, below a directory with the archive's name.
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
         self.plan.source_bytes += metadata.len();
@@ -204,7 +205,7 @@ impl<'a> Planner<'a> {
                         let unreadable = |error| StageInError::Read { path: file.clone(), error };
                         let planned = fs::metadata(&file).map_err(unreadable);
                         match planned.and_then(|metadata| self.plan_file(file, Some(join(&prefix, stem)), &metadata)) {
-                            // Below --nested, a file with an archive's name may be just a file.
+                            // With --nested, a file with an archive's name may be just a file.
                             Err(StageInError::NotAnArchive { .. }) => {}
                             planned => return planned.or_else(|error| self.skip_or_fail(error)),
                         }
@@ -237,8 +238,9 @@ impl<'a> Planner<'a> {
     }
 }
 
-/// Returns the directory that an archive's members go below with `--prefix-by-source`: its name
-/// without the archive's ending, or without any ending.
+/// Returns the directory below which an archive's members are placed with `--prefix-by-source`: the
+/// file's name without an archive's ending or, if it has no such ending, without its last
+/// extension.
 fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = name_of(path)?;
     let stem = without_archive_ending(&name).map(<[u8]>::to_vec);

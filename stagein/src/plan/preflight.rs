@@ -1,4 +1,4 @@
-//! A quick check of sources before anything is started for them. Planning finds the same errors, but
+//! Quickly checks sources before anything is started for them. Planning finds the same errors, but
 //! a stage-in is planned only when its turn comes, which may be hours later.
 
 use std::fs::{self, File};
@@ -13,8 +13,8 @@ use crate::progress::ProgressMonitor;
 use crate::selection::Selector;
 use crate::source::classify;
 
-/// Files whose contents are read. Any further files are only opened, because each one costs the
-/// parallel file system another read.
+/// Number of files whose contents are read. Further files are only opened, to save the parallel
+/// file system one read per file.
 const CLASSIFIED_MAX: usize = 256;
 
 /// Checks that the patterns of the selection parse, that each path, glob and list matches something,

@@ -1,8 +1,8 @@
-//! Expansion of the user's patterns to source paths. A pattern is a path, a glob, or `@LIST`, the
-//! name of a file with one path or glob per line.
+//! Expands the user's patterns to source paths. A pattern is a path, a glob, or `@LIST`, the name
+//! of a file with one path or glob per line.
 //!
-//! Users may name a device or a huge file by mistake, so both what is read of a list and what is
-//! kept in memory is bounded.
+//! Users may name a device or a huge file by mistake, so both the bytes read from a list and the
+//! memory for its paths are bounded.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -158,7 +158,7 @@ fn expand_list(list: &Path, activity: &PlanActivity<'_>, expanded: &mut SourcePa
             return Err(invalid(format!("its line {number} is longer than {PATH_LEN_MAX} bytes, the longest possible path")));
         }
         if !line.is_empty() {
-            // A line that starts with @ is a path and not another list.
+            // A line that starts with @ is a path, not another list.
             expand_path_or_glob(folder, &line, list.as_os_str().as_bytes(), activity, expanded)?;
         }
     }

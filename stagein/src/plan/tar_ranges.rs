@@ -1,4 +1,4 @@
-//! Splitting a large plain tar into ranges, so that several workers can read it at the same time.
+//! Splits a large plain tar into ranges, so that several workers can read it at the same time.
 
 use std::fs::File;
 use std::io;
@@ -10,10 +10,10 @@ use dayfly_meta::wire::peer::TarPosition;
 use crate::source::plain::PlainReader;
 use crate::source::tar::{BLOCK_LEN, Next, TarReader};
 
-/// Members whose headers are read to estimate the mean size.
+/// Number of members whose headers are read to estimate the mean size.
 const PROBED_MEMBERS: u64 = 16;
-/// From this mean size on, planning reads all headers. They are few then, and ranges that start at
-/// a known header need no guess.
+/// If the mean size is at least this, planning reads all headers. There are few of them, and a
+/// range that starts at a known header needs no guess.
 const HOPPED_SIZE_MIN: u64 = 4 << 20;
 
 /// One range of a tar.

@@ -1,5 +1,5 @@
-//! Units in a temporary file, so that a plan of many million files takes little memory, and the
-//! order in which they are assigned.
+//! Stores units in a temporary file, so that a plan of many millions of files takes little memory,
+//! and decides in which order they are assigned.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -15,8 +15,9 @@ use crate::StageInError;
 
 /// The units of a plan that no worker has received yet.
 ///
-/// Large units come first, so that no worker starts one when the others are done. The rest come in
-/// random order, so that neighbors in the sources do not go to the owners' drives at the same time.
+/// Large units come first, so that no worker starts a large unit when the others are done. The rest
+/// come in random order, so that samples that are neighbors in the sources do not reach the owners'
+/// drives at the same time.
 pub struct UnitQueue {
     file: BufWriter<File>,
     /// Bytes in the file.
@@ -44,7 +45,7 @@ impl UnitQueue {
     pub(crate) fn push(&mut self, unit: &Unit, source_bytes: u64) -> io::Result<()> {
         let encoded = encode(unit);
         if encoded.len() > FRAME_BODY_LEN_MAX {
-            let reason = format!("a unit has {} bytes, and a message at most {FRAME_BODY_LEN_MAX}", encoded.len());
+            let reason = format!("a unit has {} bytes, but a message has at most {FRAME_BODY_LEN_MAX}", encoded.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
         }
         self.file.write_all(&encoded)?;

@@ -1,6 +1,5 @@
-//! The current activity of each thread of a stage-in. Nothing reads this while a stage-in advances. When
-//! nothing advances anymore, the error names what each thread waits for, and on which source or
-//! drive.
+//! Records the current activity of each thread of a stage-in. The activities are not read while a stage-in advances. When it stands
+//! still, the error names what each thread waits for, and on which source or drive.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

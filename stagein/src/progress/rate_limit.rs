@@ -1,10 +1,10 @@
-//! The read rate limit of a node (`--max-rate`), shared by all of its readers.
+//! Enforces the read rate limit of a node (`--max-rate`), which all of its readers share.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How far ahead of the rate readers may run. Reads come in large pieces at uneven times, and the
-/// allowance lets a reader that was delayed catch up.
+/// How far readers may run ahead of the rate. Reads come in large pieces at uneven times, and this
+/// allowance lets a delayed reader catch up.
 const BURST: Duration = Duration::from_millis(50);
 
 pub(super) struct RateLimit {

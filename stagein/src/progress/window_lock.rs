@@ -22,7 +22,7 @@ impl Drop for WindowPermit<'_> {
 }
 
 impl WindowLock {
-    /// Waits for the permit. Returns `None` once `is_cancelled` holds.
+    /// Waits for the permit. Returns `None` once `is_cancelled` returns `true`.
     pub(super) fn acquire(&self, is_cancelled: impl Fn() -> bool) -> Option<WindowPermit<'_>> {
         let mut is_taken = self.is_taken.lock().unwrap_or_else(PoisonError::into_inner);
         while *is_taken {

@@ -1,4 +1,4 @@
-//! Decompression of gzip, zstd, xz, bzip2 and lz4 by established libraries.
+//! Decompresses gzip, zstd, xz, bzip2 and lz4 with established libraries.
 //!
 //! Each decoder has a bound on the memory that a hostile stream can make it use. As with the
 //! formats' own tools, a file may consist of several streams one after another. `decoder_threads`
@@ -24,8 +24,8 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (b"BZh", Compression::Bzip2),
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
-    // A skippable frame comes first in files from pzstd, and may in lz4 files; the frame after it
-    // decides. If `start` ends before that one, zstd is more likely.
+    // Files from pzstd begin with a skippable frame, and lz4 files may; the frame after it decides.
+    // If `start` ends before that frame, zstd is more likely.
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
         && let Some(len) = len.first_chunk()
     {
@@ -41,7 +41,7 @@ pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a
     decoder_within(compression, input, DECODER_MEMORY_MAX)
 }
 
-/// As [`decoder`], with a window of at most `memory_max` bytes.
+/// Like [`decoder`], with a window of at most `memory_max` bytes.
 pub(crate) fn decoder_within<'a>(
     compression: Compression,
     input: impl Read + Send + 'a,
@@ -167,7 +167,7 @@ impl<R: BufRead> Read for Lz4Frames<R> {
     }
 }
 
-/// Runs the parsers that look at a stream before it is decoded. For the fuzz targets.
+/// Runs, for the fuzz targets, the parsers that look at a stream before it is decoded.
 #[cfg(test)]
 pub(crate) fn inspect(compression: Compression, bytes: &[u8]) {
     xz_dictionary_len(bytes);

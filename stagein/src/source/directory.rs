@@ -1,5 +1,5 @@
-//! Walking a directory tree. A directory comes before its contents, and the names in a directory
-//! come in the order of their bytes. Symlinks are recorded and not followed.
+//! Walks a directory tree. A directory comes before its contents, and the names in a directory come
+//! in the order of their bytes. Symlinks are recorded and not followed.
 
 use std::collections::HashMap;
 use std::fs::{self, Metadata};
@@ -30,8 +30,9 @@ pub(crate) enum WalkItem {
 /// The first path of every file with several hard links, by device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
-/// Calls `visit` for the tree's root and everything below it. Before each path, which a slow file
-/// system may take long to return, it calls `check_in`, whose error ends the walk.
+/// Calls `visit` for the tree's root and everything below it. Calls `check_in` before it examines
+/// each path, because a slow file system may take long to answer. An error from `check_in` ends the
+/// walk.
 pub(crate) fn walk(
     root: &Path,
     selector: &Selector,
@@ -40,7 +41,7 @@ pub(crate) fn walk(
 ) -> Result<(), StageInError> {
     let mut number = 0;
     let mut links = Links::new();
-    // An explicit stack, so that a deep tree does not overflow the thread's own.
+    // This is an explicit stack, so that a deep tree does not overflow the thread's stack.
     let mut waiting = vec![(root.to_owned(), Vec::new())];
     while let Some((path, name)) = waiting.pop() {
         check_in(&path)?;
@@ -85,8 +86,8 @@ pub(crate) fn walk(
     Ok(())
 }
 
-/// Returns the subdirectories of a directory, sorted. They become the roots when a component is
-/// stripped.
+/// Returns the subdirectories of a directory, sorted. They become the roots of trees when a
+/// component is stripped.
 pub(crate) fn subdirectories(path: &Path) -> Result<Vec<PathBuf>, StageInError> {
     let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
     let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));

@@ -1,8 +1,8 @@
-//! Reading an uncompressed file sequentially in large reads.
+//! Reads an uncompressed file sequentially, in large pieces.
 //!
-//! A reader has a part of the file to itself, up to `eager_until`, and reads ahead there. Behind
-//! that, it reads only what is asked for, because those bytes are another worker's part, and source
-//! bytes should cross the network once.
+//! The part of the file up to `eager_until` belongs to the reader alone, and the reader reads ahead
+//! there. Beyond that offset it reads only the bytes that are requested, because another worker
+//! reads that part, and source bytes should cross the network only once.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -17,12 +17,13 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use crate::progress::ProgressMonitor;
 
-/// Bytes of one buffered read. A buffer larger than the processor's near caches copies more slowly.
+/// Bytes of one buffered read. If the buffer exceeded the processor's near caches, copying from it
+/// would be slower.
 const BUFFER_LEN: usize = 256 << 10;
-/// Reads of at least this many bytes go into the caller's memory without the buffer.
+/// Reads of at least this many bytes bypass the buffer and go straight into the caller's memory.
 const DIRECT_LEN_MIN: usize = 32 << 10;
-/// Bytes read ahead after such a direct read. It usually read a member's data to its end, so only
-/// the next header is wanted.
+/// Bytes read ahead after such a direct read, which usually reached the end of a member's data.
+/// Only the next header is needed then.
 const AFTER_DIRECT_LEN: usize = 4 << 10;
 
 /// A reader that may be able to skip bytes without reading them.
@@ -59,7 +60,7 @@ pub(crate) struct PlainReader {
     was_direct: bool,
     /// Bytes read from the file.
     read: u64,
-    /// Time spent waiting for them, with pauses for the rate limit.
+    /// Time spent waiting for these bytes, including pauses for the rate limit.
     waited: Duration,
     monitor: Arc<ProgressMonitor>,
 }
@@ -94,17 +95,17 @@ impl PlainReader {
         self.size
     }
 
-    /// Offset in the file of the next byte to return.
+    /// Returns the offset in the file of the next byte to return.
     pub(crate) fn position(&self) -> u64 {
         self.end - (self.buffer.len() - self.at) as u64
     }
 
-    /// Bytes read from the file so far.
+    /// Returns the number of bytes read from the file so far.
     pub(crate) fn bytes_read(&self) -> u64 {
         self.read
     }
 
-    /// Time that the thread has waited for them.
+    /// Returns the time that the thread has waited for these bytes.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }
@@ -139,7 +140,7 @@ impl PlainReader {
         Ok(&self.buffer[self.at..(self.at + len).min(self.buffer.len())])
     }
 
-    /// Bytes to read into the buffer when `wanted` bytes are needed.
+    /// Returns how many bytes to read into the buffer when `wanted` bytes are needed.
     fn fill_len(&self, wanted: usize) -> usize {
         let ahead = if self.was_direct { AFTER_DIRECT_LEN } else { BUFFER_LEN };
         let eager = self.eager_until.saturating_sub(self.end).min(ahead as u64) as usize;
@@ -149,7 +150,7 @@ impl PlainReader {
     /// Reads from the file at the buffer's end.
     fn pread(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
-            return Err(io::Error::other("cancelled"));
+            return Err(io::Error::other("canceled"));
         }
         let start = Instant::now();
         let count = loop {

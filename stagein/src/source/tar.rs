@@ -1,8 +1,8 @@
-//! Reading a tar as a stream, in the ustar, GNU and PAX formats.
+//! Reads a tar as a stream, in the ustar, GNU and PAX formats.
 //!
 //! [`TarReader::next`] reads the headers of the next member; reading from the [`TarReader`] then
 //! returns the member's data. A reader can also start between two members in the middle of an
-//! archive, which is how ranges are read. Every field is checked, and memory is never allocated
+//! archive, which is how ranges are read. Every field is checked, and no memory is allocated merely
 //! because a header claims a size.
 
 mod header;
@@ -53,7 +53,7 @@ pub(crate) struct TarMember {
     pub(crate) data_offset: u64,
 }
 
-/// Why reading an archive cannot continue.
+/// The reason why reading an archive cannot continue.
 #[derive(Debug)]
 pub(crate) enum TarError {
     /// The archive is truncated or damaged at this offset.
@@ -113,12 +113,12 @@ impl<R: Skip> TarReader<R> {
         Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }
 
-    /// Offset of the current member's first header.
+    /// Returns the offset of the current member's first header.
     pub(crate) fn member_start(&self) -> u64 {
         self.member_start
     }
 
-    /// Offset of the next member's first header.
+    /// Returns the offset of the next member's first header.
     pub(crate) fn next_start(&self) -> u64 {
         self.position.saturating_add(self.data_left).saturating_add(self.padding)
     }

@@ -1,9 +1,9 @@
-//! Reading a zip. The central directory at the end of the file lists all members and where they
-//! are.
+//! Reads a zip. The central directory at the end of the file lists all members with their
+//! positions.
 //!
 //! The coordinator finds the directory and splits its records into [`Part`]s, one per unit; a
 //! worker parses the records of its part (`record`) and unpacks the members (`data`). Every field
-//! is checked, and memory is never allocated because a header claims a size.
+//! is checked, and no memory is allocated merely because a header claims a size.
 
 pub(crate) mod data;
 mod record;
@@ -19,13 +19,13 @@ pub(crate) use record::{Record, ZipKind};
 
 use crate::StageInError;
 
-/// Bytes at the end of the file in which the end record is searched: the record itself and the
-/// longest possible comment.
+/// The end record is searched for in this many bytes at the end of the file: the length of the
+/// record and of the longest possible comment.
 const TAIL_LEN: u64 = 22 + 65_535;
 /// Bytes of the central directory that are read at once. The longest record is shorter.
 const CHUNK_LEN: usize = 1 << 20;
 
-/// Why a zip cannot be read.
+/// The reason why a zip cannot be read.
 #[derive(Debug)]
 pub(crate) enum ZipError {
     /// The file cannot be read.
@@ -143,8 +143,8 @@ impl Directory {
         let mut offset = u64::from(u32_at(end_record, 16));
         if let Some(at) = at.checked_sub(20).filter(|&at| tail[at..].starts_with(b"PK\x06\x07")) {
             let locator_end = end;
-            // The stated offset does not include bytes before the archive. If it fails, the record
-            // is usually right before its locator.
+            // The stated offset does not count bytes before the archive. If there is no record at
+            // that offset, the record is usually right before its locator.
             let stated = u64_at(&tail[at..], 8);
             let mut record = [0; 56];
             let near = (tail_start + at as u64).checked_sub(56);

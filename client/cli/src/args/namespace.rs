@@ -144,7 +144,7 @@ pub(crate) struct TuneArguments {
     /// samples.
     #[arg(long, value_name = "auto|off|N", value_parser = depth)]
     pub(crate) prefetch: Option<Depth>,
-    /// How much of each server's arena prefetch may take. [initially: half]
+    /// How much of each server's arena may be used for prefetching. [initially: half]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) prefetch_memory: Option<u64>,
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free

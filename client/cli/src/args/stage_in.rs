@@ -84,7 +84,7 @@ pub(crate) struct StageInOptions {
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
     /// Seed of the placement and of the order in which blocks are stored. The same seed distributes
-    /// the same data set in the same way.
+    /// the same dataset in the same way.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.

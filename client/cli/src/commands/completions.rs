@@ -1,4 +1,4 @@
-//! `dayfly completions`: completion scripts for shells.
+//! `dayfly completions`: prints completion scripts for shells.
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! `dayfly df`: the space on the nodes' drives.
+//! `dayfly df`: shows the space on the nodes' drives.
 
 use std::process::ExitCode;
 

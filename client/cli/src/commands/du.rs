@@ -1,5 +1,5 @@
-//! `dayfly du`: the bytes of the samples below directories. `df` and `status` show how much space
-//! they take on the nodes' drives.
+//! `dayfly du`: sums up the bytes of the samples below directories. `df` and `status` show how much
+//! space samples take on the nodes' drives.
 
 use std::collections::HashSet;
 use std::io::{self, BufWriter, IsTerminal, Write};

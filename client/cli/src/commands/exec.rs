@@ -1,4 +1,4 @@
-//! `dayfly exec` and `dayfly env`: make a process part of a session.
+//! `dayfly exec` and `dayfly env` make a process part of a session.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
@@ -63,8 +63,8 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
 }
 
 /// Returns the variables that make a process part of a session: the preload library, what the
-/// library needs to find the session, and a PATH that begins with this program's folder. They are
-/// repeated with the names that Apptainer passes into containers.
+/// library needs to find the session, and a PATH that begins with this program's folder. All except
+/// PATH are repeated under the names that Apptainer passes into containers.
 pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,

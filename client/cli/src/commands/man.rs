@@ -1,4 +1,4 @@
-//! `dayfly man`: man pages, made from the same text as `--help`.
+//! `dayfly man`: writes man pages from the same text as `--help`.
 
 use std::fs;
 use std::io::{self, Write};

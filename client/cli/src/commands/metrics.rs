@@ -1,4 +1,4 @@
-//! `dayfly metrics`: the counters of nodes, for Prometheus.
+//! `dayfly metrics`: prints the counters of nodes, for Prometheus.
 
 use std::process::ExitCode;
 

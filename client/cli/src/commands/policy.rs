@@ -1,4 +1,4 @@
-//! The line that describes a session's settings for prefetch and cache.
+//! Formats the line that describes a session's settings for prefetch and cache.
 
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Depth, Policy};

@@ -1,4 +1,4 @@
-//! Requests to this process's server that several commands make.
+//! Sends requests to this process's server on behalf of several commands.
 
 use dayfly_client::Session;
 use dayfly_meta::wire::control::{Command, Event};

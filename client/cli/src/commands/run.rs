@@ -30,8 +30,8 @@ use crate::size;
 
 /// How long CMD may take to end after a signal.
 const GRACE: Duration = Duration::from_secs(30);
-/// After a stage-in has failed, how long to wait for the news that the session was lost, which
-/// explains the failure better.
+/// How long to wait, after a stage-in has failed, for a report that the session was lost. Such a
+/// report explains the failure better.
 const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
@@ -113,7 +113,7 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, O
     };
     for (source, target) in stage_ins {
         let path = stage_in::absolute(source).map_err(own)?;
-        // Node 0 reads the sources' names, and another machine may see other files.
+        // Node 0 reads the sources. If it is another machine, it may see other files.
         if plan.has_node_0_here() {
             preflight::check_sources(&[path], target, &selection).map_err(|error| own(error.into()))?;
         }

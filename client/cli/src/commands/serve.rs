@@ -1,4 +1,4 @@
-//! `dayfly serve`: the server of a node. `dayfly-launch` does the work.
+//! `dayfly serve`: runs the server of a node. `dayfly-launch` does the work.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! Waiting for signals.
+//! Waits for signals.
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Signals, SignalKind, signal};
@@ -48,7 +48,7 @@ impl Interruptions {
         128 + self.last as u8
     }
 
-    /// Waits for a signal that ends the job, which SIGUSR1 and SIGUSR2 do not.
+    /// Waits for a signal that ends the job: any except SIGUSR1 and SIGUSR2.
     pub(super) async fn next(&mut self) -> i32 {
         loop {
             let number = self.next_of_all().await;

@@ -40,7 +40,7 @@ pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) 
     tokio::select! {
         started = &mut starting => Ok(Some(started.map_err(Failure::new)??)),
         _ = interruptions.next() => {
-            // If the start has just finished, dropping its session ends the session.
+            // If the start has just finished, dropping the running session ends it.
             let _ = cancel.send(());
             drop(starting.await);
             Ok(None)
@@ -48,7 +48,7 @@ pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) 
     }
 }
 
-/// Waits for the end of a session. Returns why it was lost, or `None` if it ended as asked.
+/// Waits for the end of a session. Returns why it was lost, or `None` if it ended as requested.
 pub(super) async fn lost(loss: Option<oneshot::Receiver<String>>) -> Option<String> {
     loss?.await.ok()
 }

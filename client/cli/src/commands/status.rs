@@ -1,4 +1,5 @@
-//! `dayfly status`: what each node holds, what was read from where, and how nodes reach each other.
+//! `dayfly status`: shows what each node holds, what was read from where, and how nodes reach each
+//! other.
 
 use std::process::ExitCode;
 
@@ -38,7 +39,7 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 const LEGEND: [&str; 4] = [
     "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
     "taken: space of all unnamed files on the data dirs, including cached blocks; du does not see it",
-    "workers: units of its sources that a node reads at the same time during a stage-in",
+    "workers: how many units of the sources a node reads at the same time during a stage-in",
     "Empty samples are on no node.",
 ];
 

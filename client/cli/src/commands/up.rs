@@ -73,7 +73,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
             // The parent exits once it has the id. If it is gone already, the write below fails.
             set_pdeathsig(None).map_err(io::Error::from)?;
             // This process must not keep the working directory's file system busy. Relative paths
-            // were resolved by now.
+            // have been resolved by now.
             env::set_current_dir("/")?;
         }
         if let Err(error) = writeln!(output(), "{}", session.location().session) {
@@ -104,12 +104,14 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     })
 }
 
-/// Without its id nobody could find the session and end it.
+/// Returns the failure of a session whose id cannot be printed. Nobody could find such a session to
+/// end it.
 fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }
 
-/// From now on nobody reads this process's output, so it goes to a log in the session's folder.
+/// Redirects this process's output, which nobody reads from now on, to a log in the session's
+/// folder.
 fn redirect_to_log(session: &RunningSession) -> io::Result<()> {
     let path = session.location().folder.join("supervisor.log");
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(path)?;

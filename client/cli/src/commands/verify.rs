@@ -152,8 +152,8 @@ impl Checker<'_> {
         Ok(())
     }
 
-    /// Chooses the node that reads a block if each is read once: not its owner, unless that is the
-    /// only node.
+    /// Chooses the node that reads a block if each block is read only once: never the owner, unless
+    /// it is the only node.
     fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
         let owner = dataset.catalog().owner(block)?;
         let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();

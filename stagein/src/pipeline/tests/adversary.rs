@@ -1,6 +1,6 @@
-//! Tars made to fool a worker that starts in the middle: members whose data looks like headers, like
-//! archives, or like the end mark, and extended headers at the boundaries of ranges. However such a tar
-//! is split, the result must be the same as for a reader that starts at the beginning.
+//! Tests of tars that are made to fool a worker that starts in the middle: members whose data looks like headers, like archives, or
+//! like the end mark, and extended headers at the boundaries of ranges. However such a tar is split, the result must be the same as
+//! for a reader that starts at the beginning.
 
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -63,7 +63,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
         }
         let data = match random.random_range(0..9) {
             0 => Vec::new(),
-            // Data that contains a header, whose size leads to another header or to nothing.
+            // Data that contains a header. Its size field leads to another header or to nothing.
             1 | 2 => {
                 let size = [0, 512, 5000, 1 << 32][random.random_range(0..4)];
                 let mut data = vec![b'.'; 512 * random.random_range(0..4)];
@@ -72,7 +72,7 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
                 data
             }
             3 if depth < 2 => archive(random, depth + 1, 5),
-            // The end mark of an archive, and another header after it.
+            // Data that contains the end mark of an archive, and another header after it.
             4 => [vec![0; 1024], header(b"ghost", b'0', 100, magic), vec![b'g'; 512]].concat(),
             5 => pax(b'x', "path", "stray"),
             6 => (0..random.random_range(0..9000)).map(|_| random.random()).collect(),
@@ -93,7 +93,8 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns a plan whose ranges start at these offsets, all but the first without a known start.
+/// Returns a plan whose ranges start at these offsets. Only in the first range is the start of the
+/// first member known.
 fn split_plan(path: &Path, cuts: &[u64]) -> StageInPlan {
     let file = fs::File::open(path).unwrap();
     let (version, path) = (version(&file).unwrap(), path.as_os_str().as_bytes().to_vec());
@@ -110,7 +111,7 @@ fn split_plan(path: &Path, cuts: &[u64]) -> StageInPlan {
     StageInPlan { units, split_tars: vec![tar], ..planned(&[], &Selection::default()).unwrap() }
 }
 
-/// Checks that the tar has the same result however it is split. Returns how many ranges were rejected.
+/// Checks that the tar gives the same result however it is split. Returns how many ranges were rejected.
 fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(bytes).unwrap();

@@ -125,7 +125,7 @@ fn a_list_must_be_a_regular_file_of_bounded_size() {
         ("many", "sources"),
     ] {
         let list = at(name);
-        // On a thread of its own, because opening a FIFO could block forever.
+        // This runs on a thread of its own, because opening a FIFO could block forever.
         let (sender, result) = mpsc::channel();
         std::thread::spawn(move || sender.send(check_list(&list).map_err(|error| error.to_string())));
         let message = result.recv_timeout(Duration::from_secs(60)).expect(name).unwrap_err();
@@ -137,7 +137,7 @@ fn a_list_must_be_a_regular_file_of_bounded_size() {
 
 /// SEMANTICS: "A stage-in that is canceled stops reading its list."
 #[test]
-fn cancelling_a_stage_in_stops_the_reading_of_its_list() {
+fn canceling_a_stage_in_stops_the_reading_of_its_list() {
     let folder = tempfile::tempdir().unwrap();
     let list = folder.path().join("list");
     fs::write(&list, "\n".repeat(1000)).unwrap();

@@ -1,12 +1,11 @@
-//! Decoding a compressed file on threads of its own.
+//! Decodes a compressed file on threads of its own.
 //!
 //! ```text
 //! file → splitter thread → decoder threads → DecodedStream (read by the worker)
 //! ```
 //!
-//! The splitter reads the file and hands out pieces of it, each to a new decoder thread; the worker
-//! takes the decoded bytes in the order of the pieces. Where a piece may start depends on the
-//! format:
+//! The splitter reads the file and gives each piece of it to a new decoder thread; the worker takes
+//! the decoded bytes in the order of the pieces. Where a piece may start depends on the format:
 //!
 //! - zstd, lz4 and bgzf: between frames, which are independent of each other (`frames`).
 //! - gzip as `pigz --independent` writes it: at markers between parts (`independent`). A marker may
@@ -16,8 +15,8 @@
 //! - any other gzip, and bzip2: the file is one piece and one thread decodes it.
 //!
 //! Channels between the threads bound the memory: a decoder that is ahead of the worker by its
-//! share waits, and then so does the splitter. A decoder that needs a large window is the only such
-//! decoder of its stage-in on the node. All threads end when the [`DecodedStream`] is dropped.
+//! share waits, and then the splitter waits for the decoder. On each node, a stage-in runs only one
+//! decoder with a large window at a time. All threads end when the [`DecodedStream`] is dropped.
 
 mod decode;
 mod independent;
@@ -102,12 +101,13 @@ pub(crate) struct DecodedStream<'scope, 'env> {
     chunk: Vec<u8>,
     /// Offset in `chunk` of the next byte to return.
     at: usize,
-    /// Length and CRC-32 of what was decoded so far of a gzip stream in independent parts; `None`
-    /// for other streams, and after the trailer.
+    /// Length and CRC-32 of the bytes decoded so far, if the stream is a gzip stream in independent
+    /// parts; `None` for other streams, and after the trailer.
     independent: Option<(u64, crc32fast::Hasher)>,
     monitor: Arc<ProgressMonitor>,
     waited: Duration,
-    /// After a failure, the stream has ended. Later pieces may be fine, but do not belong here.
+    /// Whether decoding has failed, which ends the stream. Later pieces may be intact, but bytes
+    /// are missing before them.
     has_failed: bool,
 }
 
@@ -148,14 +148,14 @@ pub(crate) fn start<'scope, 'env>(
     })
 }
 
-/// Returns whether a gzip file has a marker between parts near its start. Only files in independent
-/// parts have markers, apart from chance.
+/// Returns whether a gzip file has a marker between parts near its start. A file that is not in
+/// independent parts has a marker only by chance.
 fn has_marker(input: &mut PlainReader) -> io::Result<bool> {
     Ok(!MarkerScanner::default().scan(input.peek(CHUNK_LEN)?).is_empty())
 }
 
 impl DecodedStream<'_, '_> {
-    /// Time that the worker had to wait for decoded bytes.
+    /// Returns the time that the worker had to wait for decoded bytes.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }
@@ -211,7 +211,7 @@ impl Read for DecodedStream<'_, '_> {
                 return Ok(0);
             }
             if self.monitor.is_cancelled() {
-                return Err(io::Error::other("cancelled"));
+                return Err(io::Error::other("canceled"));
             }
             let start = Instant::now();
             let next = match &self.piece {

@@ -1,4 +1,4 @@
-//! Finding the boundaries between frames without decoding. zstd, lz4 and bgzf (the block gzip of
+//! Finds the boundaries between frames without decoding. zstd, lz4 and bgzf (the block gzip of
 //! `bgzip`) state the lengths of their parts, so a scanner can hop from one frame to the next.
 //!
 //! A scanner that meets bytes it does not understand reports no more boundaries. The stream is then
@@ -43,7 +43,7 @@ enum Field {
         /// Length of the checksum after every block.
         block_checksum_len: u64,
     },
-    /// None: the stream cannot be understood, and no more boundaries are reported.
+    /// No field: the scanner does not understand the stream, and reports no more boundaries.
     Unknown,
 }
 
@@ -131,7 +131,8 @@ impl FrameScanner {
             (Field::Magic, format) => match (self.number(), format) {
                 (0x184d_2a50..=0x184d_2a5f, _) => self.expect(Field::SkippableLen, 4),
                 (0xfd2f_b528, Format::Zstd) | (0x184d_2204, Format::Lz4) => {
-                    // For zstd, the descriptor and at least one more byte; for lz4, two flag bytes.
+                    // For zstd, this is the descriptor and at least one more byte; for lz4, two
+                    // flag bytes.
                     self.expect(Field::Header, 2);
                 }
                 _ => self.expected = Field::Unknown,
@@ -145,7 +146,7 @@ impl FrameScanner {
                 let flags = self.field[0];
                 let flag = |bit: u8| u64::from(flags >> bit & 1);
                 let (checksum_len, block_checksum_len) = (flag(2) * 4, flag(4) * 4);
-                // The content length, the dictionary number and the header's own checksum.
+                // Skips the content length, the dictionary number and the header's own checksum.
                 self.skip = flag(3) * 8 + flag(0) * 4 + 1;
                 self.expect(Field::Block { checksum_len, block_checksum_len }, 4);
             }
@@ -178,8 +179,8 @@ impl FrameScanner {
             return;
         }
         let window = if is_single {
-            // A frame in a single segment has its whole content as the window. A length in two bytes
-            // is stored less 256, because shorter contents need only one byte.
+            // The window of a single-segment frame is its whole content. A length in two bytes is stored minus 256, because a
+            // smaller length needs only one byte.
             let content = self.field[content_at..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
             if content_len == 2 { content + 256 } else { content }
         } else {

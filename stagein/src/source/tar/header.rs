@@ -1,4 +1,4 @@
-//! Parsing of a header block.
+//! Parses a header block.
 
 use super::BLOCK_LEN;
 
@@ -15,9 +15,9 @@ pub(super) enum Type {
     Extended,
     /// PAX records for all members that follow.
     Global,
-    /// GNU tar's form of a name that does not fit into the next member's header.
+    /// A name that does not fit into the next member's header, as GNU tar stores it.
     LongName,
-    /// GNU tar's form of a link target that does not fit into the next member's header.
+    /// A link target that does not fit into the next member's header, as GNU tar stores it.
     LongLink,
     /// A volume's label, which is not a member.
     Ignored,

@@ -1,4 +1,4 @@
-//! PAX extended headers, which consist of records `length key=value`.
+//! Parses PAX extended headers, which consist of records `length key=value`.
 
 use super::sparse::PaxSparse;
 
@@ -72,8 +72,8 @@ impl Extension {
             record("size", size.to_string().as_bytes());
         }
         if let Some((seconds, nanoseconds)) = self.mtime {
-            // Nanoseconds always count upward from the whole seconds, but the text of a negative
-            // number counts away from zero: -2 s + 750,000,000 ns is written -1.25.
+            // Nanoseconds always count upward from the whole seconds, but the digits of a negative
+            // number count away from zero: -2 s + 750,000,000 ns is written -1.25.
             let text = match seconds {
                 i64::MIN..0 if nanoseconds > 0 => format!("-{}.{:09}", -(seconds + 1), 1_000_000_000 - nanoseconds),
                 _ => format!("{seconds}.{nanoseconds:09}"),

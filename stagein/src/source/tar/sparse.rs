@@ -1,5 +1,5 @@
-//! Sparse files as GNU tar stores them: a map of the pieces that have data, in one of four formats,
-//! and then only these pieces. Reading expands the holes to zeros.
+//! Expands sparse files. GNU tar stores a map of the pieces that have data, in one of four formats,
+//! and then only these pieces. Reading returns zeros for the holes.
 
 use std::io;
 
@@ -14,10 +14,10 @@ const BROKEN: &str = "the map of a sparse file is malformed";
 
 /// A sparse file that is being read.
 pub(super) struct Expansion {
-    /// Offset and length of the pieces that follow. They are sorted, do not overlap, and lie within
-    /// the file.
+    /// Offset and length of each piece that follows. They are sorted, do not overlap, and lie
+    /// within the file.
     pieces: std::vec::IntoIter<(u64, u64)>,
-    /// Index of the current piece.
+    /// Offset and length of the current piece.
     piece: (u64, u64),
     /// Offset in the file of the next byte to return.
     at: u64,
@@ -42,7 +42,7 @@ impl Expansion {
         Ok(Self { pieces: pieces.into_iter(), piece: (0, 0), at: 0, size })
     }
 
-    /// Bytes of the file, including its holes.
+    /// Returns the size of the file in bytes, including its holes.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
@@ -113,7 +113,7 @@ pub(crate) struct PaxSparse {
     pub(super) name: Option<Vec<u8>>,
     size: Option<u64>,
     pieces: Vec<(u64, u64)>,
-    /// Version 0.0: the offset whose length is in a later record.
+    /// Version 0.0: the offset of a piece whose length is in a later record.
     offset: Option<u64>,
     /// Version 1.0: the map is at the start of the member's data.
     map_is_in_data: bool,
@@ -149,8 +149,8 @@ impl PaxSparse {
     }
 }
 
-/// Reads a map of version 1.0: decimal numbers, one per line, in blocks of their own. The first is
-/// the number of pieces, then come offset and length of each.
+/// Reads a map of version 1.0: decimal numbers, one per line, in blocks of their own. The first
+/// number is the number of pieces; the offset and length of each piece follow.
 fn map_in_data<R: Skip>(tar: &mut TarReader<R>) -> Result<Vec<(u64, u64)>, String> {
     let mut block = [0; BLOCK_LEN];
     let mut at = BLOCK_LEN;

@@ -1,5 +1,5 @@
-//! Data of a zip's members: found after the local header, unpacked, and checked against the size
-//! and the checksum in the central directory.
+//! Unpacks the data of a zip's members. The data follows the local header, and is checked against
+//! the size and the checksum in the central directory.
 
 use std::io::{self, BufReader, Read, Take};
 

@@ -1,4 +1,4 @@
-//! Parsing of the central directory's records, each of which describes a member.
+//! Parses the records of the central directory. Each record describes one member.
 
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
@@ -62,7 +62,7 @@ pub(super) fn len(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
 /// Returns the bytes that a record's member takes in the archive, for planning units.
 pub(super) fn stored_len(record: &[u8]) -> u64 {
     match u32_at(record, 20) {
-        // The exact number is in an extra field. A member of 4 GiB and more ends its unit anyway.
+        // The exact number is in an extra field. A member of 4 GiB or more ends its unit anyway.
         u32::MAX => dayfly_meta::limits::UNIT_BYTES_MAX,
         len => u64::from(len),
     }
@@ -137,7 +137,7 @@ impl Record {
     }
 }
 
-/// Kinds and contents of the extra fields. As in unzip, a truncated field is ignored.
+/// Returns the kinds and contents of the extra fields. As in unzip, a truncated field is ignored.
 fn fields(mut extra: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let len = usize::from(u16_at(extra, 2));

@@ -1,4 +1,4 @@
-//! The checks of one node.
+//! Checks one node.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -138,7 +138,7 @@ fn drive(path: &Path) -> Finding {
         FileSystemKind::Local if read_rate < DRIVE_RATE_MIN => Finding::slow(
             &what,
             detail,
-            "it reads slower than an NVMe drive; if the node has a faster one, name it with --data-dir",
+            "it reads more slowly than an NVMe drive; if the node has a faster drive, name it with --data-dir",
         ),
         FileSystemKind::Local => Finding::ok(&what, detail),
     }

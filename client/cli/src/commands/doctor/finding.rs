@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum CheckState {
-    /// As it should be.
+    /// It is as it should be.
     Ok,
     /// It works, but could be faster.
     Slow,
@@ -52,7 +52,7 @@ impl Finding {
 pub(super) struct Report {
     pub(super) host: String,
     pub(super) findings: Vec<Finding>,
-    /// The node's clock, in seconds since 1970; once compared, its difference from this machine's.
-    /// `None` if the node did not answer.
+    /// The node's clock, in seconds since 1970 or, after the comparison, as the difference from
+    /// this machine's clock. `None` if the node did not answer.
     pub(super) clock: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! Checks of several nodes: each by a `dayfly doctor` of its own, and then each pair of nodes.
+//! Checks several nodes: runs `dayfly doctor` on each, and then checks pairs of nodes.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
@@ -69,7 +69,7 @@ fn unreachable(failure: &Failure) -> Finding {
     Finding::missing("dayfly", failure, advice).needed()
 }
 
-/// Chooses the pairs. One direction is enough, because the answers of a probe use the other.
+/// Chooses the pairs. One direction is enough, because a probe's answers use the other direction.
 fn pairs(count: usize) -> Vec<(usize, usize)> {
     if count <= ALL_PAIRS_MAX {
         return (0..count).flat_map(|from| (from + 1..count).map(move |to| (from, to))).collect();
@@ -158,7 +158,7 @@ impl Remote {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().map_err(cannot)?;
         let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let output = BufReader::new(output.ok_or_else(|| Failure::new("the child has no standard output"))?);
-        // The thread ends with the pipe.
+        // The thread ends when the pipe is closed.
         let errors = errors.map(|mut errors| {
             thread::spawn(move || {
                 let mut text = String::new();
@@ -183,7 +183,7 @@ impl Remote {
         }
     }
 
-    /// Returns its whole output, once it has ended.
+    /// Waits until the remote program ends, and returns its whole output.
     fn output(mut self) -> Result<String, Failure> {
         let mut text = String::new();
         self.output.read_to_string(&mut text)?;

@@ -1,5 +1,5 @@
-//! The report of a stage-in: one self-contained HTML page, with plots of where the time went and
-//! how the samples are spread.
+//! Writes the report of a stage-in: one self-contained HTML page, with plots of where the time went
+//! and how the samples are spread.
 
 mod plot;
 

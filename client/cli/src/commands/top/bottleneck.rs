@@ -1,10 +1,10 @@
-//! One line that names what slows readers down.
+//! Writes one line that names what slows readers down.
 
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
 /// If readers spend a smaller share of their time waiting for other nodes, those nodes are not the
-/// bottleneck. Requests that wait for space in the arena count at any share.
+/// bottleneck. Waiting for space in the arena counts whatever its share is.
 const WAITING_PERCENT: f64 = 20.0;
 /// An owner that sends this many times the mean is hot.
 const HOT: f64 = 1.5;

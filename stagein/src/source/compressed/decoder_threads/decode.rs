@@ -67,8 +67,8 @@ pub(super) fn decode_stream(
     monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));
 }
 
-/// Fills the chunk with the bytes available, up to the end or a failure. Returns how many there
-/// are, since bytes before a failure count too.
+/// Fills the chunk, up to the end of the stream or a failure. Returns the number of bytes, because
+/// bytes before a failure count too.
 fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error>) -> usize {
     let mut filled = 0;
     while filled < chunk.len() {

@@ -1,4 +1,4 @@
-//! A gzip stream in independent parts, as `pigz --independent` writes it.
+//! Splits and inflates a gzip stream in independent parts, as `pigz --independent` writes it.
 //!
 //! Two empty deflate blocks separate the parts, and no part refers to bytes of another, so each can
 //! be inflated on its own. The two blocks can also occur by chance. Inflating a part that does need

@@ -15,9 +15,9 @@ use crate::source::compressed::frames::FrameScanner;
 use crate::source::compressed::xz_dictionary_len;
 use crate::source::plain::PlainReader;
 
-/// A piece has at least this many compressed bytes; starting a thread for fewer does not pay.
+/// A piece has at least this many compressed bytes; fewer are not worth a thread.
 pub(super) const PIECE_LEN_MIN: usize = 1 << 20;
-/// Compressed chunks that wait for a piece's decoder.
+/// Number of compressed chunks that may wait for a piece's decoder.
 const INPUT_CHUNKS: usize = 8;
 /// Decoders with a larger window than this run one at a time.
 const WINDOW_LEN_SHARED_MAX: u64 = 16 << 20;
@@ -79,8 +79,8 @@ impl<'scope> Splitter<'scope, '_> {
         let mut read = input.read(&mut chunk);
         let needs_large_window = read.as_ref().is_ok_and(|&count| self.window_len(&chunk[..count]) > WINDOW_LEN_SHARED_MAX);
         let permit = if needs_large_window {
-            // The stage-in may be cancelled before there is a permit. The worker notices that by
-            // itself.
+            // The stage-in may be canceled while this waits for the permit. The worker notices that
+            // by itself.
             let Some(permit) = monitor.wait_for_large_window() else { return };
             // One decoder decodes the whole file, and the permit is held until it is done.
             (boundaries, threads) = (Boundaries::None, 1);
@@ -134,7 +134,7 @@ impl<'scope> Splitter<'scope, '_> {
     }
 
     /// Returns the window in bytes that a decoder will need, according to the first bytes of the
-    /// file. 0 for formats whose windows are always small.
+    /// file. Returns 0 for formats whose windows are always small.
     fn window_len(&self, start: &[u8]) -> u64 {
         match self.compression {
             Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),

@@ -1,4 +1,4 @@
-//! Plots as SVG: lines over time, bars, and stacked bars.
+//! Draws plots as SVG: lines over time, bars, and stacked bars.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ const TOP: f64 = 10.0;
 /// Height of a row of stacked bars or of the legend.
 const ROW: f64 = 18.0;
 
-/// Colors that most people with color blindness can distinguish, too.
+/// Colors that most people with color blindness can also distinguish.
 const COLORS: [&str; 10] =
     ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00", "#7f3c8d", "#666666", "#11a579"];
 
