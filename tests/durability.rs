@@ -224,10 +224,9 @@ fn more(ground: &Ground, name: &str, count: usize) {
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
 }
 
-/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during
-/// a stage-in, each node drops cached blocks until a sixteenth of the drive's share, at most 256 MiB,
-/// is free there for what is written in addition to blocks (plan, sorted runs, catalog), and blocks leave that
-/// much free as long as there are cached blocks."
+/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during a stage-in, each node drops
+/// cached blocks until a sixteenth of the drive's share, at most 256 MiB, is free there for what is written in addition to blocks
+/// (plan, sorted runs, catalog). As long as there are cached blocks, the stage-in's blocks leave that much free."
 #[test]
 fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     for nodes in [2, 3] {

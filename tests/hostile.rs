@@ -264,7 +264,7 @@ fn noise() -> Vec<Vec<u8>> {
     all
 }
 
-/// SEMANTICS: "Noise on the peer port or on the local socket changes nothing."
+/// SEMANTICS: "Random bytes sent to the peer port or to the local socket change nothing."
 #[test]
 fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     let cluster = cluster();

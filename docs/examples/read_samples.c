@@ -13,7 +13,7 @@
 
 #include "dayfly.h"
 
-/* How many samples one message to the server requests. */
+/* The number of samples that one message to the server requests. */
 #define BATCH 64
 
 struct samples {
@@ -61,7 +61,7 @@ int main(int argc, char **argv) {
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 0;
     uint64_t epoch = argc > 3 ? strtoull(argv[3], NULL, 10) : 0;
 
-    /* Attach to the session of the environment. */
+    /* Attach to the session that the environment names. */
     dayfly *session = dayfly_attach();
     if (!session)
         return fail("dayfly_attach");

@@ -12,7 +12,7 @@ use dayfly_client::{Delivery, FileKind, OnMissing, Samples, Session, View, locat
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::{display, join};
 
-/// How many samples one message to the server requests.
+/// The number of samples that one message to the server requests.
 const BATCH: usize = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut number = || arguments.next().map_or(Ok(0), |text| text.parse::<u64>());
     let (seed, epoch) = (number()?, number()?);
 
-    // Attach to the session of the environment. Until the first remote read, this is the only message to the server.
+    // Attach to the session that the environment names. Until the first remote read, this is the only message to the server.
     let view = View::new(Session::attach(&locate::find(None)?)?);
     let session = view.session();
 

@@ -144,7 +144,7 @@ pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
 /// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
-/// Upper bound of the headroom in bytes, see [`HEADROOM_SHARE`].
+/// Upper bound on the headroom in bytes, see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the
 /// drive.
@@ -212,8 +212,8 @@ pub const STUCK_REQUESTS_MAX: u32 = 16;
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members speak at once, so
-/// the oldest one is a stranger's.
+/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members send at once, so the oldest one is a
+/// stranger's.
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
@@ -313,8 +313,8 @@ pub const TREE_WIDTH: usize = 16;
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
 /// How often servers and supervisors check that their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often they refresh the files' times, because cleaners of `/tmp` remove what has not been
-/// used for days.
+/// How often servers and supervisors refresh the times of their files, because cleaners of `/tmp` remove what has not been used for
+/// days.
 pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// How long the launcher's processes may take to exit once the servers have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -325,13 +325,13 @@ pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
 pub const SUSPECT_PATHS_MAX: usize = 64;
 /// Suspected path conflicts that an owner reports at a time.
 pub const SUSPECTS_REPORTED_MAX: usize = 16;
-/// Answers about such conflicts that a node holds until its next report, and that the coordinator
-/// holds for each conflict.
+/// Answers about suspected path conflicts: a node holds up to this many until its next report, and the coordinator holds up to this
+/// many for each conflict.
 pub const SIGHTINGS_MAX: usize = 16;
 /// An owner's table of path hashes takes 1 / `PATHS_SHARE` of the stage-in's memory, and at least
 /// [`PATHS_LEN_MIN`].
 pub const PATHS_SHARE: usize = 16;
-/// The least memory for that table, in bytes.
+/// The least memory for an owner's table of path hashes, in bytes.
 pub const PATHS_LEN_MIN: usize = 1 << 20;
 /// When a stage-in makes no progress, each node reports at most this many things that it waits for,
 /// of at most [`NOTE_LEN_MAX`] characters each.

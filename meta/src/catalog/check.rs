@@ -11,7 +11,7 @@ impl Catalog {
     ///
     /// # Errors
     ///
-    /// Names the first part that is damaged.
+    /// The error names the first part that is damaged.
     pub fn check(&self, nodes: usize) -> Result<(), CatalogError> {
         let damaged = |what| Err(CatalogError::Damaged(what));
         let header = *self.header();

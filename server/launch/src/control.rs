@@ -26,8 +26,8 @@ pub(crate) enum FromServer {
     },
     /// The server listens for peers.
     Started { address: SocketAddr, ability: Ability },
-    /// From node 0: all nodes reach each other. `fallen_back` says why some do not over the
-    /// transport that was tried.
+    /// From node 0: all nodes reach each other. `fallen_back` names the pairs that do not over the
+    /// transport that was tried, and says why.
     Met { fallen_back: Vec<String> },
     /// From node 0: all nodes use the transport that was agreed on.
     Ready,

@@ -44,7 +44,7 @@ pub struct Sighting {
     pub path: Vec<u8>,
     /// Number of the sample's source.
     pub source: u32,
-    /// The unit's assignment that found it. It counts only if the unit is not rejected later.
+    /// The assignment of the unit in which the worker found it. The sighting counts only if that assignment is not rejected later.
     pub ticket: u32,
     /// A hash of the sample's size and checksums: equal samples are no conflict.
     pub content: u64,

@@ -48,7 +48,7 @@ impl Events for Requests {
     }
 
     fn on_completion(&mut self, _number: u32) -> Result<(), &'static str> {
-        Err("the peer sent an answer on a queue pair by which it only asks")
+        Err("the peer sent an answer on a queue pair on which it may only ask")
     }
 
     fn on_end(&mut self, _reason: &str) {

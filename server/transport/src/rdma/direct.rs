@@ -39,7 +39,7 @@ impl DirectFiles {
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((first, second)) = files.get(&key) {
             let is_long = second.as_ref().is_none_or(|second| end <= second.map.len() as u64);
-            // If the original is gone, another file may have its address. If it is not, it may have grown.
+            // If the original is gone, another file may have its address. If it still exists, it may have grown.
             if first.strong_count() > 0 && is_long {
                 return second.clone();
             }

@@ -28,7 +28,7 @@ pub enum RdmaError {
         known: Vec<String>,
     },
     /// The kernel has the card, but the library has no provider for it.
-    #[error("no provider library drives {0}: install the card's (Debian: ibverbs-providers)")]
+    #[error("no provider library drives {0}: install the card's provider (Debian: ibverbs-providers)")]
     NoProvider(String),
     /// The device file through which programs use the card cannot be opened.
     #[error(

@@ -1,5 +1,5 @@
-//! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0
-//! with a third message, with which the dialer shows that its first message was not a recording.
+//! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0 with
+//! a third message, which shows that the dialer's first message was not a recording.
 //!
 //! A stranger's first message fails at one hash and one cipher operation, costs no curve operation, and gets no answer. The
 //! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the

@@ -193,8 +193,8 @@ impl Link {
     }
 
     /// Queues the first frame of a request. If that takes longer than `limit`, or the caller gives up meanwhile, the request leaves
-    /// the table with its slots and its permit, because the peer will never answer it. Fails only after `limit`: if the link has
-    /// ended, the request's channels tell.
+    /// the table with its slots and its permit, because the peer will never answer it. Fails only after `limit`; if the link has
+    /// ended, the request's channels report that.
     pub(super) async fn send(
         &self,
         kind: Kind,
