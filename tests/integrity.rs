@@ -235,7 +235,7 @@ fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_ve
             false => assert!(read_here.is_ok_and(|bytes| bytes != expected)),
             true => {
                 let reason = read_here.unwrap_err();
-                assert!(reason.contains("node 0, which owns it, has a bad copy"), "{reason}");
+                assert!(reason.contains("node 0, the owner of ") && reason.contains("has a bad copy"), "{reason}");
                 assert_eq!(session.status()[0].damaged[Hop::Owned as usize], 1);
             }
         }

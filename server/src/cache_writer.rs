@@ -37,7 +37,7 @@ struct QueuedChunk {
 
 /// Sends chunks to the task that caches them.
 pub(crate) struct CacheWriter {
-    /// Has no bound of its own: `waiting_bytes_max` bounds it.
+    /// The queue has no bound of its own: `waiting_bytes_max` bounds it.
     queue: UnboundedSender<QueuedChunk>,
     waiting_bytes: Arc<AtomicU64>,
     waiting_bytes_max: u64,

@@ -4,8 +4,8 @@
 //! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
 //! same messages, the same deadlines and the same errors, and no caller distinguishes the two.
 //!
-//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts towards it. The loopback
-//! refers to the service weakly, so that it does not keep a closed node alive.
+//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward it. The loopback refers
+//! to the service weakly, so that it does not keep a closed node alive.
 //!
 //! This module knows messages, not what they mean: what a peer does with a request is up to [`crate::service`].
 
@@ -146,8 +146,8 @@ impl Peers {
         self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Returns whether a connection to the node was lost, and no new one has been made. Dialing again is not a loss: how that
-    /// ends shows at the next call.
+    /// Returns whether a connection to the node was lost, and no new one has been made. A dial in progress is not a loss: the next
+    /// call sees its outcome.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }

@@ -176,7 +176,7 @@ pub enum StageInError {
         path: PathBuf,
     },
     /// The stage-in was cancelled, by its user or by a failure elsewhere.
-    #[error("cancelled")]
+    #[error("canceled")]
     Cancelled,
 }
 

@@ -56,7 +56,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("is damaged at byte", Cause::Source),
     ("no file or directory matches", Cause::Source),
     ("cannot read '", Cause::Source),
-    ("cancelled", Cause::Cancelled),
+    ("canceled", Cause::Cancelled),
     ("is being staged in", Cause::Busy),
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),

@@ -116,7 +116,8 @@ impl Leased for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // Unpinned before a waiting request is woken, so that it can evict the chunk at once.
+        // The chunk is unpinned before a waiting request is woken, so that this request can evict
+        // it at once.
         drop(self.chunk.take());
         self.arena.inner.leases.fetch_sub(1, Ordering::Relaxed);
         if self.arena.is_short() {

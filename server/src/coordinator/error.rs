@@ -19,7 +19,7 @@ use crate::stage_in::NodeStageInError;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CoordinatorError {
-    #[error("cancelled")]
+    #[error("canceled")]
     Cancelled,
     #[error("'{0}' cannot be the path of a dataset: it has an empty, '.' or '..' component, or none at all")]
     InvalidTarget(String),

@@ -25,7 +25,7 @@ pub(crate) enum SubscriptionError {
         "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, and a session takes no more; try again when one has ended"
     )]
     TooMany,
-    #[error("cancelled, because the node that started the stage-in did not ask for its events for too long")]
+    #[error("canceled, because the node that started the stage-in did not ask for its events for too long")]
     Expired,
     #[error("the last event of this stage-in was delivered already")]
     Ended,
@@ -105,7 +105,7 @@ impl Subscriptions {
             let mut table = self.table();
             match table.open.get(&number) {
                 Some(subscription) if subscription.asked_at().elapsed() > self.deadlines.node_silent => {
-                    tracing::warn!(subscription = number, "a stage-in is cancelled, because nobody asks for its events");
+                    tracing::warn!(subscription = number, "a stage-in is canceled, because nobody asks for its events");
                     drop(table.open.remove(&number));
                 }
                 Some(_) => continue,

@@ -145,7 +145,7 @@ impl Session<'_> {
         if let Err(reason) = &staged {
             let names = |path: &Path| reason.contains(&path.display().to_string());
             let has_cause =
-                reason.contains("node ") || reason.contains("cancelled") || second.iter().any(|source| names(&source.path));
+                reason.contains("node ") || reason.contains("canceled") || second.iter().any(|source| names(&source.path));
             if !has_cause {
                 self.broken(format!("the error of a stage-in names no cause: {reason}"));
             }
@@ -245,7 +245,7 @@ impl Session<'_> {
         let ended = tokio::select! {
             biased;
             ended = end => ended,
-            () = cancelled => Err("cancelled".to_owned()),
+            () = cancelled => Err("canceled".to_owned()),
         };
         drop(events);
         // The stage-in must end by itself, even if nobody receives its events.

@@ -32,7 +32,7 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
             Ok(Ok(Ok(runs))) => Ok(runs),
             Ok(Ok(Err(error))) => Err(NodeStageInError::Worker(error)),
             Ok(Err(job_lost)) => Err(NodeStageInError::JobLost(job_lost)),
-            // This task alone could abort them, and does not.
+            // Only this task could abort the workers, and it does not.
             Err(_) => Err(NodeStageInError::NotRunning),
         };
         match finished {
@@ -99,7 +99,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
             |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
         match reply.map_err(no_assignment)? {
             CoordinatorReply::Units(units) => finished = worker.run(&units)?,
-            // If the stage-in has been cancelled in the meantime, the next request ends it.
+            // If the stage-in has been canceled in the meantime, the next request ends it.
             CoordinatorReply::Wait => {}
             CoordinatorReply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
             _ => return Err(StageInError::Cancelled),

@@ -141,7 +141,7 @@ struct CountedReader<R> {
 impl<R: Read> Read for CountedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
-            return Err(io::Error::other("cancelled"));
+            return Err(io::Error::other("canceled"));
         }
         let start = Instant::now();
         let count = self.input.read(buffer)?;

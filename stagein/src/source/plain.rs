@@ -149,7 +149,7 @@ impl PlainReader {
     /// Reads from the file at the buffer's end.
     fn pread(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.monitor.is_cancelled() {
-            return Err(io::Error::other("cancelled"));
+            return Err(io::Error::other("canceled"));
         }
         let start = Instant::now();
         let count = loop {

@@ -211,7 +211,7 @@ impl Read for DecodedStream<'_, '_> {
                 return Ok(0);
             }
             if self.monitor.is_cancelled() {
-                return Err(io::Error::other("cancelled"));
+                return Err(io::Error::other("canceled"));
             }
             let start = Instant::now();
             let next = match &self.piece {
