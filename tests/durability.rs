@@ -41,7 +41,7 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
 
 /// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
 /// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
 /// space is free again."
 #[test]
 fn a_drive_that_loses_data_fails_the_stage_in() {
@@ -67,7 +67,7 @@ fn a_drive_that_loses_data_fails_the_stage_in() {
 
 /// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
 /// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
 /// space is free again."
 #[test]
 fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
@@ -259,8 +259,8 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     }
 }
 
-/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s,
-/// reports the full drive: the error names the data dir and the way out."
+/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s, reports the full drive: the
+/// error names the data dir and the remedy."
 #[test]
 fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
     let ground = Ground::new();

@@ -152,8 +152,8 @@ pub const HEADROOM_MAX: u64 = 256 << 20;
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server. Each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
-/// Threads that decode one compressed source. One worker takes their output, and it is no faster
-/// than a few of them.
+/// Threads that decode one compressed source. One worker takes their output, and a few decoders are
+/// as fast as one worker.
 pub const DECODERS_MAX: usize = 4;
 /// Bytes of member records that a worker sorts in memory before it writes them out as a run.
 pub const RUN_LEN_MAX: usize = 32 << 20;
@@ -233,8 +233,8 @@ pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// Prefetched chunks take at most 1 / `PREFETCH_SHARE` of the arena, unless `tune
 /// --prefetch-memory` sets another bound.
 pub const PREFETCH_SHARE: u64 = 2;
-/// Samples of all orders of a node together, 4 bytes of memory each: an epoch of a large dataset,
-/// or an epoch of a smaller one for each of many readers.
+/// Samples of all orders of a node together, 4 bytes of memory each. This is enough for an epoch of
+/// a large dataset, or for an epoch of a smaller one for each of many readers.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! The locations table: for one dataset on one node, where each block lies on this node, or that it
+//! The locations table of one dataset on one node: where each block lies on this node, or that it
 //! is absent.
 //!
 //! The table is a sparse file: one page of header, then one word for every block of the dataset,

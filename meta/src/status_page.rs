@@ -71,7 +71,7 @@ impl StatusPage {
         self.0.add(HEARTBEAT_WORD, 1);
     }
 
-    /// Returns the token under which the server grants leases to a connection at the moment.
+    /// Returns the token under which the server currently grants leases to a connection.
     pub fn token(&self, connection: u32) -> u64 {
         self.0.load(token_word(connection)) & !RECALL_BIT
     }

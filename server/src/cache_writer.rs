@@ -2,8 +2,8 @@
 //! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
 //! message.
 //!
-//! Which blocks are cached is decided by `store::cached_blocks`. A chunk is verified again before it is written, because a copy
-//! on a drive is read in later epochs too.
+//! `store::cached_blocks` decides which blocks are cached. A chunk is verified again before it is written, because a copy on a
+//! drive is read in later epochs too.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -74,7 +74,7 @@ impl ClientContext {
     }
 }
 
-/// The socket and everything that is done for its clients. Dropping it ends all of that.
+/// The socket, and the tasks that serve its clients. Dropping it ends all of them.
 pub(crate) struct ClientListener {
     path: PathBuf,
     _tasks: JoinSet<()>,

@@ -150,11 +150,11 @@ impl Coordinator {
     }
 }
 
-/// The stage-ins that run, and how those that have ended came out.
+/// The stage-ins that run, and the outcomes of those that have ended.
 #[derive(Default)]
 struct Registry {
     running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,
-    /// Stage-ins that have become datasets. A node that missed that learns it from the answer to its next report.
+    /// Stage-ins that have become datasets. A node that missed this learns of it from the answer to its next report.
     published: Mutex<HashSet<u64>>,
 }
 

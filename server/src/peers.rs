@@ -118,7 +118,7 @@ impl Peers {
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
-    /// Sets the roster. The first call counts: the roster never changes, and every later call has the same.
+    /// Sets the roster. Only the first call has an effect: the roster never changes, and every later call passes the same one.
     pub(crate) fn set_roster(&self, addresses: &[SocketAddr]) {
         let dialer = |(node, &address)| Dialer::new(NodeId(node), address, &self.deadlines);
         let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// Returns the peers that a node meets at the start: all, in a small session. In a large one, those 1, 2, 4, 8 ... numbers
-/// further on, so that the number of connections grows with the logarithm of the number of nodes, and near and far paths
-/// through the network are tried.
+/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are those that
+/// are 1, 2, 4, 8 ... places further on in the roster, so that the number of connections grows with the logarithm of the number of
+/// nodes, and near and far paths through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();

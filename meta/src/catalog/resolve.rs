@@ -33,7 +33,7 @@ pub enum ResolveError {
         /// The contested path.
         path: String,
     },
-    /// The sources contain one path too many times.
+    /// The sources contain the same path too many times.
     #[error("the sources contain '{path}' more than {CONTESTED_MEMBERS_MAX} times")]
     Repeated {
         /// The repeated path.

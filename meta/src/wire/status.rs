@@ -259,9 +259,9 @@ pub struct OwnerStatus {
 pub struct PrefetchStatus {
     /// Orders that are being prefetched.
     pub orders: u64,
-    /// How many bytes ahead of readers the controller tries to be at the moment.
+    /// How many bytes ahead of readers the controller currently tries to be.
     pub depth_bytes: u64,
-    /// How many requests to owners the controller has in flight at the moment.
+    /// How many requests to owners the controller currently keeps in flight.
     pub requests: u64,
     /// Blocks that had arrived before they were read.
     pub hits: u64,

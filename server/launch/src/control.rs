@@ -1,8 +1,8 @@
 //! The messages between the supervisor and each server, as JSON on the sealed control channel.
 //!
 //! Each server connects to the supervisor and sends [`FromServer::Hello`]. The supervisor answers
-//! with the node number, collects the addresses, and has node 0 connect everyone. From then on both
-//! sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`].
+//! with the node number, collects the addresses, and has node 0 connect all servers. From then on
+//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`].
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

@@ -1,7 +1,7 @@
 //! Checks that `dayfly run` makes before it starts anything.
 //!
-//! A stage-in may take hours. A mistake that would only show after it, such as a command that does
-//! not exist, is reported at once.
+//! A stage-in may take hours. A mistake that would show only after the stage-in, such as a command
+//! that does not exist, is reported at once.
 
 use std::env;
 use std::ffi::OsStr;

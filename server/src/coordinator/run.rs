@@ -86,7 +86,7 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    // The plan is written to a data dir too.
+    // The plan is also written to a data dir.
     make_headroom(context).await?;
     let planning = CancelOnDrop::default();
     let plan = tokio::select! {

@@ -91,7 +91,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
-        // Twice the deadline: the coordinator waits for its slowest node to begin.
+        // The timeout is twice the deadline, because the coordinator waits for its slowest node to begin.
         let asking = context.peers.ask(stage_in.coordinator, request, 2 * stage_in.deadlines().request);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;

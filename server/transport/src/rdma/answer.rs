@@ -122,7 +122,7 @@ impl Answerer {
             return WireAnswer::Refused("the answer does not fit".into());
         }
         let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
-        // Checked first, so that no bytes are moved for nothing.
+        // This is checked first, so that no bytes are moved for nothing.
         if answer_len(lens.len(), message.len()) > request.answer_len as usize {
             return WireAnswer::TooLong;
         }

@@ -129,7 +129,7 @@ impl Asker {
         let (done, mut outcome) = oneshot::channel();
         let message = {
             let mut requests = self.pending.lock();
-            // Checked under the lock under which `on_end` takes all requests, so that none is entered after that.
+            // `on_end` takes all requests under the same lock, so no request is entered after that.
             if self.pending.ended.borrow().is_some() {
                 return Outcome::Unfit(slots);
             }

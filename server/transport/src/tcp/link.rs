@@ -212,8 +212,8 @@ impl Link {
     /// Receives answers until the stream ends. `current` is the request whose frame is being read.
     async fn receive(&self, read: ReadHalf, current: &mut Option<PendingRequest>) -> io::Result<()> {
         let mut read = Reader::new(read);
-        // `Withdrawn` frames are sent by tasks, because the queue may be full and this loop must continue to read. The tasks are
-        // no more than the requests, because each keeps its request's permit.
+        // `Withdrawn` frames are sent by tasks, because the queue may be full and this loop must continue to read. There are never
+        // more tasks than requests, because each task keeps its request's permit.
         let mut withdrawing = JoinSet::new();
         loop {
             let header = read.header().await?;
