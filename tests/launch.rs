@@ -220,7 +220,7 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     ground.assert_clean();
 }
 
-/// SEMANTICS: "With `up --keep`, they exit after that time."
+/// SEMANTICS: "With `up --keep TIME`, they exit after that time."
 #[test]
 fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     let ground = Ground::new();

@@ -112,13 +112,13 @@ pub const STAGE_IN_MEMORY_MIN: u64 = 256 << 20;
 /// The least memory that each further worker of a server needs, summed over the stage-ins that may
 /// run at once: its batches, the members that are not in a run yet, and the bytes decoded ahead.
 pub const STAGE_IN_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
-/// The least memory for stage-ins on a server with this many workers, in bytes.
+/// Returns the least memory for stage-ins on a server with this many workers, in bytes.
 pub const fn stage_in_memory_min(workers: usize) -> u64 {
     let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
     let all = shared + workers as u64 * STAGE_IN_MEMORY_PER_WORKER_MIN;
     if all > STAGE_IN_MEMORY_MIN { all } else { STAGE_IN_MEMORY_MIN }
 }
-/// The largest number of workers for which this much memory is enough.
+/// Returns the largest number of workers for which this much memory is enough.
 pub const fn stage_in_workers_max(memory: u64) -> usize {
     let mut workers = 1;
     while workers < WORKERS_MAX && stage_in_memory_min(workers + 1) <= memory {

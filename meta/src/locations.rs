@@ -44,7 +44,7 @@ pub struct Locations {
 }
 
 impl Locations {
-    /// Length of the table's file in bytes.
+    /// Returns the length of the table's file in bytes.
     pub fn file_len(blocks: u32) -> u64 {
         PAGE_SIZE + u64::from(blocks) * 8
     }

@@ -85,8 +85,8 @@ pub(crate) enum IngestError {
 }
 
 impl Ingest {
-    /// `buffer_len` is the memory for blocks that wait to be written, `paths_len` that for the table of paths. `arrivals` is an
-    /// empty file for the table of positions.
+    /// Starts with no blocks. `buffer_len` is the memory for blocks that wait to be written, and `paths_len` the memory for the
+    /// table of paths. `arrivals` is an empty file for the table of positions.
     pub(crate) fn new(
         segments: Arc<Segments>,
         arrivals: std::fs::File,

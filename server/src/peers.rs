@@ -92,7 +92,7 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// `exchange` is where the bytes of runs and catalogs land.
+    /// Creates the peers of a node that does not know the roster yet. The bytes of runs and catalogs land in `exchange`.
     pub(crate) fn new(
         node: NodeId,
         transport: Arc<dyn Transport>,
@@ -132,7 +132,7 @@ impl Peers {
         futures_util::future::try_join_all(connecting).await.map(drop)
     }
 
-    /// Number of nodes in the session, this one included; 0 before the roster is known.
+    /// Returns the number of nodes in the session, this one included; 0 before the roster is known.
     pub(crate) fn count(&self) -> usize {
         self.roster.get().map_or(0, Vec::len)
     }

@@ -78,7 +78,7 @@ impl Lease {
         self.chunk.as_ref().unwrap_or_else(|| unreachable!("only `drop` takes the chunk out of a lease"))
     }
 
-    /// See [`Arena::discard`].
+    /// Drops the damaged chunk from the arena; see [`Arena::discard`].
     pub(crate) fn discard(&self, key: &ChunkKey) {
         self.arena.discard(key, self);
     }

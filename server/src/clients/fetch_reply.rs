@@ -43,8 +43,8 @@ impl Client {
         sent
     }
 
-    /// `bad_copies` says, by position in the request, why this node's copy of a chunk cannot be read. `at_end` is called when
-    /// the last message goes out.
+    /// Sends the chunks of a fetch as they arrive. `bad_copies` says, by position in the request, why this node's copy of a chunk
+    /// cannot be read. `at_end` is called when the last message goes out.
     async fn deliver(
         &mut self,
         fetch: &mut PendingFetch,

@@ -85,7 +85,7 @@ fn pair(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
 }
 
 impl Net {
-    /// With `is_verbose`, prints each message and each fault.
+    /// Creates the network of a session. With `is_verbose`, it prints each message and each fault.
     pub(super) fn new(random: Random, deadlines: Deadlines, folders: Vec<String>, is_verbose: bool) -> Arc<Self> {
         let state = NetState {
             random,

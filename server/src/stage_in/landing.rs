@@ -14,7 +14,7 @@ use crate::store::room_for;
 const ROOM_ATTEMPTS_MAX: usize = 8;
 
 impl NodeStageIn {
-    /// Memory for a batch to land in. Waits for it, which slows down the batch's sender.
+    /// Returns memory for a batch to land in. Waits for it, which slows down the batch's sender.
     pub(super) async fn landing_slot(&self, len: u64) -> Result<Slot, NodeStageInError> {
         if let Some(slot) = self.landing.slot_within(len, self.deadlines().landing_patience).await {
             return Ok(slot);

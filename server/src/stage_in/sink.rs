@@ -25,7 +25,7 @@ type Outcome = Result<Delivery<Slot>, StageInError>;
 
 /// The owner of blocks, as a worker of this node reaches it.
 trait Owner {
-    /// Memory to gather a batch in; `None` if all that this worker may have is in use.
+    /// Returns memory to gather a batch in; `None` if all memory that this worker may have is in use.
     fn buffer(&self) -> Result<Option<Slot>, StageInError>;
 
     /// Moves a batch to the owner.

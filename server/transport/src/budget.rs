@@ -63,7 +63,7 @@ struct RequestShare {
 struct RegionShare {
     bytes: u64,
     checked: Option<Instant>,
-    /// Number of checks in a row that found too much memory overdue.
+    /// Number of checks in a row that found too many overdue requests or bytes.
     checks: u32,
     overdue: Overdue,
 }

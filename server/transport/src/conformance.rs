@@ -320,7 +320,8 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
     assert!(grown < 64 << 20, "{grown}");
 }
 
-/// Random bytes from strangers get no answer, except for a recorded first message, cause no panic, and do not block the listener.
+/// Random bytes from strangers get no answer, cause no panic, and do not block the listener. Only a recorded first message gets an
+/// answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fuzzed_handshakes_get_nowhere() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

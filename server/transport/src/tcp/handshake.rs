@@ -42,7 +42,7 @@ impl Hello {
     }
 }
 
-/// The dialer's side of the handshake.
+/// Performs the dialer's side of the handshake.
 pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: NodeId) -> io::Result<Keys> {
     let mut noise = builder(identity)?.build_initiator().map_err(refused)?;
     let hello = Hello { session: identity.session, from: identity.node, to: peer };
@@ -59,7 +59,7 @@ pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: Node
     Ok(Keys { noise, sent: 1, received: 0 })
 }
 
-/// The listener's side of the handshake. Returns the node that dialed.
+/// Performs the listener's side of the handshake. Returns the node that dialed.
 pub(crate) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::Result<(NodeId, Keys)> {
     let mut noise = builder(identity)?.build_responder().map_err(refused)?;
     let hello = receive(stream, &mut noise).await?;
