@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are those that
-/// are 1, 2, 4, 8 ... places further on in the roster, so that the number of connections grows with the logarithm of the number of
-/// nodes, and near and far paths through the network are tried.
+/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are the nodes 1,
+/// 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of nodes, and
+/// near and far paths through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();

@@ -24,9 +24,9 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn, `"file"` with bytes of
-/// the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and `"wait"` never. Offers
-/// are taken, except for `"full"`.
+/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn. `"file"` is
+/// answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
+/// `"wait"` never. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
     /// Reading its first page fails with `EIO`.
