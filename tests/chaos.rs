@@ -66,12 +66,10 @@ fn seeds() -> Range<u64> {
     number(from)..number(to)
 }
 
-/// SEMANTICS: "Never wrong bytes. A read returns the bytes that were staged in, or an error. It never
-/// returns zeros, a part of the data, or another version."
-/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the
-/// object and the way out."
-/// SEMANTICS: "Nothing is left behind. However a session ends, its space is freed and its files are
-/// gone."
+/// SEMANTICS: "Never wrong bytes. A read returns the bytes that were staged in, or an error. It never returns zeros, a part of the
+/// data, or another version."
+/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the object and the remedy."
+/// SEMANTICS: "Nothing is left behind. However a session ends, its space is freed and its files are gone."
 #[test]
 fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_cause() {
     let seeds = seeds();

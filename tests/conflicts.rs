@@ -61,8 +61,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     }
 }
 
-/// SEMANTICS: "Where sources overlap, the result equals that of unpacking one after another in the
-/// order given, with the matches of a glob in the order of their bytes, whichever node reads which."
+/// SEMANTICS: "Where sources overlap, the result equals that of unpacking one after another in the order given, with the matches of
+/// a glob in the order of their bytes, whichever node reads which source."
 fn sources_come_out_as_if_unpacked_one_after_another() {
     let seeds = 0..12_u64;
     for nodes in [1, 4] {

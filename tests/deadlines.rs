@@ -429,8 +429,7 @@ fn play(row: &Row) -> Result<(), String> {
 
 /// `meta/src/deadlines.rs` declares the deadlines.
 ///
-/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the
-/// object and the way out."
+/// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the object and the remedy."
 #[test]
 fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_side_does() {
     let (next, wrong) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));

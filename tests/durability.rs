@@ -41,7 +41,7 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
 
 /// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
 /// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
 /// space is free again."
 #[test]
 fn a_drive_that_loses_data_fails_the_stage_in() {
@@ -67,7 +67,7 @@ fn a_drive_that_loses_data_fails_the_stage_in() {
 
 /// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
 /// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
 /// space is free again."
 #[test]
 fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
@@ -290,10 +290,9 @@ fn more(ground: &Ground, name: &str, count: usize) {
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
 }
 
-/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during
-/// a stage-in, each node drops cached blocks until a sixteenth of the drive's share, at most 256 MiB,
-/// is free there for what is written in addition to blocks (plan, sorted runs, catalog), and blocks leave that
-/// much free as long as there are cached blocks."
+/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during a stage-in, each node drops
+/// cached blocks until a sixteenth of the drive's share, at most 256 MiB, is free there for what is written in addition to blocks
+/// (plan, sorted runs, catalog). As long as there are cached blocks, the stage-in's blocks leave that much free."
 #[test]
 fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     for nodes in [2, 3] {
@@ -326,8 +325,8 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     }
 }
 
-/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s,
-/// reports the full drive: the error names the data dir and the way out."
+/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s, reports the full drive: the
+/// error names the data dir and the remedy."
 #[test]
 fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
     let ground = Ground::new();

@@ -213,9 +213,8 @@ fn taken_by_nameless_files(ground: &Ground) -> u64 {
     descriptors.filter(in_data_dir).map(|path| fs::metadata(path).map_or(0, |metadata| metadata.blocks() * 512)).sum()
 }
 
-/// SEMANTICS: "`down` frees all blocks at once, even while processes still have files open: their reads
-/// fail with `EIO`. Catalogs and locations (about 90 bytes per sample) are freed when the last process
-/// that maps them unmaps them. `down` may be given twice."
+/// SEMANTICS: "`down` frees all blocks at once, even while processes still have files open: their reads fail with `EIO`. Catalogs
+/// and locations (about 90 bytes per sample) are freed when the last process that maps them unmaps them. `down` may be run twice."
 #[test]
 fn down_frees_everything_while_clients_are_still_attached() {
     let ground = ground();

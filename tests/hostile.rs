@@ -53,9 +53,8 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
     path
 }
 
-/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
-/// untouched."
-/// SEMANTICS: "A damaged archive is an error that names the archive and the place of the damage."
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
+/// SEMANTICS: "A damaged archive causes an error that names the archive and the place of the damage."
 /// SEMANTICS: "The archive's own checksums detect it, where its format has any."
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
@@ -143,9 +142,8 @@ fn a_header_with_a_false_size_neither_takes_memory_nor_kills_a_server() {
     cluster.down();
 }
 
-/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
-/// untouched."
-/// SEMANTICS: "A source that cannot be read is an error that names it."
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
+/// SEMANTICS: "A source that cannot be read causes an error that names it."
 fn sources_that_cannot_be_read_are_named() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -184,9 +182,8 @@ fn sources_that_cannot_be_read_are_named() {
     cluster.down();
 }
 
-/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets
-/// untouched."
-/// SEMANTICS: "Nodes that are full are an error that names the way out."
+/// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
+/// SEMANTICS: "Full nodes cause an error that names the remedy."
 fn full_nodes_are_an_error_with_a_way_out() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -264,7 +261,7 @@ fn noise() -> Vec<Vec<u8>> {
     all
 }
 
-/// SEMANTICS: "Noise on the peer port or on the local socket changes nothing."
+/// SEMANTICS: "Random bytes sent to the peer port or to the local socket change nothing."
 #[test]
 fn noise_on_the_peer_port_and_the_local_socket_changes_nothing() {
     let cluster = cluster();

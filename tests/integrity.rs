@@ -235,7 +235,7 @@ fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_ve
             false => assert!(read_here.is_ok_and(|bytes| bytes != expected)),
             true => {
                 let reason = read_here.unwrap_err();
-                assert!(reason.contains("node 0, which owns it, has a bad copy"), "{reason}");
+                assert!(reason.contains("node 0, the owner of ") && reason.contains("has a bad copy"), "{reason}");
                 assert_eq!(session.status()[0].damaged[Hop::Owned as usize], 1);
             }
         }
@@ -334,8 +334,7 @@ fn a_good_cached_block_that_a_process_calls_bad_stays() {
     assert_eq!((found(&session, Hop::Cached), found(&session, Hop::Owned)), (0, 0));
 }
 
-/// SEMANTICS: "Where a dataset is visible it can be read, also from owners on which it is not visible
-/// yet."
+/// SEMANTICS: "A node on which a dataset is visible can read all of it, also from owners on which it is not visible yet."
 #[test]
 fn a_visible_dataset_can_be_read_before_it_is_visible_on_its_owners() {
     let session = Arc::new(Inside::new(3, false));

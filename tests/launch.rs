@@ -220,7 +220,7 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     ground.assert_clean();
 }
 
-/// SEMANTICS: "With `up --keep`, they exit after that time."
+/// SEMANTICS: "With `up --keep TIME`, they exit after that time."
 #[test]
 fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     let ground = Ground::new();
@@ -571,11 +571,10 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 reads the sources. If this machine is not one of the nodes, it cannot check them in
-/// advance.
+/// Node 0 looks up the sources. If this machine is not one of the nodes, it cannot check them in advance.
 ///
-/// SEMANTICS: "Node 0 reads the sources. `run` checks them beforehand if node 0 is this machine, which
-/// it is if this machine is one of the nodes; otherwise the stage-in reports those that are missing."
+/// SEMANTICS: "Node 0 looks up the sources. `run` checks them beforehand if node 0 is this machine, which it is if this machine is
+/// one of the nodes; otherwise the stage-in reports those that are missing."
 #[test]
 fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();

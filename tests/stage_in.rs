@@ -275,9 +275,8 @@ fn sparse_members_are_expanded() {
     cluster.down();
 }
 
-/// SEMANTICS: "However many workers a server has (`--stage-in-workers`), the first failure ends the
-/// stage-in on all nodes."
-/// SEMANTICS: "A truncated archive is an error that names it, and leaves nothing behind."
+/// SEMANTICS: "However many workers a server has (`--stage-in-workers`), the first failure ends the stage-in on all nodes."
+/// SEMANTICS: "A truncated archive causes an error that names it, and leaves nothing behind."
 fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 60);

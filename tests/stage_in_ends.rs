@@ -257,8 +257,8 @@ fn a_stage_in_reports_the_end_of_its_session() {
     cluster.ground.assert_clean();
 }
 
-/// SEMANTICS: "A file that has more or fewer bytes than its metadata promises, as files in `/proc` have,
-/// is an error that names it, not an empty sample."
+/// SEMANTICS: "A file that has more or fewer bytes than its metadata promises, as files in `/proc` have, causes an error that names
+/// it, and does not become an empty sample."
 fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let cluster = Ground::new().up(2);
     // According to its metadata it has 0 bytes, but it has content.

@@ -13,7 +13,7 @@
 
 #include "dayfly.h"
 
-/* How many samples one message to the server requests. */
+/* The number of samples that one message to the server requests. */
 #define BATCH 64
 
 struct samples {

@@ -12,7 +12,7 @@ use dayfly_client::{Delivery, FileKind, OnMissing, Samples, Session, View, locat
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::{display, join};
 
-/// How many samples one message to the server requests.
+/// The number of samples that one message to the server requests.
 const BATCH: usize = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -40,13 +40,13 @@ macro_rules! deadlines {
 }
 
 deadlines! {
-    /// Connecting to a peer.
+    /// How long connecting to a peer may take.
     connect = Duration::from_secs(2);
-    /// The handshake of a new connection.
+    /// How long the handshake of a new connection may take.
     handshake = Duration::from_secs(2);
     /// How long to wait before dialing a peer again that could not be reached.
     redial = Duration::from_secs(1);
-    /// A request to a peer, counted from its last progress.
+    /// How long a request to a peer may go without progress.
     request = Duration::from_secs(5);
     /// How long a peer may send no byte before it counts as lost.
     peer_lost = Duration::from_secs(5);
@@ -77,11 +77,10 @@ deadlines! {
     recall = Duration::from_secs(5);
     /// How often the supervisor renews its lease over each server, and each server answers.
     lease_interval = Duration::from_secs(1);
-    /// How long a server serves without a renewal of its lease before it exits. Counted in
-    /// intervals, so a server that was stopped does not find the time expired when it continues.
+    /// How long a server serves without a renewal of its lease before it exits. The time is counted in intervals, so a server that
+    /// was stopped does not find the time expired when it continues.
     lease = Duration::from_secs(6);
-    /// Preparing a dataset on a node, which reads the catalog from another node and checks all of
-    /// it.
+    /// How long a node may take to prepare a dataset: it reads the catalog from another node and checks all of it.
     prepare = Duration::from_secs(300);
     /// How long a batch waits for room at its owner, whose drive may be slow. This is back
     /// pressure, not failure: a dead owner is noticed by its silence much sooner. The sender waits
@@ -136,7 +135,7 @@ impl Deadlines {
     /// one.
     ///
     /// # Errors
-    /// Names the first relation that does not hold.
+    /// The error names the first relation that does not hold.
     pub const fn check(&self) -> Result<(), DeadlineError> {
         const fn ms(duration: Duration) -> u128 {
             duration.as_millis()
@@ -155,7 +154,7 @@ impl Deadlines {
             "a request that moves to another link has as much time there";
             ms(self.link_silent) < ms(self.peer_lost), "a link is replaced before its peer is lost";
             ms(self.look_interval) <= ms(self.ping_interval), "an overdue peer is checked more often than it is pinged";
-            ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all checks fit the time after which a peer counts as lost";
+            ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all checks fit into the time after which a peer counts as lost";
             ms(self.ping_interval) * 2 <= ms(self.request), "a wait for news of a stage-in is shorter than its request";
             ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
             ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches before it may take";

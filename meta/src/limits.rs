@@ -112,13 +112,13 @@ pub const STAGE_IN_MEMORY_MIN: u64 = 256 << 20;
 /// The least memory that each further worker of a server needs, summed over the stage-ins that may
 /// run at once: its batches, the members that are not in a run yet, and the bytes decoded ahead.
 pub const STAGE_IN_MEMORY_PER_WORKER_MIN: u64 = (STAGE_INS_MAX * (BATCHES_PER_WORKER_MIN + 2) * BATCH_LEN_MAX) as u64;
-/// The least memory for stage-ins on a server with this many workers, in bytes.
+/// Returns the least memory for stage-ins on a server with this many workers, in bytes.
 pub const fn stage_in_memory_min(workers: usize) -> u64 {
     let shared = (STAGE_INS_MAX * (SHUFFLE_LEN_MAX + BATCHES_LANDING_MAX * BATCH_LEN_MAX + PATHS_LEN_MIN)) as u64;
     let all = shared + workers as u64 * STAGE_IN_MEMORY_PER_WORKER_MIN;
     if all > STAGE_IN_MEMORY_MIN { all } else { STAGE_IN_MEMORY_MIN }
 }
-/// The largest number of workers for which this much memory is enough.
+/// Returns the largest number of workers for which this much memory is enough.
 pub const fn stage_in_workers_max(memory: u64) -> usize {
     let mut workers = 1;
     while workers < WORKERS_MAX && stage_in_memory_min(workers + 1) <= memory {
@@ -144,7 +144,7 @@ pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
 /// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
-/// Upper bound of the headroom in bytes, see [`HEADROOM_SHARE`].
+/// Upper bound on the headroom in bytes, see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the
 /// drive.
@@ -152,8 +152,8 @@ pub const HEADROOM_MAX: u64 = 256 << 20;
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server. Each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
-/// Threads that decode one compressed source. One worker takes their output, and it is no faster
-/// than a few of them.
+/// Threads that decode one compressed source. One worker takes their output, and a few decoders are
+/// as fast as one worker.
 pub const DECODERS_MAX: usize = 4;
 /// Bytes of member records that a worker sorts in memory before it writes them out as a run.
 pub const RUN_LEN_MAX: usize = 32 << 20;
@@ -212,8 +212,8 @@ pub const STUCK_REQUESTS_MAX: u32 = 16;
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members speak at once, so
-/// the oldest one is a stranger's.
+/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members send at once, so the oldest one is a
+/// stranger's.
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
@@ -233,8 +233,8 @@ pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// Prefetched chunks take at most 1 / `PREFETCH_SHARE` of the arena, unless `tune
 /// --prefetch-memory` sets another bound.
 pub const PREFETCH_SHARE: u64 = 2;
-/// Samples of all orders of a node together, 4 bytes of memory each: an epoch of a large dataset,
-/// or an epoch of a smaller one for each of many readers.
+/// Samples of all orders of a node together, 4 bytes of memory each. This is enough for an epoch of
+/// a large dataset, or for an epoch of a smaller one for each of many readers.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
@@ -313,8 +313,8 @@ pub const TREE_WIDTH: usize = 16;
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
 /// How often servers and supervisors check that their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often they refresh the files' times, because cleaners of `/tmp` remove what has not been
-/// used for days.
+/// How often servers and supervisors refresh the times of their files, because cleaners of `/tmp` remove what has not been used for
+/// days.
 pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// How long the launcher's processes may take to exit once the servers have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -325,13 +325,13 @@ pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
 pub const SUSPECT_PATHS_MAX: usize = 64;
 /// Suspected path conflicts that an owner reports at a time.
 pub const SUSPECTS_REPORTED_MAX: usize = 16;
-/// Answers about such conflicts that a node holds until its next report, and that the coordinator
-/// holds for each conflict.
+/// Answers about suspected path conflicts: a node holds up to this many until its next report, and the coordinator holds up to this
+/// many for each conflict.
 pub const SIGHTINGS_MAX: usize = 16;
 /// An owner's table of path hashes takes 1 / `PATHS_SHARE` of the stage-in's memory, and at least
 /// [`PATHS_LEN_MIN`].
 pub const PATHS_SHARE: usize = 16;
-/// The least memory for that table, in bytes.
+/// The least memory for an owner's table of path hashes, in bytes.
 pub const PATHS_LEN_MIN: usize = 1 << 20;
 /// When a stage-in makes no progress, each node reports at most this many things that it waits for,
 /// of at most [`NOTE_LEN_MAX`] characters each.

@@ -1,4 +1,4 @@
-//! The locations table: for one dataset on one node, where each block lies on this node, or that it
+//! The locations table of one dataset on one node: where each block lies on this node, or that it
 //! is absent.
 //!
 //! The table is a sparse file: one page of header, then one word for every block of the dataset,
@@ -44,7 +44,7 @@ pub struct Locations {
 }
 
 impl Locations {
-    /// Length of the table's file in bytes.
+    /// Returns the length of the table's file in bytes.
     pub fn file_len(blocks: u32) -> u64 {
         PAGE_SIZE + u64::from(blocks) * 8
     }

@@ -5,12 +5,12 @@ use std::fmt::Write;
 
 use crate::wire::status::{NodeStatus, Reads};
 
-/// How the value of a metric changes.
+/// How the value of a metric may change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The value only grows, from the start of the session.
     Counter,
-    /// The value is the state at the moment.
+    /// The value shows the current state, and may fall.
     Gauge,
 }
 
@@ -25,7 +25,7 @@ pub struct Metric {
     /// The label, in addition to `node`, that tells several values of the metric apart; empty if there is
     /// only one value.
     pub label: &'static str,
-    /// Returns the values, each with the value of that label.
+    /// Returns the metric's values, each with its value of the label.
     values: fn(&NodeStatus) -> Vec<(String, f64)>,
 }
 
@@ -82,7 +82,7 @@ metrics! {
         |node| HOP_NAMES.iter().zip(node.damaged).map(|(name, count)| ((*name).to_owned(), count as f64)).collect();
     "dayfly_wait_seconds" Gauge "quantile" "How long processes wait for chunks that they ask the server for, since the session began."
         |node| ["0.5", "0.9", "0.99"].iter().zip(node.wait_us).map(|(name, us)| ((*name).to_owned(), us as f64 / 1e6)).collect();
-    "dayfly_asking" Gauge "" "Requests of processes that the server works on."
+    "dayfly_asking" Gauge "" "Requests of processes that the server is working on."
         |node| one(node.asking);
     "dayfly_queued" Gauge "" "Requests that wait for room in the arena. They are a part of `dayfly_asking`."
         |node| one(node.queued);
@@ -90,7 +90,7 @@ metrics! {
         |node| one(node.queued_total);
     "dayfly_prefetch_orders" Gauge "" "Orders that are being prefetched."
         |node| one(node.prefetch.orders);
-    "dayfly_prefetch_depth_bytes" Gauge "" "Bytes that the node tries to be ahead of its readers."
+    "dayfly_prefetch_depth_bytes" Gauge "" "How many bytes the node tries to be ahead of its readers."
         |node| one(node.prefetch.depth_bytes);
     "dayfly_prefetch_requests" Gauge "" "How many prefetch requests to owners the node has in flight at once."
         |node| one(node.prefetch.requests);
@@ -108,7 +108,7 @@ metrics! {
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take. No more than the file systems have free; cached blocks make room."
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity, or what the file systems have free if that is less, plus the bytes of cached blocks, which would be evicted."
         |node| one(node.free_bytes);
     "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);
@@ -134,7 +134,7 @@ metrics! {
         |node| one(node.network.wake_ups);
     "dayfly_rdma_written_bytes_total" Counter "" "Bytes written into peers' memory, to answer their reads."
         |node| one(node.network.written_bytes);
-    "dayfly_rdma_read_bytes_total" Counter "" "Bytes read from peers' memory, during their stage-ins."
+    "dayfly_rdma_read_bytes_total" Counter "" "Bytes read from peers' memory when they ship blocks of a stage-in."
         |node| one(node.network.read_bytes);
     "dayfly_rdma_queue_pairs" Gauge "" "Queue pairs that exist now."
         |node| one(node.network.queue_pairs);

@@ -18,7 +18,7 @@ pub enum InvalidPath {
     #[error("it is longer than {PATH_LEN_MAX} bytes")]
     LongPath,
     /// The name contains a NUL byte.
-    #[error("it holds a NUL byte")]
+    #[error("it contains a NUL byte")]
     Nul,
 }
 
@@ -42,9 +42,8 @@ pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     if path.len() > PATH_LEN_MAX { Err(InvalidPath::LongPath) } else { Ok(path) }
 }
 
-/// Returns the path without the extension of its name, which begins at the last dot. It is equal
-/// for `k.jpg`, `k.txt` and `k.json` of one directory. A name whose only dot comes first has no
-/// extension.
+/// Returns the path without the extension of its name, which begins at the last dot. The result is the same for `k.jpg`, `k.txt`
+/// and `k.json` in one directory. A name whose only dot comes first has no extension.
 pub fn group(path: &[u8]) -> &[u8] {
     let name_at = path.iter().rposition(|&byte| byte == b'/').map_or(0, |at| at + 1);
     match path[name_at..].iter().rposition(|&byte| byte == b'.') {
@@ -58,7 +57,7 @@ pub fn is_normal(path: &[u8]) -> bool {
     normalize(path).is_ok_and(|normal| normal == path)
 }
 
-/// `base/name`; either may be empty.
+/// Returns `base/name`; either may be empty.
 pub fn join(base: &[u8], name: &[u8]) -> Vec<u8> {
     let mut path = base.to_vec();
     if !name.is_empty() {
@@ -135,7 +134,7 @@ const UNSEEN: [(u32, u32); 24] = [
     (0x180e, 0x180e),
     (0x200b, 0x200f),
     (0x2028, 0x202e),
-    // Includes U+2065, which is reserved for another such character.
+    // The range includes U+2065, which is reserved for another such character.
     (0x2060, 0x206f),
     (0xfeff, 0xfeff),
     (0xfff9, 0xfffb),
@@ -146,7 +145,7 @@ const UNSEEN: [(u32, u32); 24] = [
     (0x1d173, 0x1d17a),
     (0xe0001, 0xe0001),
     (0xe0020, 0xe007f),
-    // Fillers, which are letters but blank.
+    // Fillers: letters that are displayed as blanks.
     (0x115f, 0x1160),
     (0x3164, 0x3164),
 ];

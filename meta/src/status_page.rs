@@ -71,7 +71,7 @@ impl StatusPage {
         self.0.add(HEARTBEAT_WORD, 1);
     }
 
-    /// Returns the token under which the server grants leases to a connection at the moment.
+    /// Returns the token under which the server currently grants leases to a connection.
     pub fn token(&self, connection: u32) -> u64 {
         self.0.load(token_word(connection)) & !RECALL_BIT
     }
@@ -105,8 +105,8 @@ impl StatusPage {
     }
 }
 
-/// Returns the index of a connection's word. An impossible connection number leads out of the page,
-/// where all words read as 0.
+/// Returns the index of a connection's word. The index for an impossible connection number is outside the page, where all words
+/// read as 0.
 fn token_word(connection: u32) -> usize {
     FIRST_TOKEN_WORD.saturating_add(connection as usize)
 }
@@ -157,8 +157,8 @@ impl Counters {
         std::array::from_fn(|source| Reads { count: sum(source * 2), bytes: sum(source * 2 + 1) })
     }
 
-    /// Announces that a process will look at bytes in place. It must do so before it looks up where
-    /// they are. While any process has views, the server evicts no cached blocks.
+    /// Announces that a process will look at bytes in place. The process must call this before it looks up where they are. While
+    /// any process has views, the server evicts no cached blocks.
     pub fn begin_view(&self, slot: u32) {
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, 1);
         // The server withdraws a location and then reads this counter; we advance the counter and

@@ -58,11 +58,11 @@ use table::{Lookup, Table};
 /// Identifies a chunk among all datasets of this node.
 pub(crate) type ChunkKey = (DatasetId, Chunk);
 
-/// Bytes evicted at least, even where fewer would do: one large eviction costs less than many small ones.
+/// The fewest bytes to evict at once, even where fewer would do: one large eviction costs less than many small ones.
 const EVICTION_LEN_MIN: u64 = 256 << 10;
 /// The mean length of a chunk that the eviction policy is sized for.
 const TYPICAL_LEN: u64 = 32 << 10;
-/// How often a request that waits for room looks again without being woken: a slot that was lent to a late answer comes free
+/// How often a request that waits for room looks again without being woken: a slot that was lent to a late answer becomes free
 /// without a notification.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -82,7 +82,7 @@ struct Inner {
     /// Distinguishes the chunks that occupy one slot after another.
     generation: AtomicU32,
     leases: AtomicU64,
-    /// The request that waits for room holds this; the others queue for it, first come, first served.
+    /// The request that waits for room holds this lock; the others queue for it, first come, first served.
     queue: tokio::sync::Mutex<()>,
     waiting: AtomicU64,
     waited: AtomicU64,
@@ -170,12 +170,12 @@ impl Arena {
         &self.inner.ledger
     }
 
-    /// Bytes of resident chunks, and the number of leases.
+    /// Returns the bytes of resident chunks, and the number of leases.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.table().weight(), self.inner.leases.load(Ordering::Relaxed))
     }
 
-    /// Requests that wait for room now, and all that ever waited.
+    /// Returns the number of requests that wait for room now, and of all that ever waited.
     pub(crate) fn waiters(&self) -> (u64, u64) {
         (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
     }
@@ -285,7 +285,7 @@ impl Arena {
         let _waiting = Waiting::new(&self.inner);
         let _first = timeout_at(deadline, self.inner.queue.lock()).await.ok()?;
         loop {
-            // Enabled before the attempt, so that a lease which ends right after it still wakes us.
+            // This is enabled before the attempt, so that a lease that ends right after the attempt still wakes us.
             let idled = self.inner.idled.notified();
             tokio::pin!(idled);
             idled.as_mut().enable();

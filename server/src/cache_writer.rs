@@ -2,8 +2,8 @@
 //! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
 //! message.
 //!
-//! Which blocks are cached is decided by `store::cached_blocks`. A chunk is verified again before it is written, because a copy
-//! on a drive is read in later epochs too.
+//! `store::cached_blocks` decides which blocks are cached. A chunk is verified again before it is written, because a copy on a
+//! drive is read in later epochs too.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ struct QueuedChunk {
 
 /// Sends chunks to the task that caches them.
 pub(crate) struct CacheWriter {
-    /// Has no bound of its own: `waiting_bytes_max` bounds it.
+    /// The queue has no bound of its own: `waiting_bytes_max` bounds it.
     queue: UnboundedSender<QueuedChunk>,
     waiting_bytes: Arc<AtomicU64>,
     waiting_bytes_max: u64,

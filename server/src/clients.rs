@@ -74,7 +74,7 @@ impl ClientContext {
     }
 }
 
-/// The socket and everything that is done for its clients. Dropping it ends all of that.
+/// The socket, and the tasks that serve its clients. Dropping it ends all of them.
 pub(crate) struct ClientListener {
     path: PathBuf,
     _tasks: JoinSet<()>,
@@ -114,7 +114,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
                 continue;
             }
         };
-        // The folder is 0700 already. This check holds even if somebody widens it.
+        // The folder's mode is 0700 already. This check protects the socket even if somebody changes the mode.
         let pid = match stream.peer_cred() {
             Ok(peer) if peer.uid() == geteuid().as_raw() => peer.pid().unwrap_or(0),
             _ => {
@@ -179,8 +179,8 @@ impl Client {
             Ok(FromClient::Hello { version: VERSION }) => self.welcome().await?,
             Ok(FromClient::Hello { version }) => {
                 let reason = format!(
-                    "this server uses version {VERSION} of the protocol and the client version {version}; use the dayfly that \
-                     started the session"
+                    "this server uses version {VERSION} of the protocol, and the client uses version {version}; use the dayfly \
+                     that started the session"
                 );
                 return self.refuse(&reason).await;
             }
@@ -243,7 +243,7 @@ impl Client {
     }
 
     async fn list_datasets(&self) -> io::Result<()> {
-        // Read first, so that a change during the listing makes the client ask again.
+        // The generation is read first, so that a change during the listing makes the client ask again.
         let generation = self.context.store.generation();
         for dataset in self.context.store.datasets() {
             let files = dataset.client_files()?;

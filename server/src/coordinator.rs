@@ -9,11 +9,10 @@
 //! - `conflicts`, `merge`: path conflicts, and the merge of all runs into the catalog;
 //! - `rates`, `distribution`: figures for the summary.
 //!
-//! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be cancelled, by its user
-//! or by a failure on any node; from the commit on it is finished or undone. The targets of two running stage-ins
-//! never overlap.
+//! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be canceled, by its user or by a
+//! failure on any node; from the commit on it is finished or undone. The targets of two running stage-ins never overlap.
 //!
-//! This module reads no source and stores no block: nodes do, each in its [`crate::stage_in`]. It reaches nodes through
+//! This module reads no source and stores no block: nodes do that, each in its [`crate::stage_in`]. It reaches nodes through
 //! messages only, this node included.
 
 mod conflicts;
@@ -112,7 +111,7 @@ impl Coordinator {
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
         let number = self.subscriptions.open(events)?;
         let coordinator = self.clone();
-        // On a task of its own, because the stage-in must undo what it did even if nobody asks for its events anymore.
+        // The stage-in runs on a task of its own, because it must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
             tokio::join!(run::run(&coordinator, request, sender), coordinator.subscriptions.expire(number));
         });
@@ -151,11 +150,11 @@ impl Coordinator {
     }
 }
 
-/// The stage-ins that run, and how those that have ended came out.
+/// The stage-ins that run, and the outcomes of those that have ended.
 #[derive(Default)]
 struct Registry {
     running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,
-    /// Stage-ins that have become datasets. A node that missed that learns it from the answer to its next report.
+    /// Stage-ins that have become datasets. A node that missed this learns of it from the answer to its next report.
     published: Mutex<HashSet<u64>>,
 }
 

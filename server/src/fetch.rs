@@ -264,7 +264,8 @@ impl Fetcher {
                         self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
-                    // The owner's drive may do better for this chunk alone, or it was withdrawn while it was read.
+                    // Another attempt for this chunk alone may succeed: its owner's drive may do better, or the chunk was withdrawn
+                    // while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
                 errors[number] = Some(read_error(&dataset, chunks[number], error));

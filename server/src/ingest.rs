@@ -85,8 +85,8 @@ pub(crate) enum IngestError {
 }
 
 impl Ingest {
-    /// `buffer_len` is the memory for blocks that wait to be written, `paths_len` that for the table of paths. `drive` takes the
-    /// table of positions.
+    /// Starts with no blocks. `buffer_len` is the memory for blocks that wait to be written, and `paths_len` the memory for the
+    /// table of paths. The table of positions lies on `drive`.
     pub(crate) fn new(
         segments: Arc<Segments>,
         drive: Arc<Drive>,
@@ -201,7 +201,7 @@ impl Ingest {
         Ok(self.arrivals.finish(blocks)?)
     }
 
-    /// Reserves room on the drive of the present buffer, or else on the drive with the most room. `None` if all are full.
+    /// Reserves room on the drive of the current buffer, or else on the drive with the most room. `None` if all are full.
     fn drive_for(&self, intake: &Intake, room: u64) -> Result<Option<u8>, IngestError> {
         let present = intake.buffer.as_ref().map(WriteBuffer::drive);
         for drive in present.into_iter().chain(self.segments.drives_by_room()) {
@@ -333,8 +333,6 @@ mod tests {
         assert!(matches!(ingest.store_piece(piece, u64::MAX, 0, &[0; 11]), Err(IngestError::Malformed)));
     }
 
-    /// Promise: "an owner compares every block and piece before it takes it".
-    ///
     /// SEMANTICS: "The owner checks every block before it accepts it, its own worker's blocks too."
     #[test]
     fn a_bit_that_flips_before_landing_is_refused_and_nothing_of_the_batch_is_stored() {

@@ -33,8 +33,9 @@
 //!
 //! # What is not here
 //!
-//! The network (`dayfly-transport`), the reading of sources (`dayfly-stagein`), formats and messages (`dayfly-meta`), and
-//! everything that starts servers or reads the command line. This crate prints nothing; it logs with `tracing`.
+//! Other crates contain the network (`dayfly-transport`), the reading of sources (`dayfly-stagein`), formats and messages
+//! (`dayfly-meta`), and everything that starts servers or reads the command line. This crate prints nothing; it logs with
+//! `tracing`.
 //!
 //! # Example
 //!

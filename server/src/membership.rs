@@ -152,7 +152,7 @@ impl Membership {
 
     /// Waits until the session has ended on this node.
     pub(crate) async fn ended(&self) {
-        // It fails only once the sender is dropped, and `self` holds it.
+        // This fails only once the sender is dropped, and `self` holds the sender.
         let _ = self.has_ended.subscribe().wait_for(|has_ended| *has_ended).await;
     }
 }

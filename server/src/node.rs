@@ -82,7 +82,7 @@ pub struct Node {
     running: Mutex<Option<Running>>,
 }
 
-/// What ends with the session. Dropping it closes all connections.
+/// The parts that end with the session. Dropping this closes all connections.
 struct Running {
     _peers: Serving,
     /// Keeps the loopback alive, which refers to it weakly.

@@ -4,8 +4,8 @@
 //! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
 //! same messages, the same deadlines and the same errors, and no caller distinguishes the two.
 //!
-//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts towards it. The loopback
-//! refers to the service weakly, so that it does not keep a closed node alive.
+//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward it. The loopback refers
+//! to the service weakly, so that it does not keep a closed node alive.
 //!
 //! This module knows messages, not what they mean: what a peer does with a request is up to [`crate::service`].
 
@@ -92,7 +92,7 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// `exchange` is where the bytes of runs and catalogs land.
+    /// Creates the peers of a node that does not know the roster yet. The bytes of runs and catalogs land in `exchange`.
     pub(crate) fn new(
         node: NodeId,
         transport: Arc<dyn Transport>,
@@ -118,7 +118,7 @@ impl Peers {
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
-    /// Sets the roster. The first call counts: the roster never changes, and every later call has the same.
+    /// Sets the roster. Only the first call has an effect: the roster never changes, and every later call passes the same one.
     pub(crate) fn set_roster(&self, addresses: &[SocketAddr]) {
         let dialer = |(node, &address)| Dialer::new(NodeId(node), address, &self.deadlines);
         let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
@@ -132,7 +132,7 @@ impl Peers {
         futures_util::future::try_join_all(connecting).await.map(drop)
     }
 
-    /// Number of nodes in the session, this one included; 0 before the roster is known.
+    /// Returns the number of nodes in the session, this one included; 0 before the roster is known.
     pub(crate) fn count(&self) -> usize {
         self.roster.get().map_or(0, Vec::len)
     }
@@ -146,8 +146,8 @@ impl Peers {
         self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Returns whether a connection to the node was lost, and no new one has been made. Dialing again is not a loss: how that
-    /// ends shows at the next call.
+    /// Returns whether a connection to the node was lost, and no new one has been made. A dial in progress is not a loss: the next
+    /// call sees its outcome.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }
@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// Returns the peers that a node meets at the start: all, in a small session. In a large one, those 1, 2, 4, 8 ... numbers
-/// further on, so that the number of connections grows with the logarithm of the number of nodes, and near and far paths
-/// through the network are tried.
+/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are the nodes 1,
+/// 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of nodes, and
+/// near and far paths through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();

@@ -1,8 +1,8 @@
 //! Prefetch: fetches blocks ahead of readers that have sent the order in which they will read samples.
 //!
-//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the order. It sees by the arena's
-//! marks which of them were read, releases those, and fetches as many further ones. How far it reads ahead, and with how many
-//! requests at once, a controller decides by feedback, within the limits of the policy (`dayfly tune --prefetch`).
+//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the order. It sees by the arena's marks
+//! which of them were read, releases those, and fetches as many further ones. A controller decides by feedback how far it reads
+//! ahead, and with how many requests at once, within the limits of the policy (`dayfly tune --prefetch`).
 //!
 //! # Parts
 //!
@@ -14,7 +14,7 @@
 //! # Invariants
 //!
 //! - All orders together lease at most three quarters of the arena. The rest is for requests of processes.
-//! - An order allocates no room while a request of a process waits for some, and then shrinks its window.
+//! - While a request of a process waits for room, an order allocates none, and shrinks its window.
 //! - If nothing of an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
 //! - A chunk that a process asked for itself does not enter the window.
 //!
@@ -60,7 +60,7 @@ pub(crate) struct Prefetcher {
     wasted: AtomicU64,
 }
 
-/// Samples in the order in which a client will read them. Counts towards the node's limit until it is dropped.
+/// Samples in the order in which a client will read them. Counts toward the node's limit until it is dropped.
 #[derive(Default)]
 pub(crate) struct SampleOrder {
     samples: Vec<SampleId>,

@@ -4,8 +4,8 @@
 //! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks), which evict cached
 //! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
-//! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. Room is freed only when
-//! no process reads a block in place that lies in it.
+//! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. The room of cached blocks is
+//! freed only while no process reads blocks in place.
 //!
 //! This module decides how much is cached. It does not write, read or place a single block: that is up to `store` and
 //! `cache_writer`.
@@ -26,7 +26,7 @@ use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
 use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
 
-/// How often to look whether processes still have views.
+/// How often to check whether processes still have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
 /// each batch would take longer than writing the batch.

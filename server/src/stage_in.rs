@@ -275,11 +275,11 @@ impl NodeStageIn {
     /// Ends the workers at their next step, and each of their waits at once.
     fn cancel(&self) {
         self.monitor.cancel();
-        // A stage-in may be cancelled more than once.
+        // A stage-in may be canceled more than once.
         let _ = self.cancelled.set(());
     }
 
-    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is cancelled. A worker that waits
+    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is canceled. A worker that waits
     /// through this stops waiting then, whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {

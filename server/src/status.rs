@@ -137,7 +137,7 @@ fn predicted_local_permille(datasets: &[Arc<Dataset>]) -> u64 {
     datasets.iter().map(local).sum::<u128>().checked_div(all.into()).unwrap_or(0) as u64
 }
 
-/// Resident memory of this process in bytes; 0 if the kernel does not say.
+/// Returns the resident memory of this process in bytes; 0 if the kernel does not report it.
 fn resident_memory() -> u64 {
     let pages = std::fs::read_to_string("/proc/self/statm").ok().and_then(|text| text.split(' ').nth(1)?.parse::<u64>().ok());
     pages.unwrap_or(0) * PAGE_SIZE

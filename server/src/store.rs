@@ -114,10 +114,10 @@ impl Store {
         self.drives.iter().map(|drive| drive.capacity()).sum()
     }
 
-    /// Bytes that a stage-in may still take: the free part of our capacity, or less where other programs have filled the file
-    /// systems, plus the room of cached blocks, which can be evicted.
+    /// Returns the bytes that a stage-in may still take: the free part of our capacity, or less where other programs have filled
+    /// the file systems, plus the room of cached blocks, which can be evicted.
     pub(crate) fn free(&self) -> u64 {
-        // By file system: two data dirs may share one.
+        // Free bytes are summed by file system, because two data dirs may share one.
         let mut by_device = BTreeMap::new();
         for drive in &self.drives {
             let free: &mut (u64, u64) = by_device.entry(drive.device()).or_default();
@@ -126,13 +126,14 @@ impl Store {
         by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// Returns the most that any drive lacks of the headroom that a stage-in needs for its catalog and runs. That is `bytes`,
-    /// or the usual headroom if that is more.
+    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns the most that
+    /// any drive lacks of it.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
 
-    /// Makes segments leave the headroom free, or lets them use it. They leave it while cached blocks can be evicted instead.
+    /// Makes segments leave the headroom free, or lets them use it. They must leave it as long as cached blocks can be evicted
+    /// instead.
     pub(crate) fn protect_headroom(&self, is_protected: bool) {
         self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
@@ -156,7 +157,7 @@ impl Store {
         was_protected
     }
 
-    /// Bytes of room that cached blocks take.
+    /// Returns the bytes of room that cached blocks take.
     pub(crate) fn cached_room(&self) -> u64 {
         self.datasets().iter().map(|dataset| dataset.segments().cached_room()).sum()
     }
@@ -178,7 +179,7 @@ impl Store {
         (&self.status_page_file, &self.counters_file)
     }
 
-    /// Changes whenever a dataset becomes visible or invisible.
+    /// Returns a number that changes whenever a dataset becomes visible or invisible.
     pub(crate) fn generation(&self) -> u64 {
         self.status_page.generation()
     }

@@ -30,7 +30,7 @@ pub enum BuildError {
     #[error("cannot write the catalog: {0}")]
     Write(#[from] io::Error),
     /// The dataset has more names than a catalog can number.
-    #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several")]
+    #[error("more than {ENTRIES_MAX} names in one dataset; stage its sources into several datasets")]
     Entries,
     /// The sources have more directories than are allowed for their number of files.
     #[error(
@@ -38,7 +38,7 @@ pub enum BuildError {
     )]
     Directories(u64),
     /// The dataset has more blocks than a catalog can number.
-    #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several")]
+    #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several datasets")]
     Blocks,
     /// A file has a number of blocks or checksums that does not match its size. The run it came
     /// from was damaged.

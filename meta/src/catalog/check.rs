@@ -11,7 +11,7 @@ impl Catalog {
     ///
     /// # Errors
     ///
-    /// Names the first part that is damaged.
+    /// The error names the first part that is damaged.
     pub fn check(&self, nodes: usize) -> Result<(), CatalogError> {
         let damaged = |what| Err(CatalogError::Damaged(what));
         let header = *self.header();
@@ -114,8 +114,8 @@ impl Catalog {
         if (0..header.blocks).all(owned) { Ok(()) } else { damaged("a block's owner") }
     }
 
-    /// Every entry was found through the index, so it only remains to check that the index contains
-    /// nothing else.
+    /// Checks that the index contains nothing but the entries, each of which was already found
+    /// through it.
     fn check_index(&self) -> Result<(), CatalogError> {
         let buckets =
             (0..self.columns[Column::Index as usize].count).filter_map(|bucket| self.record::<BUCKET_LEN>(Column::Index, bucket));

@@ -10,7 +10,7 @@ pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 pub(crate) const VERSION: u32 = 3;
 /// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
-/// Upper bound on the length of the rkyv header, no part of which grows with the dataset.
+/// Upper bound on the length of the rkyv header. No part of it grows with the dataset.
 pub(crate) const HEADER_LEN_MAX: usize = 4096 - START_LEN;
 
 /// The columns, in the order of the file.
@@ -255,7 +255,7 @@ pub enum Compression {
 pub struct Source {
     /// Its absolute path on the PFS.
     pub path: Vec<u8>,
-    /// The directory of the dataset that the source's names lie below; empty for the root. For a
+    /// The directory of the dataset below which the source's names lie; empty for the root. For a
     /// single file, its path in the dataset.
     pub prefix: Vec<u8>,
     /// The kind of source.

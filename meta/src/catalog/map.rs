@@ -172,7 +172,7 @@ impl Catalog {
         &self.header
     }
 
-    /// Returns the CRC32C of the whole file, all of which this reads.
+    /// Returns the CRC32C of the whole file. This reads all of it.
     pub fn file_checksum(&self) -> u32 {
         crc32c::crc32c(&self.map)
     }
@@ -200,7 +200,7 @@ impl Catalog {
         for _ in 0..buckets {
             let slots = self.record::<BUCKET_LEN>(Column::Index, bucket)?;
             let (mut candidates, mut is_full) = (0_u8, true);
-            // Without branches, because the processor could not predict which slot matches.
+            // The loop has no branches, because the processor could not predict which slot matches.
             for (slot, word) in slots.as_chunks::<8>().0.iter().enumerate() {
                 let word = u64::from_le_bytes(*word);
                 is_full &= word as u32 != 0;

@@ -33,7 +33,7 @@ pub enum ResolveError {
         /// The contested path.
         path: String,
     },
-    /// The sources contain one path too many times.
+    /// The sources contain the same path too many times.
     #[error("the sources contain '{path}' more than {CONTESTED_MEMBERS_MAX} times")]
     Repeated {
         /// The repeated path.
@@ -87,7 +87,7 @@ pub struct Histories<I: Iterator<Item = io::Result<Member>>> {
 }
 
 impl<I: Iterator<Item = io::Result<Member>>> Histories<I> {
-    /// `members` must arrive in [`Member::run_order`].
+    /// Creates the grouping of `members`, which must arrive in [`Member::run_order`].
     pub fn new(members: I) -> Self {
         Self { members: members.peekable(), ready: VecDeque::new(), refused: Refused::default() }
     }
@@ -318,7 +318,8 @@ impl MemberKind {
 mod tests {
     use super::*;
 
-    /// `d a`, `f a` (its content is its line number), `s a x`, `h a b`: unpacks the lines in order.
+    /// Unpacks the lines of a script in order: `d a` is a directory, `f a` a file whose content is its line number, `s a x` a
+    /// symlink, and `h a b` a hard link.
     fn unpack(script: &str) -> (Vec<String>, u64) {
         let mut members: Vec<Member> = script
             .lines()

@@ -20,8 +20,7 @@ pub enum Command {
     /// Ends the session on this node, and on other nodes unless `except` excludes them. Event: `Down`;
     /// then the server exits.
     Down {
-        /// The nodes that this server must not contact, because others do; `None` if it contacts
-        /// none.
+        /// The nodes that this server must not contact, because other servers contact them. `None`: it contacts no node.
         except: Option<Vec<u16>>,
     },
 }

@@ -30,11 +30,11 @@ pub enum Kind {
     Offered = 6,
     /// The request failed. Body: text.
     Refused = 7,
-    /// Asks for a sign of life.
+    /// Asks the peer to show that it is alive.
     Ping = 8,
     /// The answer to a ping.
     Pong = 9,
-    /// All `Data` of an answer has been sent and is valid.
+    /// All `Data` of an answer has been sent. Body: empty, or the pieces that could not be read.
     End = 10,
     /// The offering side sends this in place of `Data`: it has withdrawn an accepted offer, and
     /// none of its bytes will come.

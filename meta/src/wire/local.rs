@@ -100,8 +100,8 @@ pub enum FromServer {
     Fetched {
         /// Each chunk by its index in the request.
         chunks: Vec<(u32, FetchedChunk)>,
-        /// The lease on those chunks that lie in the arena, until it is released or revoked or the
-        /// process ends; 0 if none does.
+        /// The lease on those chunks that lie in the arena; 0 if none does. The lease holds until
+        /// it is released or revoked, or until the process ends.
         lease: u64,
         /// The connection's token when the lease was granted. The lease no longer holds once the
         /// status page has another token.

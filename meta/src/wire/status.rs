@@ -163,8 +163,8 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// Bytes that the node may take on its data dirs.
     pub capacity_bytes: u64,
-    /// Bytes that a stage-in may still take: less than the capacity leaves if others have filled
-    /// the drives. Cached blocks make room.
+    /// Bytes that a stage-in may still take: the free part of the capacity, or what the file
+    /// systems have free if that is less, plus the bytes of cached blocks, which would be evicted.
     pub free_bytes: u64,
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.
@@ -200,7 +200,7 @@ pub struct NodeStatus {
     /// How long clients waited for chunks that they asked the server for, in microseconds: the
     /// median, the 90th and the 99th percentile.
     pub wait_us: [u64; 3],
-    /// Requests of clients that the server works on.
+    /// Requests of clients that the server is working on.
     pub asking: u64,
     /// The part of [`Self::asking`] that waits for room in the arena.
     pub queued: u64,
@@ -259,9 +259,9 @@ pub struct OwnerStatus {
 pub struct PrefetchStatus {
     /// Orders that are being prefetched.
     pub orders: u64,
-    /// How many bytes ahead of readers the controller tries to be at the moment.
+    /// How many bytes ahead of readers the controller currently tries to be.
     pub depth_bytes: u64,
-    /// How many requests to owners the controller has in flight at the moment.
+    /// How many requests to owners the controller currently keeps in flight.
     pub requests: u64,
     /// Blocks that had arrived before they were read.
     pub hits: u64,

@@ -23,8 +23,8 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub(crate) struct Allocation {
     pub(crate) launcher: &'static Launcher,
-    /// In the order of the list. With a manual launcher all names are empty, because only their
-    /// number is known.
+    /// The hosts, in the order of the list. With a manual launcher all names are empty, because
+    /// only their number is known.
     pub(crate) hosts: Vec<String>,
     /// The manager's name of the job that the session is part of.
     pub(crate) job: Option<String>,
@@ -109,8 +109,8 @@ fn given_hosts(options: &LaunchOptions) -> Result<Option<Vec<String>>, LaunchErr
     }
 }
 
-/// Returns the hosts that a manager lists: the launcher's own, or the one in whose job this process
-/// runs.
+/// Returns the hosts that a manager lists: the manager that the launcher belongs to, or the one in
+/// whose job this process runs.
 fn listed_by_manager(
     launcher: &'static Launcher,
     manager: Option<&'static Launcher>,

@@ -17,7 +17,7 @@ use dayfly_meta::id::SessionId;
 use crate::data_dir;
 use crate::error::LaunchError;
 
-/// How long a server that has ended may take to disappear.
+/// How long the process of a server that has ended may take to exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How many times the removal of a folder is retried while others create files in it.
 const REMOVE_ATTEMPTS_MAX: u32 = 10;

@@ -1,8 +1,8 @@
 //! The messages between the supervisor and each server, as JSON on the sealed control channel.
 //!
 //! Each server connects to the supervisor and sends [`FromServer::Hello`]. The supervisor answers
-//! with the node number, collects the addresses, and has node 0 connect everyone. From then on both
-//! sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`].
+//! with the node number, collects the addresses, and has node 0 connect all servers. From then on
+//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`].
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -26,8 +26,8 @@ pub(crate) enum FromServer {
     },
     /// The server listens for peers.
     Started { address: SocketAddr, ability: Ability },
-    /// From node 0: all nodes reach each other. `fallen_back` says why some do not over the
-    /// transport that was tried.
+    /// From node 0: all nodes reach each other. `fallen_back` names the pairs that do not over the
+    /// transport that was tried, and says why.
     Met { fallen_back: Vec<String> },
     /// From node 0: all nodes use the transport that was agreed on.
     Ready,

@@ -46,7 +46,7 @@ pub(crate) enum NodeList {
     File(&'static str),
     /// A command prints the list.
     Output(&'static [&'static str]),
-    /// The user gives the list; otherwise it is that of the manager whose job this is.
+    /// The user gives the list; otherwise it comes from the manager in whose job this process runs.
     Given,
 }
 
@@ -57,8 +57,8 @@ pub(crate) enum NodeList {
 pub(crate) enum Start {
     /// One command starts all servers.
     Once(&'static [&'static str]),
-    /// One command per node, whose last words a shell on the node parses. With many nodes the first
-    /// servers start others.
+    /// One command per node. A shell on the node parses its last words. With many nodes, the first
+    /// servers start the others.
     EachByShell(&'static [&'static str]),
     /// One process per server on this machine.
     Local,

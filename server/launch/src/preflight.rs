@@ -1,7 +1,7 @@
 //! Checks that `dayfly run` makes before it starts anything.
 //!
-//! A stage-in may take hours. A mistake that would only show after it, such as a command that does
-//! not exist, is reported at once.
+//! A stage-in may take hours. A mistake that would show only after the stage-in, such as a command
+//! that does not exist, is reported at once.
 
 use std::env;
 use std::ffi::OsStr;
@@ -39,7 +39,7 @@ pub enum PreflightError {
         source: InvalidPath,
     },
     /// Two stage-ins have the same target.
-    #[error("'{0}' is the target of two --stage-in; to stage several sources into one target, use a glob or a @LIST")]
+    #[error("'{0}' is the target of two --stage-in options; to stage several sources into one target, use a glob or a @LIST")]
     SameTarget(String),
     /// One target lies below another.
     #[error("the targets '{0}' and '{1}' overlap; give each --stage-in a directory of its own")]

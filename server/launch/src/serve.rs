@@ -89,8 +89,8 @@ impl InvitedServer {
         raise_descriptor_limit();
         let servers_here = usize::from(self.invitation.settings.servers_here);
         let cores = std::thread::available_parallelism().map_or(1, usize::from) / servers_here;
-        // This server's share of the cores and no more, because waking a sleeping thread costs more
-        // than handling a message does.
+        // The runtime gets this server's share of the cores and no more, because waking a sleeping
+        // thread costs more than handling a message.
         let threads = cores.clamp(1, RUNTIME_THREADS_MAX);
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
         let runtime = runtime.map_err(LaunchError::io("cannot start the server's runtime"))?;

@@ -10,7 +10,7 @@ use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, stage_in
 
 use crate::error::LaunchError;
 
-/// The stage-ins of all servers in a control group take at most one part in this many of its limit,
+/// The stage-ins of all servers in a control group take at most its limit divided by this number,
 /// because the job lives there too.
 const GROUP_DIVISOR: u64 = 4;
 

@@ -78,7 +78,7 @@ impl Lease {
         self.chunk.as_ref().unwrap_or_else(|| unreachable!("only `drop` takes the chunk out of a lease"))
     }
 
-    /// See [`Arena::discard`].
+    /// Drops the damaged chunk from the arena; see [`Arena::discard`].
     pub(crate) fn discard(&self, key: &ChunkKey) {
         self.arena.discard(key, self);
     }
@@ -116,7 +116,8 @@ impl Leased for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // Unpinned before a waiting request is woken, so that it can evict the chunk at once.
+        // The chunk is unpinned before a waiting request is woken, so that this request can evict
+        // it at once.
         drop(self.chunk.take());
         self.arena.inner.leases.fetch_sub(1, Ordering::Relaxed);
         if self.arena.is_short() {

@@ -31,7 +31,7 @@ pub(crate) struct LeaseLedger<L> {
     total_max: u64,
     /// How long a request waits for room before clients are asked to release leases ([`Deadlines`]).
     recall_after: Duration,
-    /// How long a client has time to do so before its leases are revoked ([`Deadlines`]).
+    /// How long a client then has before its leases are revoked ([`Deadlines`]).
     recall: Duration,
     accounts: Mutex<Accounts<L>>,
 }

@@ -8,7 +8,7 @@ use quick_cache::unsync::Cache;
 use quick_cache::{Lifecycle, Weighter};
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-/// A resident value: knows its weight, and whether it was read without a request to the server.
+/// A resident value, which knows its weight, and whether it was read without a request to the server.
 pub(super) trait Resident {
     /// Bytes that the value takes in the arena.
     fn weight(&self) -> u64;

@@ -40,7 +40,7 @@ impl Client {
 
     async fn stage_in(&mut self, request: StageInRequest) -> io::Result<()> {
         let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        // On a task of its own, because it must cancel the stage-in on the coordinator when the client goes away.
+        // This runs on a task of its own, because it must cancel the stage-in on the coordinator when the client goes away.
         tokio::spawn(coordinator::stage_in(self.context.peers.clone(), request, sender));
         loop {
             tokio::select! {
@@ -48,7 +48,8 @@ impl Client {
                     Some(event) => self.send_event(event).await?,
                     None => return Ok(()),
                 },
-                // Until then, nothing may arrive but the end of the connection. Returning drops `events`, which cancels.
+                // Until then, nothing may arrive but the end of the connection. Returning drops `events`, which cancels the
+                // stage-in.
                 _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }

@@ -17,9 +17,9 @@ use crate::fetch::{FetchError, Fetched, FetchedChunks, PendingFetch};
 use crate::store::Dataset;
 
 impl Client {
-    /// Fetches chunks and sends each as it arrives. What arrives before the client has taken the previous message goes with
-    /// the next one, so a slow client costs at most one message and one part in memory. A client that takes nothing for long
-    /// loses its leases, and no more: what it reads later names the old token, so it asks again.
+    /// Fetches chunks and sends each as it arrives. What arrives before the client has taken the previous message goes with the
+    /// next one, so a slow client costs at most one message and one part in memory. A client that takes nothing for long loses its
+    /// leases, but nothing else: the messages that it reads later carry the old token, so it asks for those chunks again.
     pub(super) async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let context = self.context.clone();
         let Some(budget) = self.holder.budget() else {
@@ -29,8 +29,8 @@ impl Client {
         let start = Instant::now();
         let _pending_read = context.client_reads.begin();
         let bad_copies = if recheck { context.fetcher.recheck(dataset, chunks).await } else { Vec::new() };
-        // A connection that holds leases must not wait for room, because others that hold some may be waiting for its own. It
-        // gets what is there, and releases its leases first.
+        // A connection that holds leases must not wait for room, because other connections with leases may be waiting for the
+        // leases of this one. It gets the chunks that need no wait, and releases its leases before it asks for the others.
         let mut fetch = match budget.may_wait {
             true => context.fetcher.begin(dataset, chunks, budget.bytes).await,
             false => context.fetcher.begin_if_room(dataset, chunks, budget.bytes),
@@ -43,8 +43,8 @@ impl Client {
         sent
     }
 
-    /// `bad_copies` says, by position in the request, why this node's copy of a chunk cannot be read. `at_end` is called when
-    /// the last message goes out.
+    /// Sends the chunks of a fetch as they arrive. `bad_copies` says, by position in the request, why this node's copy of a chunk
+    /// cannot be read. `at_end` is called when the last message goes out.
     async fn deliver(
         &mut self,
         fetch: &mut PendingFetch,

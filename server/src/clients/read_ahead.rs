@@ -27,7 +27,7 @@ pub(super) struct ReadAhead {
 }
 
 impl ReadAhead {
-    /// Records a request, and fetches ahead if it continues the previous one or starts at the beginning of a large file.
+    /// Records a request, and fetches ahead if the request continues the previous one or starts at the beginning of a large file.
     pub(super) fn note_request(&mut self, fetcher: &Arc<Fetcher>, dataset: &Arc<Dataset>, chunks: &[Chunk]) {
         while self.tasks.try_join_next().is_some() {}
         let (Some(first), Some(last)) = (chunks.first(), chunks.last()) else { return };
@@ -43,7 +43,7 @@ impl ReadAhead {
         }
         let is_behind = !continues || self.fetched_to < to + 1;
         self.fetched_to = if is_behind { to + 1 } else { self.fetched_to };
-        // At first as many chunks as the process reads at once, then twice as many each time.
+        // The window begins with as many chunks as the process reads at once, and then doubles each time.
         let asked = chunks.len() as u64;
         self.window = if continues { (self.window * 2).max(asked).min(READ_AHEAD_LEN_MAX / CHUNK_LEN) } else { asked };
         let end = (to + 1 + self.window).min(size.div_ceil(CHUNK_LEN));

@@ -89,7 +89,7 @@ impl ReplacedSamples {
             self.count += 1;
             if self.notes.len() < NOTES_SHOWN_MAX {
                 let (of, by) = (rivals.name(member.key.source), rivals.name(winner.key.source));
-                self.notes.push(format!("'{}' of '{of}' was replaced by the one of '{by}'", display(&member.path)));
+                self.notes.push(format!("'{}' from '{of}' was replaced by the one from '{by}'", display(&member.path)));
             }
         }
     }

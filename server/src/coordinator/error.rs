@@ -1,4 +1,4 @@
-//! Why a stage-in failed, as its coordinator knows it. The message is what its user reads.
+//! Why a stage-in failed, as far as its coordinator knows. The user sees the message.
 
 use std::error::Error;
 use std::io;

@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
-/// Has the coordinator run a stage-in, and sends its events to `events`. The last event says how it ended. If the
-/// receiver goes away, the stage-in is cancelled.
+/// Has the coordinator run a stage-in, and sends its events to `events`. The last event says how it ended. If the receiver goes
+/// away, the stage-in is canceled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let timeout = peers.deadlines().request;
     let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {
@@ -62,7 +62,7 @@ fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
         // The coordinator's name does not help its user.
         Err(PeerError::Rejected { rejection, .. }) => rejection.reason,
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
-            format!("{error}: too many sources for one message; name them in a file, @LIST")
+            format!("{error}: too many sources for one message; list them in a file, and pass @FILE")
         }
         Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset exists nevertheless"),
         Ok(_) => PeerError::InvalidAnswer(COORDINATOR).to_string(),

@@ -29,7 +29,7 @@ use crate::store::Drive;
 /// Bytes of catalog that an entry takes in addition to its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 
-/// Cancels when dropped, so that blocking work ends with the future that waits for it.
+/// Cancels blocking work when dropped, so that the work ends with the future that waits for it.
 #[derive(Default)]
 struct CancelOnDrop(Arc<ProgressMonitor>);
 
@@ -39,8 +39,8 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Runs a stage-in and sends its events. The last event says how it ended. If the receiver goes away before the dataset
-/// is committed, the stage-in is cancelled.
+/// Runs a stage-in and sends its events. The last event says how it ended. If the receiver goes away before the dataset is
+/// committed, the stage-in is canceled.
 pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let (node, target) = (coordinator.context.node, display(&request.target));
     let span = tracing::info_span!("coordinate", %node, target, stage_in = tracing::field::Empty);
@@ -87,7 +87,7 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    // The plan is written to a data dir too.
+    // The plan is also written to a data dir.
     make_headroom(context).await?;
     let planning = CancelOnDrop::default();
     let (plan, plan_drive) = tokio::select! {
@@ -125,7 +125,7 @@ async fn run_to_end(
         }
     };
     let prepared = catch_panic(preparing).await;
-    // From here on the stage-in cannot be cancelled: either all nodes show the dataset, or it is undone.
+    // From here on the stage-in cannot be canceled: either all nodes show the dataset, or it is undone.
     let published = match prepared {
         Ok(merged) => catch_panic(publication.commit(replaces)).await.map(|()| merged),
         Err(error) => Err(error),
@@ -198,7 +198,7 @@ async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorEr
     Ok(())
 }
 
-/// Free bytes on each node, in order.
+/// Returns the free bytes on each node, in order.
 async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, CoordinatorError> {
     let timeout = context.deadlines().request;
     let asking = context.peers.nodes().map(|node| async move {

@@ -30,7 +30,7 @@ pub(crate) struct NodeReport {
     pub(crate) waits: Vec<String>,
     /// Path conflicts that the node suspects as an owner.
     pub(crate) suspects: Vec<SuspectPath>,
-    /// Samples that its workers found with the paths in question.
+    /// Samples with suspect paths that its workers found.
     pub(crate) sightings: Vec<Sighting>,
 }
 
@@ -172,12 +172,12 @@ impl CoordinatedStageIn {
         self.unit_ledger().rejected_tickets().clone()
     }
 
-    /// Source bytes that were read for rejected assignments.
+    /// Returns the source bytes that were read for rejected assignments.
     pub(super) fn redone_bytes(&self) -> u64 {
         self.redone_bytes.load(Ordering::Relaxed)
     }
 
-    /// Source bytes that each node read in each interval, and the length of an interval in milliseconds.
+    /// Returns the source bytes that each node read in each interval, and the length of an interval in milliseconds.
     pub(super) fn rates(&self) -> (Vec<Vec<u64>>, u64) {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner).read()
     }
@@ -257,7 +257,7 @@ impl CoordinatedStageIn {
             failure.get_or_insert_with(|| error.share());
             is_first
         });
-        // Workers that wait for all nodes to begin must learn that it is over. All may have begun before.
+        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is set already.
         let _ = self.all_begun.set(());
         self.unit_reported.notify_waiters();
     }

@@ -105,7 +105,7 @@ impl Subscriptions {
             let mut table = self.table();
             match table.open.get(&number) {
                 Some(subscription) if subscription.asked_at().elapsed() > self.deadlines.node_silent => {
-                    tracing::warn!(subscription = number, "a stage-in is cancelled, because nobody asks for its events");
+                    tracing::warn!(subscription = number, "a stage-in is canceled, because nobody asks for its events");
                     drop(table.open.remove(&number));
                 }
                 Some(_) => continue,

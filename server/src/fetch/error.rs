@@ -25,7 +25,7 @@ pub(crate) enum FetchError {
     #[error("cannot read {chunk}: {source}")]
     Read { chunk: ChunkName, source: ReadError },
     #[error(
-        "node {owner}, which owns it, has a bad copy of {chunk}: {source}; check that node's drive and stage the dataset in again"
+        "node {owner}, the owner of {chunk}, has a bad copy of it: {source}; check that node's drive and stage the dataset in again"
     )]
     BadCopy { owner: NodeId, chunk: ChunkName, source: CopyError },
 }

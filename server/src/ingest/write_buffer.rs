@@ -41,7 +41,7 @@ impl WriteBuffer {
         self.drive
     }
 
-    /// Bytes of memory that the buffer takes.
+    /// Returns the bytes of memory that the buffer takes.
     pub(super) fn memory(&self) -> u64 {
         self.memory
     }

@@ -95,7 +95,7 @@ impl Dialer {
             if let Err(error) = &outcome {
                 tracing::warn!(%peer, %address, %error, "cannot reach a peer");
             }
-            // This task alone sets it. It stays until the next dial, even if nothing waits for it anymore.
+            // Only this task sets the outcome. It stays until the next dial, even if nothing waits for it anymore.
             let _ = dialing.set((Instant::now(), outcome));
         });
         *dial = Some(new.clone());

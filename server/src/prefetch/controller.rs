@@ -9,13 +9,13 @@
 //! requests = boost · rate · latency / request length + 1
 //! ```
 //!
-//! The depth is twice what the link holds, plus what the reader consumes between two looks.
+//! The depth is twice what the link holds, plus what the reader consumes between two runs of the law.
 //!
-//! A reader that has to wait for us lowers `rate`, which hides how fast it could be. Therefore `boost` doubles when the reader
-//! had to wait. It keeps doubling until one doubling makes the reader less than a tenth faster; that one is taken back, and
-//! `boost` stays. Where the link is the limit, even the first doubling is taken back: the law uses the shortest latency, not the
-//! mean, so requests that queue behind each other do not ask for still more of them. When the rate halves or doubles, `boost` is
-//! learned again.
+//! A reader that has to wait for us lowers `rate`, which hides how fast it could be. Therefore `boost` doubles when the reader had
+//! to wait. It keeps doubling until one doubling makes the reader less than a tenth faster; that one is taken back, and `boost`
+//! stays. Where the link is the limit, even the first doubling is taken back: the law uses the shortest latency, not the mean, so
+//! requests that queue behind each other do not lead to still more requests. When the rate halves or doubles, `boost` is learned
+//! again.
 //!
 //! While other requests wait for room in the arena, the memory halves in each interval. Afterwards it grows back by a twentieth
 //! in each interval.

@@ -25,7 +25,7 @@ const REQUEST_LEN_MAX: u64 = 2 << 20;
 /// How often the task looks at the marks while the reader reads, and while it does not.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const IDLE_LOOK_INTERVAL: Duration = Duration::from_millis(10);
-/// How long the reader must not have read before the task looks less often.
+/// The task looks less often once the reader has not read for this long.
 const IDLE_AFTER: Duration = Duration::from_millis(50);
 /// Several readers may share an order and overtake each other, so the task looks at this many chunks at the window's front.
 const OUT_OF_ORDER_MAX: usize = 256;
@@ -60,12 +60,12 @@ impl SharedOrder {
         }
     }
 
-    /// Returns the present target of bytes to be ahead of the reader.
+    /// Returns how many bytes ahead of the reader the order currently tries to be.
     pub(super) fn depth_bytes(&self) -> u64 {
         self.depth_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns the present target of requests in flight.
+    /// Returns how many requests the order currently tries to have in flight.
     pub(super) fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }
@@ -245,7 +245,7 @@ impl<'a> OrderTask<'a> {
         }
     }
 
-    /// Reports how many bytes this order has ahead or in flight. Returns the bytes of all orders.
+    /// Records how many bytes this order has ahead or in flight. Returns the sum over all orders.
     fn set_ahead_bytes(&mut self, bytes: u64) -> u64 {
         let before = std::mem::replace(&mut self.ahead_bytes, bytes);
         let all = &self.prefetcher.ahead_bytes;
@@ -353,7 +353,7 @@ impl<'a> OrderTask<'a> {
         }
     }
 
-    /// Returns how long nothing may be read before the window is released: shorter while other requests wait for room.
+    /// Returns after how long without a read the window is released. The time is shorter while other requests wait for room.
     fn idle_limit(&self) -> Duration {
         let Prefetcher { arena, recall, order_idle, .. } = &**self.prefetcher;
         if arena.is_short() { *recall } else { *order_idle }

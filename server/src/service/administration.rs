@@ -42,7 +42,7 @@ impl Administration {
                 let freed = self.membership.free_all().await;
                 let freed_bytes = freed.map_err(|error| Rejection::new(RejectionKind::Failed, error))?;
                 let (membership, delay) = (self.membership.clone(), self.last_answer);
-                // On a task of its own, because this answer has to go out first.
+                // The session ends on a task of its own, because this answer has to go out first.
                 tokio::spawn(async move {
                     tokio::time::sleep(delay).await;
                     membership.end();

@@ -19,7 +19,7 @@ pub(crate) struct Reads {
 }
 
 impl Reads {
-    /// `room` has the length of each of the asker's slots.
+    /// Answers a read. `room` has the length of each of the asker's slots.
     pub(super) fn answer(&self, request: ReadRequest, room: &[u64]) -> Answered<(ReadReply, Vec<Piece>)> {
         let first_room = room.first().copied().unwrap_or(0);
         match request {

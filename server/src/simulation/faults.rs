@@ -10,7 +10,7 @@ use tokio::time::sleep;
 use super::net::Net;
 use super::random::Random;
 
-/// A fault. The last field of a fault that lasts is its duration.
+/// A fault. If it lasts for some time, its last field is the duration.
 #[derive(Clone, Debug)]
 pub(super) enum Fault {
     /// No message gets through between two nodes.
@@ -29,7 +29,7 @@ pub(super) enum Fault {
     Unreadable(NodeId, u32),
     /// A node is killed.
     Kill(NodeId),
-    /// The stage-in is cancelled.
+    /// The stage-in is canceled.
     Cancel,
     /// A source of the stage-in is truncated.
     Truncate,

@@ -47,7 +47,7 @@ pub(super) struct LinkHealth {
 /// The faults of a node.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct NodeHealth {
-    /// For now, it neither receives nor sends.
+    /// The node neither receives nor sends at this time.
     pub(super) is_frozen: bool,
     pub(super) is_killed: bool,
     /// How many of the next pieces cannot be read from its drive.
@@ -85,7 +85,7 @@ fn pair(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
 }
 
 impl Net {
-    /// With `is_verbose`, prints each message and each fault.
+    /// Creates the network of a session. With `is_verbose`, it prints each message and each fault.
     pub(super) fn new(random: Random, deadlines: Deadlines, folders: Vec<String>, is_verbose: bool) -> Arc<Self> {
         let state = NetState {
             random,
@@ -277,7 +277,7 @@ impl Net {
                 }
                 file.read_exact_at(out, *offset).map_err(|error| format!("its drive cannot be read: {error}"))?;
                 if revoked.load(Ordering::Acquire) {
-                    return Err("the dataset was freed meanwhile".to_owned());
+                    return Err("the dataset was freed in the meantime".to_owned());
                 }
             }
         }

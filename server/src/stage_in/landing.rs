@@ -14,13 +14,13 @@ use crate::store::room_for;
 const ROOM_ATTEMPTS_MAX: usize = 8;
 
 impl NodeStageIn {
-    /// Memory for a batch to land in. Waits for it, which slows down the batch's sender.
+    /// Returns memory for a batch to land in. Waits for it, which slows down the batch's sender.
     pub(super) async fn landing_slot(&self, len: u64) -> Result<Slot, NodeStageInError> {
         if let Some(slot) = self.landing.slot_within(len, self.deadlines().landing_patience).await {
             return Ok(slot);
         }
-        // The batches that wait to be written may be too few to be written yet, but placed so that no other batch fits between
-        // them.
+        // The batches that wait may be too few to be written yet, and still leave no gap that is large enough for another batch.
+        // Writing them makes room.
         let ingest = self.ingest.clone();
         self.context.blocking.run(move || ingest.flush()).await??;
         self.landing.slot_within(len, self.deadlines().landing).await.ok_or(NodeStageInError::Busy)

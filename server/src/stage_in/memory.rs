@@ -43,7 +43,7 @@ impl MemoryShares {
         }
     }
 
-    /// Memory for batches that land on this node, and for blocks that wait to be written.
+    /// Returns the memory for batches that land on this node, and for blocks that wait to be written.
     pub(super) fn landing_len(&self) -> u64 {
         self.shuffle_len + (BATCHES_LANDING_MAX * BATCH_LEN_MAX) as u64
     }

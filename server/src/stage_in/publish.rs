@@ -109,7 +109,7 @@ impl NodeStageIn {
         Ok(())
     }
 
-    /// The dataset is visible on all nodes: frees what it replaced.
+    /// Frees what the dataset replaced, because the dataset is visible on all nodes.
     pub(super) fn settle(&self) {
         self.stop();
         if let Some(replaced) = self.publication().replaced.take() {

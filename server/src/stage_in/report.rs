@@ -24,7 +24,7 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
     stage_in.cancel();
     let number = stage_in.number;
     let Some(stage_ins) = stage_ins.upgrade() else { return };
-    // On a task of its own, because ending the stage-in aborts this one.
+    // The end runs on a task of its own, because it aborts this task.
     tokio::spawn(async move {
         let is_published = stage_in.is_visible() && !is_aborted;
         // Planning the cache may wait for processes; the stage-in's memory is freed before that.

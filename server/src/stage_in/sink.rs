@@ -25,7 +25,7 @@ type Outcome = Result<Delivery<Slot>, StageInError>;
 
 /// The owner of blocks, as a worker of this node reaches it.
 trait Owner {
-    /// Memory to gather a batch in; `None` if all that this worker may have is in use.
+    /// Returns memory to gather a batch in; `None` if all memory that this worker may have is in use.
     fn buffer(&self) -> Result<Option<Slot>, StageInError>;
 
     /// Moves a batch to the owner.
@@ -134,7 +134,7 @@ async fn offer(
         slot = returned;
     }
     let reason = format!(
-        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; its network card, its memory or the network between is at fault"
+        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; its network card, its memory or the network in between is at fault"
     );
     Err(ship_error(owner, reason))
 }

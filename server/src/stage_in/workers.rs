@@ -32,7 +32,7 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
             Ok(Ok(Ok(runs))) => Ok(runs),
             Ok(Ok(Err(error))) => Err(NodeStageInError::Worker(error)),
             Ok(Err(job_lost)) => Err(NodeStageInError::JobLost(job_lost)),
-            // This task alone could abort them, and does not.
+            // Only this task could abort the workers, and it does not.
             Err(_) => Err(NodeStageInError::NotRunning),
         };
         match finished {
@@ -89,7 +89,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
-        // Twice the deadline: the coordinator waits for its slowest node to begin.
+        // The timeout is twice the deadline, because the coordinator waits for its slowest node to begin.
         let asking = context.peers.ask(stage_in.coordinator, request, 2 * stage_in.deadlines().request);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;
@@ -97,7 +97,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
             |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
         match reply.map_err(no_assignment)? {
             CoordinatorReply::Units(units) => finished = worker.run(&units)?,
-            // If the stage-in has been cancelled in the meantime, the next request ends it.
+            // If the stage-in has been canceled in the meantime, the next request ends it.
             CoordinatorReply::Wait => {}
             CoordinatorReply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
             _ => return Err(StageInError::Cancelled),

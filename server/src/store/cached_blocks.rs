@@ -82,7 +82,7 @@ impl CachedBlocks {
         self.threshold() * 1000 / ALL
     }
 
-    /// Blocks whose hash is below this are cached; 0 selects no block.
+    /// Returns the threshold. Blocks whose hash is below it are cached; 0 selects no block.
     pub(crate) fn threshold(&self) -> u64 {
         self.threshold.load(Ordering::Relaxed)
     }
@@ -118,12 +118,13 @@ pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
 pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) -> u64 {
     let left = u128::from(cached_room.saturating_sub(bytes));
     let share = (u128::from(threshold) * left).checked_div(cached_room.into()).unwrap_or(0) as u64;
-    // Slightly lower still: a page is freed only when no block is left in it. And always lower, so that callers make progress.
+    // The result is slightly lower still, because a page is freed only when no block is left in it. It is always lower than before,
+    // so that callers make progress.
     share.saturating_sub(threshold / 256).min(threshold.saturating_sub(1))
 }
 
 impl Dataset {
-    /// Bytes of the blocks that other nodes own.
+    /// Returns the bytes of the blocks that other nodes own.
     pub(crate) fn remote_bytes(&self) -> u64 {
         self.catalog().header().bytes.saturating_sub(self.owned().bytes)
     }
@@ -233,7 +234,7 @@ impl Dataset {
             writing.group += 1;
             writing.group
         };
-        // Without the lock: a sync may take long, and more blocks may be written in the meantime.
+        // The lock is not held here: a sync may take long, and more blocks may be written in the meantime.
         let result = self.segments().sync_healthy();
         let mut writing = self.cached_blocks().lock();
         if self.is_gone() {

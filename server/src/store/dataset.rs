@@ -82,7 +82,7 @@ pub(crate) struct NewDataset<'a> {
     pub(crate) room: Reservation,
     /// The blocks that were shipped to this node.
     pub(crate) segments: Arc<Segments>,
-    /// The length of all these blocks, including those that the catalog does not end up containing.
+    /// The length of all these blocks, including those that do not end up in the catalog.
     pub(crate) stored_bytes: u64,
 }
 
@@ -97,14 +97,16 @@ impl NewDataset<'_> {
     ) -> Result<Dataset, PrepareError> {
         let Self { id, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
         let catalog_file = Arc::new(read_only(file)?);
-        // Synced before it is checked: a page that the drive lost is then read again from the drive, and fails the check.
+        // The catalog is synced before it is checked: a page that the drive lost is then read again from the drive, and fails the
+        // check.
         drive.sync(file)?;
         let catalog = Catalog::open(&catalog_file)?;
         if catalog.file_checksum() != checksum {
             return Err(PrepareError::Checksum);
         }
         catalog.check(nodes)?;
-        // In memory rather than on a drive: a drive that lost a page of it could return old words, which point to other blocks.
+        // The table is in memory, not on a drive: a drive that lost a page of it could return old words, which point to other
+        // blocks.
         let table = shared_file("dayfly-locations", Locations::file_len(catalog.header().blocks))?;
         let locations = Locations::create(&table, catalog.header().blocks)?;
         let owned = fill(&catalog, &locations, me, find)?;
@@ -205,7 +207,7 @@ impl Dataset {
 
     /// Returns a chunk to be sent to a peer; `None` unless this node owns its block.
     pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
-        // Not from a cached copy, which may be freed while it is sent.
+        // A cached copy is not sent, because it may be freed in the meantime.
         let Location::Owned(position) = self.locations.find(chunk.block)? else { return None };
         let (_, block_len) = self.catalog.block(chunk.block)?;
         let len = chunk.len_in(block_len)?;
@@ -231,7 +233,7 @@ impl Dataset {
     /// Frees the dataset's room at once. Requires that [`Self::set_gone`] was called before.
     pub(crate) fn free(&self) {
         debug_assert!(self.is_gone());
-        // Waits for a block that is being cached at this moment; after that, nothing more is cached.
+        // The lock waits for a block that is being cached at this moment; after that, nothing more is cached.
         let _writing = self.cached_blocks.lock();
         self.segments.free();
     }

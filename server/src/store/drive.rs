@@ -45,11 +45,11 @@ pub(crate) struct Drive {
     device: u64,
     /// The share of the node's capacity that the drive got.
     share: u64,
-    /// The capacity at present: less than the share after the file system was full.
+    /// The current capacity, which is less than the share after the file system was full.
     capacity: AtomicU64,
     /// Bytes that are reserved.
     used: AtomicU64,
-    /// Bytes that segments leave free on the file system, for the catalog and the runs of a stage-in.
+    /// Bytes that segments must leave free on the file system, for the catalog and the runs of a stage-in.
     protected_headroom: AtomicU64,
 }
 
@@ -72,7 +72,7 @@ impl Drive {
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
         let drive = |(path, free): (&PathBuf, u64)| {
             let device = std::fs::metadata(path)?.dev();
-            // Never more than the file system has, even if the user asks for more.
+            // The share is never more than the file system has, even if the user asks for more.
             let share = share(free).min(free);
             Ok(Arc::new(Self {
                 path: path.clone(),
@@ -136,14 +136,14 @@ impl Drive {
         self.device
     }
 
-    /// Bytes that any program may still write to the file system, or the free part of our capacity if the file system does
-    /// not say.
+    /// Returns the bytes that any program may still write to the file system, or the free part of our capacity if the file system
+    /// does not report them.
     pub(super) fn free_on_file_system(&self) -> u64 {
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 
-    /// Bytes that the file system lacks of the headroom for a stage-in's catalog and runs. That is `bytes`, or the usual headroom
-    /// if that is more.
+    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns the bytes of it
+    /// that the file system lacks.
     pub(super) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
     }
@@ -153,7 +153,7 @@ impl Drive {
         self.protected_headroom.store(if is_protected { self.headroom() } else { 0 }, Ordering::Relaxed);
     }
 
-    /// Bytes that segments leave free at present.
+    /// Returns the bytes that segments must leave free now.
     pub(super) fn protected_headroom(&self) -> u64 {
         self.protected_headroom.load(Ordering::Relaxed)
     }

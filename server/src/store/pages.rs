@@ -28,7 +28,7 @@ impl Pages {
         }
     }
 
-    /// Bytes of all used pages.
+    /// Returns the bytes of all used pages.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() * PAGE_SIZE
     }
@@ -39,7 +39,7 @@ impl Pages {
         Some((self.first + word as u64 * 64 + u64::from(self.used[word].trailing_zeros())) * PAGE_SIZE)
     }
 
-    /// Ranges of the file, in bytes, of at least `pages_min` unused pages in a row.
+    /// Returns the ranges of the file, in bytes, of at least `pages_min` unused pages in a row.
     pub(super) fn unused(&self, pages_min: u64) -> impl Iterator<Item = Range<u64>> {
         let mut page = 0;
         std::iter::from_fn(move || {

@@ -62,7 +62,7 @@ const FREED_PAGES_MIN: u64 = 8;
 /// Slices in one vectored write; Linux accepts no more.
 const SLICES_MAX: usize = 1024;
 
-/// Room that a block of this length needs at most, wherever it is placed.
+/// Returns the most room that a block of this length needs, wherever it is placed.
 pub(crate) fn room_for(len: u64) -> u64 {
     if len >= PAGE_BLOCK_SIZE_MIN { len.next_multiple_of(PAGE_SIZE) + PAGE_SIZE } else { len }
 }
@@ -198,7 +198,7 @@ impl Segments {
         self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
 
-    /// Bytes of room that cached blocks take.
+    /// Returns the bytes of room that cached blocks take.
     pub(crate) fn cached_room(&self) -> u64 {
         self.segments.iter().map(|segment| segment.room().cached.as_ref().map_or(0, |cached| cached.reserved)).sum()
     }
@@ -246,7 +246,7 @@ impl Segments {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
             room.preallocated_to = room.end;
-            // Whole pages, because a block that starts on a page is mapped up to the end of its last page.
+            // The file keeps whole pages, because a block that starts on a page is mapped up to the end of its last page.
             let trimmed = segment.file.set_len(room.end.next_multiple_of(PAGE_SIZE));
             trimmed.map_err(|error| segment.drive.failure(error))
         })
@@ -302,7 +302,7 @@ impl Segments {
     pub(crate) fn free(&self) {
         for segment in &self.segments {
             let mut room = segment.room();
-            // Truncated, not punched: a process that has it mapped must fault rather than read zeros.
+            // The segment is truncated, not punched: a process that has it mapped must fault rather than read zeros.
             if let Err(error) = segment.file.set_len(0) {
                 tracing::warn!(
                     path = %segment.drive.path().display(),
@@ -359,7 +359,7 @@ impl Segment {
 
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // On a drive with a small capacity, only a small part of it.
+        // On a drive with a small capacity, a step is only a small part of it.
         let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {

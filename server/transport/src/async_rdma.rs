@@ -7,7 +7,7 @@
 //!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
-//! - A lost wake-up costs milliseconds instead of tenths of a second, because its timeout is short.
+//! - A lost wake-up costs milliseconds instead of tenths of a second, because this module sets a short timeout.
 //!
 //! One defect remains: the crate leaves completion events unread, and the kernel keeps memory for them until the queue pair is
 //! destroyed.

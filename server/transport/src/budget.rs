@@ -63,7 +63,7 @@ struct RequestShare {
 struct RegionShare {
     bytes: u64,
     checked: Option<Instant>,
-    /// Number of checks in a row that found too much overdue.
+    /// Number of checks in a row that found too many overdue requests or bytes.
     checks: u32,
     overdue: Overdue,
 }
@@ -206,7 +206,8 @@ mod tests {
         budget.take(&[slot], &Progress::new(), limit).await
     }
 
-    /// `docs/SEMANTICS.md`: what one peer holds of the arena is bounded, and so is how long others wait for it.
+    /// `docs/SEMANTICS.md`: the part of the arena that one peer holds is bounded, and so is the time that others wait because of
+    /// it.
     #[tokio::test]
     async fn a_peer_holds_at_most_its_share_and_a_stuck_peer_gets_no_new_requests() {
         let (budget, region, other) = (PeerBudget::new(LOOKS), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());

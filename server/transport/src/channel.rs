@@ -19,7 +19,7 @@ use crate::tcp::handshake_limiter::HandshakeLimiter;
 use crate::tcp::seal::{Keys, ReadHalf, WriteHalf, split};
 use crate::tcp::{Identity, Purpose, handshake};
 
-/// Stands for the dialing end in the handshake, since a candidate server has no node number yet. No node has this number.
+/// Stands for the dialing end in the handshake, since a joining server has no node number yet. No node has this number.
 const DIALER: NodeId = NodeId(u16::MAX);
 /// Stands for the listening end in the handshake. No node has this number.
 const LISTENER: NodeId = NodeId(u16::MAX - 1);

@@ -24,9 +24,9 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn, `"file"` with bytes of
-/// the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and `"wait"` never. Offers
-/// are taken, except for `"full"`.
+/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn. `"file"` is
+/// answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
+/// `"wait"` never. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
     /// Reading its first page fails with `EIO`.
@@ -320,7 +320,8 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
     assert!(grown < 64 << 20, "{grown}");
 }
 
-/// Random bytes from strangers get no answer, except for a recorded first message, cause no panic, and do not block the listener.
+/// Random bytes from strangers get no answer, cause no panic, and do not block the listener. Only a recorded first message gets an
+/// answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fuzzed_handshakes_get_nowhere() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

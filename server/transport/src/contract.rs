@@ -34,7 +34,7 @@ pub enum Piece {
         offset: u64,
         /// Number of bytes.
         len: u64,
-        /// Set before the range is freed. Bytes that were read before this flag is checked may be zeros; they are not sent.
+        /// Set before the range is freed. If this flag is set after bytes were read, they may be zeros, and do not count.
         revoked: Arc<AtomicBool>,
     },
     /// Bytes in memory.

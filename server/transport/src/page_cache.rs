@@ -28,7 +28,8 @@ const WAIT_STEP: u64 = 128 << 10;
 struct LoadProgress {
     /// The thread has waited for all pieces before this one.
     until: usize,
-    /// Those of them that could not be read. They are remembered, because reading a failing drive again only costs its time.
+    /// The pieces among them that could not be read. They are remembered, because reading a failing drive again only costs its
+    /// time.
     failed: BTreeMap<usize, PieceError>,
 }
 
@@ -39,7 +40,7 @@ pub(crate) struct PageCacheLoader<'a> {
     drive_readers: &'a FairQueue,
     /// Longer pieces are read in another way.
     len_max: u64,
-    /// The answer's permit to read from the drives, once it needs one.
+    /// The answer's permit to read from the drives, once the answer has needed one.
     permit: Option<Arc<FairPermit>>,
     /// The thread's progress, once there is a thread.
     progress: Option<watch::Receiver<LoadProgress>>,

@@ -137,7 +137,7 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Offset of the first byte in the region.
+    /// Returns the offset of the first byte in the region.
     pub fn offset(&self) -> u64 {
         u64::from(self.allocation.offset) * UNIT
     }

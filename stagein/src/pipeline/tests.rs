@@ -322,7 +322,7 @@ fn files_with_one_stem_have_one_owner() {
     assert!((0..4).all(|node| owners.values().any(|&owner| owner == NodeId(node))));
 }
 
-/// SEMANTICS: "A source that has changed since it was listed is an error that names it."
+/// SEMANTICS: "A source that has changed since it was listed causes an error that names it."
 #[test]
 fn a_source_that_changed_since_planning_is_an_error_that_names_it() {
     for (content, what) in [("other length", "size"), ("12345", "time")] {

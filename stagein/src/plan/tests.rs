@@ -37,8 +37,8 @@ fn paths(units: &[Unit]) -> Vec<String> {
     paths
 }
 
-/// SEMANTICS: "Sources are named as by `cp`: a single directory becomes the target; several sources are
-/// placed in it, directories and files under their own names; an archive is unpacked into it."
+/// SEMANTICS: "Sources are named as for `cp`: a single directory becomes the target; several sources are placed in it, directories
+/// and files under their own names; an archive is unpacked into it."
 #[test]
 fn sources_get_the_paths_that_cp_would_give_them() {
     let folder = tempfile::tempdir().unwrap();

@@ -11,15 +11,15 @@ pub enum AdministrationRequest {
     Status,
     /// Apply a policy for reading ahead and caching. Reply: [`AdministrationReply::Done`].
     Tune(Policy),
-    /// From the node above in the tree: the roster. Connect to peers, and pass it on to the nodes below. Reply:
+    /// Join the session: connect to the peers in this roster, and pass it on to the nodes below in the tree. Reply:
     /// [`AdministrationReply::Joined`].
     Join {
         /// The address of every node, in order.
         addresses: Vec<String>,
-        /// How to try to reach the peers.
+        /// The network over which to try to reach the peers.
         network: AgreedNetwork,
     },
-    /// From the node above in the tree: how all nodes reach each other from now on. Pass it on to the nodes below. Reply:
+    /// Use this network from now on, as all nodes do, and pass the agreement on to the nodes below in the tree. Reply:
     /// [`AdministrationReply::Done`].
     Agree(AgreedNetwork),
     /// End the session on this node. Reply: [`AdministrationReply::Ended`], after which the server exits.
@@ -31,7 +31,7 @@ pub enum AdministrationRequest {
 pub enum AgreedNetwork {
     /// All nodes use RDMA.
     Rdma {
-        /// What is wrong, for the user.
+        /// What is wrong with the setup although RDMA works, for the user.
         note: Option<String>,
     },
     /// All nodes use TCP.

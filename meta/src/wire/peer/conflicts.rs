@@ -1,8 +1,8 @@
 //! How path conflicts are found while sources are read.
 //!
-//! Samples of one path in several archives of one pattern are a conflict. No node sees all samples, so the search is
-//! divided: owners compare hashes of paths and report a *suspect path* when one hash has come from two sources; the
-//! coordinator sends the suspect paths to all nodes; workers report *sightings*, which name the path.
+//! Samples of one path in several archives of one pattern are a conflict. No node sees all samples, so the search is divided.
+//! Owners compare hashes of paths, and report a *suspect path* when one hash has come from two sources. The coordinator sends the
+//! suspect paths to all nodes. Workers report *sightings*, which name the path.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -44,7 +44,7 @@ pub struct Sighting {
     pub path: Vec<u8>,
     /// Number of the sample's source.
     pub source: u32,
-    /// The unit's assignment that found it. It counts only if the unit is not rejected later.
+    /// The assignment of the unit in which the worker found it. The sighting counts only if that assignment is not rejected later.
     pub ticket: u32,
     /// A hash of the sample's size and checksums: equal samples are no conflict.
     pub content: u64,

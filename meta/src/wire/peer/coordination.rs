@@ -41,7 +41,7 @@ pub enum CoordinatorRequest {
         waits: Vec<String>,
         /// Path conflicts that this node suspects as an owner.
         suspects: Vec<SuspectPath>,
-        /// Samples that its workers found with the paths in question.
+        /// Samples with suspect paths that its workers found.
         sightings: Vec<Sighting>,
     },
     /// The stage-in failed on this node. Reply: [`CoordinatorReply::Done`].
@@ -56,9 +56,9 @@ pub enum CoordinatorRequest {
 /// The answer to a [`CoordinatorRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum CoordinatorReply {
-    /// The stage-in is on its way. The asker must keep asking for events, or the stage-in is cancelled.
+    /// The coordinator has accepted the stage-in. The asker must keep asking for events, or the stage-in is canceled.
     Started {
-        /// Names the stage-in's events until its end.
+        /// The number under which to ask for the stage-in's events.
         subscription: u64,
     },
     /// The next event, or `None` if nothing has happened yet.
@@ -71,7 +71,7 @@ pub enum CoordinatorReply {
     Wait,
     /// All units are finished.
     NoUnit,
-    /// The stage-in has failed, or its user cancelled it.
+    /// The stage-in has failed, or its user canceled it.
     Over,
     /// The stage-in is still running.
     Continue {

@@ -33,7 +33,7 @@ pub enum OfferRequest {
 pub enum OfferReply {
     /// The batch is stored, or will be before the stage-in's `Finish` is answered.
     Stored {
-        /// The arrival number of the first block; the others' follow.
+        /// The arrival number of the first block. The other blocks have the numbers that follow it.
         first_arrival: u32,
     },
     /// Nothing of the batch is stored, because no drive has room for it. Its blocks go to the next node on the ring.

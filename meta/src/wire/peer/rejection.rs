@@ -30,7 +30,7 @@ pub enum RejectionKind {
     NotCoordinator,
     /// A step that must come first has not been taken.
     NotReady,
-    /// The stage-in, or the wait for it, was cancelled.
+    /// The stage-in, or the wait for it, was canceled.
     Cancelled,
     /// The receiver has no memory or no permit free. A later retry may succeed.
     Busy,
@@ -42,7 +42,7 @@ pub enum RejectionKind {
     DriveFailed,
     /// A source of a stage-in cannot be read, or has changed.
     SourceFailed,
-    /// Another node failed, which the reason names.
+    /// Another node failed. The reason names it.
     PeerFailed,
     /// Anything else, such as a panic.
     Failed,

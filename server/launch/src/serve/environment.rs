@@ -60,7 +60,7 @@ impl ServerEnvironment {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(unusable(error).into()),
         }
-        // Only the cores that this process's cpuset and control group allow.
+        // This counts only the cores that this process's cpuset and control group allow.
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let share = (cores / usize::from(settings.servers_here)).clamp(1, stage_in_workers_max(stage_in_memory));
         let workers = settings.stage_in_workers.map_or(share, usize::from);

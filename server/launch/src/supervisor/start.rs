@@ -26,8 +26,8 @@ use crate::notices::Notices;
 use crate::processes::{Event, LauncherProcesses};
 use crate::units::counted;
 
-/// After the first of these, and then each time after the second, the user sees which nodes have
-/// not joined.
+/// The user sees which nodes have not joined: for the first time after the first of these, and then
+/// again each time the second has passed.
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
 /// Hellos that may wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
@@ -302,7 +302,7 @@ impl SessionStart {
             let listed = shortened_list(&self.request.allocation.hosts);
             let names = names.join("', '");
             self.request.notices.show(format_args!(
-                "a server on '{names}' tried to join, but the list of nodes has only {listed}; it is ignored"
+                "a server on '{names}' tried to join, but the list of nodes has only {listed}; this server is ignored"
             ));
             return;
         };

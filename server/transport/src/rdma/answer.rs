@@ -48,7 +48,7 @@ impl Events for Requests {
     }
 
     fn on_completion(&mut self, _number: u32) -> Result<(), &'static str> {
-        Err("the peer sent an answer on a queue pair by which it only asks")
+        Err("the peer sent an answer on a queue pair on which it may only ask")
     }
 
     fn on_end(&mut self, _reason: &str) {
@@ -122,7 +122,7 @@ impl Answerer {
             return WireAnswer::Refused("the answer does not fit".into());
         }
         let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
-        // Checked first, so that no bytes are moved for nothing.
+        // This is checked first, so that no bytes are moved for nothing.
         if answer_len(lens.len(), message.len()) > request.answer_len as usize {
             return WireAnswer::TooLong;
         }

@@ -85,7 +85,7 @@ impl Asker {
             nonce,
             request_len_max: far.request_len as usize,
             messages: messages.clone(),
-            // Bounded by the depth of this end's queue too.
+            // The depth of this end's queue bounds the window too.
             window: Arc::new(Semaphore::new(far.window.min(depth) as usize)),
             next: AtomicU32::new(0),
             pending,
@@ -129,11 +129,11 @@ impl Asker {
         let (done, mut outcome) = oneshot::channel();
         let message = {
             let mut requests = self.pending.lock();
-            // Checked under the lock under which `on_end` takes all requests, so that none is entered after that.
+            // `on_end` takes all requests under the same lock, so no request is entered after that.
             if self.pending.ended.borrow().is_some() {
                 return Outcome::Unfit(slots);
             }
-            // Numbers wrap around, and an old request may still wait under the next one.
+            // Numbers wrap around, and an old request may still wait under the next number.
             let number = loop {
                 let next = self.next.fetch_add(1, Ordering::Relaxed) & !PROGRESS;
                 if !requests.contains_key(&next) {
@@ -186,7 +186,7 @@ struct Answers(Arc<Pending>);
 
 impl Events for Answers {
     fn on_message(&mut self, _message: &[u8]) -> Result<(), &'static str> {
-        Err("the peer sent a request on a queue pair by which it only answers")
+        Err("the peer sent a request on a queue pair on which it may only answer")
     }
 
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str> {

@@ -46,11 +46,12 @@ const FATAL: [u32; 3] = [0, 8, 14];
 
 /// Callbacks for the events of a queue pair. They run on the engine's thread and must not block it.
 pub(super) trait Events: Send {
-    /// A message arrived. An error, which says what is wrong with it, ends the queue pair.
+    /// Called when a message has arrived. An error, which says what is wrong with the message, ends the queue pair.
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// The peer completed a write into this node's memory and attached this number. An error ends the queue pair.
+    /// Called when the peer has completed a write into this node's memory, with the number that it attached. An error ends the
+    /// queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
-    /// The queue pair was destroyed, so no more bytes can land through it.
+    /// Called when the queue pair was destroyed, so that no more bytes can land through it.
     fn on_end(&mut self, reason: &str);
 }
 
@@ -488,7 +489,8 @@ impl EngineThread {
         }
     }
 
-    /// The work of a queue pair has been drained. The receives that it consumed come back at about the same time.
+    /// Shortens the deadline of a queue pair whose work has been drained: the receives that it consumed come back at about the same
+    /// time.
     fn drained(&mut self, id: QueueId) {
         if let Some((deadline, _)) = self.queues.get_mut(&id).and_then(|queue| queue.ending.as_mut()) {
             *deadline = Instant::now() + RECEIVES_TIMEOUT;

@@ -28,7 +28,7 @@ pub enum RdmaError {
         known: Vec<String>,
     },
     /// The kernel has the card, but the library has no provider for it.
-    #[error("no provider library drives {0}: install the card's (Debian: ibverbs-providers)")]
+    #[error("no provider library drives {0}: install the card's provider (Debian: ibverbs-providers)")]
     NoProvider(String),
     /// The device file through which programs use the card cannot be opened.
     #[error(
@@ -64,8 +64,9 @@ pub enum RdmaError {
     },
     /// Memory cannot be registered, because the limit on locked memory is too low.
     #[error(
-        "cannot register {bytes} bytes of memory ({error}); locked memory is limited to {limit}: 'ulimit -l unlimited' (in Slurm \
-         PropagateResourceLimitsExcept=MEMLOCK, LimitMEMLOCK=infinity for slurmd), or a smaller --memory",
+        "cannot register {bytes} bytes of memory ({error}); locked memory is limited to {limit}: raise the limit with 'ulimit -l \
+         unlimited' (in Slurm, with PropagateResourceLimitsExcept=MEMLOCK and LimitMEMLOCK=infinity for slurmd), or use a \
+         smaller --memory",
         limit = limit.map_or_else(|| "the memory of this node".to_owned(), |limit| format!("{limit} bytes"))
     )]
     Memory {

@@ -180,7 +180,7 @@ impl Connection for TcpConnection {
             return Err(self.ended(&link));
         };
         link.send(Kind::Offer, request, (len as u64, message), limit).await.map_err(|_| self.timeout(limit))?;
-        // Without acceptance, the offer has been answered or the link has ended; both show below.
+        // An offer that was not accepted has been answered, or its link has ended; the code below tells which.
         let payload = if let Some(claim) = self.wait(accepted, &progress, limit).await? {
             let (back, returned) = oneshot::channel();
             // The queue entry is reserved first, because nothing may delay the bytes once the claim is taken.

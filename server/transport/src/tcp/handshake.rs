@@ -1,5 +1,5 @@
-//! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0
-//! with a third message, with which the dialer shows that its first message was not a recording.
+//! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0 with
+//! a third message, which shows that the dialer's first message was not a recording.
 //!
 //! A stranger's first message fails at one hash and one cipher operation, costs no curve operation, and gets no answer. The
 //! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the
@@ -42,7 +42,7 @@ impl Hello {
     }
 }
 
-/// The dialer's side of the handshake.
+/// Performs the dialer's side of the handshake.
 pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: NodeId) -> io::Result<Keys> {
     let mut noise = builder(identity)?.build_initiator().map_err(refused)?;
     let hello = Hello { session: identity.session, from: identity.node, to: peer };
@@ -59,7 +59,7 @@ pub(crate) async fn dial(stream: &mut TcpStream, identity: &Identity, peer: Node
     Ok(Keys { noise, sent: 1, received: 0 })
 }
 
-/// The listener's side of the handshake. Returns the node that dialed.
+/// Performs the listener's side of the handshake. Returns the node that dialed.
 pub(crate) async fn accept(stream: &mut TcpStream, identity: &Identity) -> io::Result<(NodeId, Keys)> {
     let mut noise = builder(identity)?.build_responder().map_err(refused)?;
     let hello = receive(stream, &mut noise).await?;

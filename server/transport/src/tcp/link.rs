@@ -193,8 +193,8 @@ impl Link {
     }
 
     /// Queues the first frame of a request. If that takes longer than `limit`, or the caller gives up meanwhile, the request leaves
-    /// the table with its slots and its permit, because the peer will never answer it. Fails only after `limit`: if the link has
-    /// ended, the request's channels tell.
+    /// the table with its slots and its permit, because the peer will never answer it. Fails only after `limit`; if the link has
+    /// ended, the request's channels report that.
     pub(super) async fn send(
         &self,
         kind: Kind,
@@ -212,8 +212,8 @@ impl Link {
     /// Receives answers until the stream ends. `current` is the request whose frame is being read.
     async fn receive(&self, read: ReadHalf, current: &mut Option<PendingRequest>) -> io::Result<()> {
         let mut read = Reader::new(read);
-        // `Withdrawn` frames are sent by tasks, because the queue may be full and this loop must continue to read. The tasks are
-        // no more than the requests, because each keeps its request's permit.
+        // `Withdrawn` frames are sent by tasks, because the queue may be full and this loop must continue to read. There are never
+        // more tasks than requests, because each task keeps its request's permit.
         let mut withdrawing = JoinSet::new();
         loop {
             let header = read.header().await?;

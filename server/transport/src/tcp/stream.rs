@@ -60,7 +60,7 @@ impl Timestamp {
         Arc::new(Self { start, ms: AtomicU64::new(0) })
     }
 
-    /// Records that it happens now.
+    /// Sets the time to now.
     pub(super) fn touch(&self) {
         self.ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
     }

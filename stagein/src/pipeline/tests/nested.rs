@@ -144,7 +144,7 @@ fn with_keep_going_sources_with_only_an_archive_name_are_skipped() {
     assert_eq!((plan.counts.skipped, plan.sources.len()), (3, 2), "{:?}", plan.counts.skipped_notes);
 }
 
-/// SEMANTICS: "A source that has changed since it was listed is an error that names it."
+/// SEMANTICS: "A source that has changed since it was listed causes an error that names it."
 #[test]
 fn an_archive_that_changed_is_an_error_that_names_it() {
     for name in ["a.tar", "a.zip"] {

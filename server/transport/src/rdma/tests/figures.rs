@@ -121,7 +121,7 @@ async fn cold_pieces_are_read_past_the_page_cache() {
         (0..lens.len())
             .for_each(|at| drop(std::os::unix::fs::FileExt::read_at(&*file, &mut vec![0; 4 << 20], at as u64 * (3 << 20))));
     }
-    // More answers than there are permits to read from the drives, with pieces that are read past the cache and through it.
+    // There are more answers than permits to read from the drives. Their pieces are read past the cache and through it.
     rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let mixed = (0..2 * dayfly_meta::limits::DRIVE_READERS_MAX).map(|_| async {
         let slots = [110_000, 3000, 110_000, 5000].map(|len| region.slot(len).unwrap()).into();
