@@ -207,6 +207,22 @@ fn the_top_level_holds_what_the_readme_says() {
 }
 
 #[test]
+fn no_file_has_the_marks_of_an_unfinished_merge() {
+    let mut folders = vec![root()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap()) {
+            let (path, name) = (entry.path(), entry.file_name());
+            if path.is_dir() && name != "target" && name != ".git" {
+                folders.push(path);
+            } else if let Ok(text) = fs::read_to_string(&path) {
+                let is_mark = |line: &str| ["<<<<<<< ", "||||||| ", ">>>>>>> "].iter().any(|mark| line.starts_with(mark));
+                assert!(!text.lines().any(is_mark), "{} has them", path.display());
+            }
+        }
+    }
+}
+
+#[test]
 fn nothing_builds_all_features() {
     // One of the features changes the license of the program and needs C headers.
     for file in [".ci/run", ".ci/long", "README.md", "tests/vm/rdma"] {
