@@ -93,7 +93,7 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
 
 /// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
 /// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the way out, and all
+/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
 /// space is free again."
 #[test]
 fn every_failed_write_of_a_stage_in_names_node_and_drive() {
@@ -131,7 +131,7 @@ fn every_failed_write_of_a_stage_in_names_node_and_drive() {
 }
 
 /// SEMANTICS: "A source that its file system cannot read is not called damaged: the message names the
-/// file, the system's error and the way out."
+/// file, the system's error and the remedy."
 #[test]
 fn a_source_that_cannot_be_read_is_not_called_damaged() {
     for (name, pack) in [
