@@ -71,12 +71,10 @@ impl Record {
 }
 
 /// A file with a reserved descriptor.
-pub struct ReservedFd(Kept);
-
-enum Kept {
-    Recorded(&'static Record),
-    /// All records are taken.
-    Unrecorded(Box<Record>),
+pub struct ReservedFd {
+    record: &'static Record,
+    /// The record's index plus one; 0 for a record on the heap, because all of the list were taken.
+    index: u32,
 }
 
 /// A reserved descriptor that was just found to be intact, for one use.
@@ -103,51 +101,28 @@ impl ReservedFd {
     /// Moves a file's descriptor out of the program's way. If no number is free there, it stays
     /// where it is.
     pub fn new(file: File) -> Self {
-        let take = |record: &&Record| {
+        let take = |record: &Record| {
             let is_free = !record.is_taken.load(Ordering::Relaxed);
             is_free && record.is_taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
-        let kept = match RECORDS.iter().find(take) {
-            Some(record) => Kept::Recorded(record),
-            None => Kept::Unrecorded(Box::new(Record::new())),
+        let found = RECORDS.iter().enumerate().find(|(_, record)| take(record));
+        let (record, index) = match found {
+            Some((index, record)) => (record, index as u32 + 1),
+            None => (&*Box::leak(Box::new(Record::new())), 0),
         };
-        let this = Self(kept);
-        this.settle(file);
-        this
-    }
-
-    /// Stores a file in this record, at a high number.
-    fn settle(&self, file: File) {
         let (device, inode) = identity(file.as_raw_fd()).unwrap_or_default();
-        let record = self.record();
         record.device.store(device, Ordering::Release);
         record.inode.store(inode, Ordering::Release);
         let number = moved_up(file).into_raw_fd();
         record.number.store(number, Ordering::Release);
-        watch(number, self.index());
-    }
-
-    fn record(&self) -> &Record {
-        match &self.0 {
-            Kept::Recorded(record) => record,
-            Kept::Unrecorded(record) => record,
-        }
-    }
-
-    /// Returns the record's index plus one, or 0 if it is not in the list.
-    fn index(&self) -> u32 {
-        match self.0 {
-            Kept::Recorded(record) => {
-                let place = std::ptr::from_ref::<Record>(record).addr() - RECORDS.as_ptr().addr();
-                (place / size_of::<Record>()) as u32 + 1
-            }
-            Kept::Unrecorded(_) => 0,
-        }
+        watch(number, index);
+        Self { record, index }
     }
 
     /// Returns the number, which may have another file by now.
+    #[inline]
     pub fn number(&self) -> RawFd {
-        self.record().number.load(Ordering::Acquire)
+        self.record.number.load(Ordering::Acquire)
     }
 
     /// Returns the file for one use.
@@ -156,7 +131,7 @@ impl ReservedFd {
     ///
     /// If the program has closed the descriptor.
     pub fn get(&self) -> io::Result<InUse<'_>> {
-        let record = self.record();
+        let record = self.record;
         // Before the number is read, so that `give_way` waits for this use or this use sees the new number.
         record.users.fetch_add(1, Ordering::SeqCst);
         let number = record.number.load(Ordering::SeqCst);
@@ -167,28 +142,28 @@ impl ReservedFd {
 
     /// Returns whether the descriptor is still there.
     pub fn is_intact(&self) -> bool {
-        self.record().is_at(self.number())
+        self.record.is_at(self.number())
     }
 
     /// Returns device and inode of the file.
     pub fn identity(&self) -> (u64, u64) {
-        self.record().identity()
+        self.record.identity()
     }
 
     /// Replaces a descriptor that the program has closed by another one for the same file. Returns whether the descriptor is
     /// there now. Only the process that reserved it may call this, not its `vfork` child.
     pub fn restore(&self, file: File) -> bool {
-        let (record, lost) = (self.record(), self.number());
+        let (record, lost) = (self.record, self.number());
         if record.is_at(lost) {
             return true;
         }
         if identity(file.as_raw_fd()) != Some(record.identity()) {
             return false;
         }
-        unwatch(lost, self.index());
+        unwatch(lost, self.index);
         let number = moved_up(file).into_raw_fd();
         if record.number.compare_exchange(lost, number, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            watch(number, self.index());
+            watch(number, self.index);
         } else {
             // Another thread was faster. SAFETY: made just above, and nobody else knows it.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
@@ -199,8 +174,8 @@ impl ReservedFd {
 
 impl Drop for ReservedFd {
     fn drop(&mut self) {
-        let (record, number) = (self.record(), self.number());
-        unwatch(number, self.index());
+        let (record, number) = (self.record, self.number());
+        unwatch(number, self.index);
         // What the program has open at this number now belongs to the program.
         if record.is_at(number) {
             // SAFETY: the number still has our file, which nobody else closes.
@@ -208,6 +183,10 @@ impl Drop for ReservedFd {
         }
         record.number.store(-1, Ordering::Release);
         record.is_taken.store(false, Ordering::Release);
+        if self.index == 0 {
+            // SAFETY: leaked in `new`, and only this value refers to it: it is not in the list.
+            drop(unsafe { Box::from_raw(std::ptr::from_ref(record).cast_mut()) });
+        }
     }
 }
 
@@ -268,12 +247,6 @@ pub fn note_given(number: RawFd) {
     if let Some(entry) = entry(number).filter(|entry| entry.load(Ordering::Acquire) != 0) {
         entry.store(0, Ordering::Release);
     }
-}
-
-/// Returns whether [`note_given`] has learned that a reserved number belongs to the program.
-#[inline]
-pub fn is_known_lost(number: RawFd) -> bool {
-    entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) == 0)
 }
 
 /// Moves a reserved descriptor to another number, because the program wants to have a file of its own at this one. The number

@@ -307,13 +307,15 @@ static void reuse(void) {
     };
     for (int closer = 0; closer < 2; closer++)
         for (int maker = 0; maker < (int)(sizeof makers / sizeof *makers); maker++) {
-            /* Every number that the maker may get was that of a file. The first one is also asked about, so that nothing is
-             * believed because it is new. */
+            /* Every number that the maker may get was that of a file. Each is asked about a few times, so that
+             * nothing is believed because it is new. */
             struct stat stat;
             for (int number = 3; number < 40; number++)
                 if (open(at("sub/f1"), O_RDONLY) != number)
                     printf("not the lowest number\n");
-            fstat(3, &stat);
+            for (int number = 3; number < 40; number++)
+                for (int time = 0; time < 4; time++)
+                    fstat(number, &stat);
             for (int number = 3; number < 40; number++)
                 closers[closer].close(number);
             int number = makers[maker].make();

@@ -38,7 +38,8 @@ fn system_calls_by_number_see_the_namespace() {
 }
 
 /// SEMANTICS: "A number that the program closed by a system call of its own, which the library does not see, belongs to what the
-/// kernel has there. Every call but read, lseek and the first fstat after an open notices that."
+/// kernel has there. Every call notices that, except read, lseek, and the first four calls of fstat, isatty and posix_fadvise about
+/// a file."
 #[test]
 fn a_number_closed_behind_the_library_s_back_belongs_to_the_kernel() {
     prints_the_same("reuse");

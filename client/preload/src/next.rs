@@ -127,10 +127,15 @@ pub(crate) fn fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*
     match NEXT.address(c"fstatat") {
         // SAFETY: the C library's function of this name has this signature; `FromC` vouches for the pointers.
         Some(address) => unsafe { std::mem::transmute::<usize, Function>(address)(directory, path, out, flags) },
-        None => {
-            syscall(libc::SYS_newfstatat, directory as usize, path.raw().addr(), out.raw().addr(), flags as usize, 0, 0) as c_int
-        }
+        None => old_fstatat(directory, path, out, flags),
     }
+}
+
+/// Makes the system call where the C library has no function.
+#[cold]
+fn old_fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut libc::stat>, flags: c_int) -> c_int {
+    let (path, out) = (path.raw().addr(), out.raw().addr());
+    syscall(libc::SYS_newfstatat, directory as usize, path, out, flags as usize, 0, 0) as c_int
 }
 
 /// Returns the address of the next library's `syscall`.

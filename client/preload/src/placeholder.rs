@@ -17,7 +17,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
 
 use dayfly_client::raw_call;
-use dayfly_client::reserved_fd::{ReservedFd, is_known_lost};
+use dayfly_client::reserved_fd::ReservedFd;
 
 use crate::memory::{self, Errno};
 use crate::next;
@@ -63,7 +63,7 @@ fn open_socket(socket: &CString) -> Result<std::fs::File, Errno> {
 pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
     let placeholder = placeholder().ok_or(libc::EIO)?;
     let number = placeholder.reserved.number();
-    if IS_SUSPECT.load(Ordering::Relaxed) || is_known_lost(number) {
+    if IS_SUSPECT.load(Ordering::Relaxed) {
         placeholder.restore()?;
         return duplicate(placeholder.reserved.number(), close_on_exec);
     }
@@ -101,6 +101,12 @@ impl Placeholder {
     }
 }
 
+/// Returns whether each new number is certainly a duplicate of the placeholder, because it was checked.
+#[inline]
+pub(crate) fn is_checked_each_time() -> bool {
+    IS_SUSPECT.load(Ordering::Relaxed)
+}
+
 /// Returns whether a number that was created as a duplicate of the placeholder may be a duplicate of another file.
 #[cold]
 pub(crate) fn is_suspect() -> bool {
@@ -123,9 +129,9 @@ pub(crate) fn repair(number: RawFd) -> bool {
     next::dup3(placeholder.reserved.number(), number, flags) == number
 }
 
-/// Learns that a reserved descriptor is about to move to another number. A thread that is just creating a duplicate of it may
-/// not have noticed.
-pub(crate) fn note_moving(number: RawFd) {
+/// Learns that the program has a file of its own at a number that was reserved, or is about to have one. A thread that is just
+/// creating a duplicate of the placeholder may not have noticed.
+pub(crate) fn note_given(number: RawFd) {
     if placeholder().is_some_and(|placeholder| placeholder.reserved.number() == number) {
         IS_SUSPECT.store(true, Ordering::Release);
     }

@@ -15,7 +15,8 @@
 //! to another file. So the table is believed only after a look at what the kernel has at the number:
 //!
 //! - [`find`] and [`is_ours`] look each time, which costs two system calls where the table has the number, and nothing elsewhere.
-//! - [`find_first`] is for `fstat`, which most programs call right after `open`: it believes the table once per open file.
+//! - [`find_early`] is for calls that give no bytes of the file, and that programs and runtimes make right after `open`: `fstat`,
+//!   `isatty`, `posix_fadvise`. It believes the table the first few times.
 //! - [`presume`] always believes the table. It is for `read` and `lseek`, which would become much slower otherwise.
 //! - [`created`] is for every call in which the kernel gives out a number: what the table has there is out of date.
 //!
@@ -55,14 +56,13 @@ const INDEX_BITS: u32 = 20;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 const REFERENCES_MASK: u64 = (1 << 24) - 1;
 
-/// States of [`Description::trust`]: nobody has asked the kernel about the description's number yet.
-const NEW: u8 = 0;
-/// The same, and `fstat` has believed the table once.
-const STATED: u8 = 1;
-/// The kernel had our placeholder at the number.
-const CHECKED: u8 = 2;
+/// How often [`find_early`] believes the table. Python's `open` makes three such calls.
+const BELIEVED_MAX: u8 = 4;
+/// States of [`Description::trust`]. Up to [`BELIEVED_MAX`]: how often `find_early` has believed the table, while nobody has asked
+/// the kernel about the description's number. This one: the kernel had our placeholder at the number.
+const CHECKED: u8 = BELIEVED_MAX + 1;
 /// Nobody can tell whether the number is ours or the program's: reading fails.
-const LOST: u8 = 3;
+const LOST: u8 = BELIEVED_MAX + 2;
 
 /// The file or directory that is open.
 pub(crate) enum Object {
@@ -81,7 +81,8 @@ pub(crate) struct Description {
 
 impl Description {
     pub(crate) fn new(object: Object, flags: i32) -> Self {
-        Self { object, flags: AtomicI32::new(flags), offset: Offset::new(), trust: AtomicU8::new(NEW) }
+        let trust = if placeholder::is_checked_each_time() { CHECKED } else { 0 };
+        Self { object, flags: AtomicI32::new(flags), offset: Offset::new(), trust: AtomicU8::new(trust) }
     }
 
     fn trust(&self) -> u8 {
@@ -270,20 +271,21 @@ pub(crate) fn presume(number: RawFd) -> Option<Reference> {
     }
 }
 
-/// Like [`find`], but believes the table the first time that it is asked about a description.
+/// Like [`find`], but believes the table the first few times that it is asked about a description.
 #[inline]
-pub(crate) fn find_first(number: RawFd) -> Option<Reference> {
+pub(crate) fn find_early(number: RawFd) -> Option<Reference> {
     let open = presume(number)?;
-    if open.trust() == NEW {
-        open.trust.store(STATED, Ordering::Relaxed);
-        return Some(open);
+    let believed = open.trust();
+    if believed >= BELIEVED_MAX {
+        return confirmed(number, open.word);
     }
-    drop(open);
-    find(number)
+    open.trust.store(believed + 1, Ordering::Relaxed);
+    Some(open)
 }
 
 /// Returns the description that a word names, if the kernel has what belongs to it at the number. Otherwise the number was closed
 /// without calling our hooks, and is forgotten.
+#[cold]
 #[inline(never)]
 fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
     if vfork::child().is_some() {
@@ -325,6 +327,7 @@ fn forget_created(number: RawFd) {
     // In a `vfork` child it is the child's number, but these are the parent's records.
     if vfork::child().is_none() {
         forget(number);
+        placeholder::note_given(number);
         reserved_fd::note_given(number);
     }
 }

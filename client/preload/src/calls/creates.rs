@@ -1,11 +1,14 @@
 //! Calls in which the kernel gives out descriptors. They have nothing to do with the namespace, and are passed on. But a number
 //! that such a call returns may still be in our table, because the program closed it without calling our hooks; here the table
 //! learns that the number now has another file.
+//!
+//! Functions that some C libraries do not have are left out: a program may look for them by name. Nobody reads by `read` from what
+//! they return.
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use std::os::fd::RawFd;
 
-use libc::{cmsghdr, mmsghdr, mode_t, msghdr, pid_t, sigset_t, sockaddr, socklen_t, timespec};
+use libc::{cmsghdr, mmsghdr, msghdr, sigset_t, sockaddr, socklen_t, timespec};
 
 use super::hook;
 use crate::memory::FromC;
@@ -34,10 +37,7 @@ creates! {
     fn inotify_init1(flags: c_int);
     fn memfd_create(name: FromC<*const c_char>, flags: c_uint);
     fn open_by_handle_at(mount: c_int, handle: FromC<*mut c_void>, flags: c_int);
-    fn pidfd_getfd(process: c_int, number: c_int, flags: c_uint);
-    fn pidfd_open(process: pid_t, flags: c_uint);
     fn posix_openpt(flags: c_int);
-    fn shm_open(name: FromC<*const c_char>, flags: c_int, mode: mode_t);
     fn signalfd(number: c_int, signals: FromC<*const sigset_t>, flags: c_int);
     fn timerfd_create(clock: c_int, flags: c_int);
 }

@@ -131,7 +131,8 @@ hook! {
     }
 
     fn ioctl(descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
-        match table::find(descriptor) {
+        // Runtimes ask whether every file that they open is a terminal.
+        match if request == libc::TCGETS { table::find_early(descriptor) } else { table::find(descriptor) } {
             // Cloning one of our files into a kernel file: there are no extents to share.
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
@@ -141,7 +142,7 @@ hook! {
     }
 
     fn isatty(descriptor: c_int) -> c_int {
-        if !table::is_ours(descriptor) {
+        if table::find_early(descriptor).is_none() {
             return isatty::next(descriptor);
         }
         memory::set_errno(libc::ENOTTY);
@@ -199,7 +200,7 @@ fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
     if raw_call::flags(from).is_none() {
         return Err(libc::EBADF);
     }
-    placeholder::note_moving(to);
+    placeholder::note_given(to);
     give_way(to)
 }
 

@@ -179,6 +179,6 @@ fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault
 /// Answers advice about a file of ours with success and does nothing: its bytes are already fast to read. `None` for a kernel
 /// descriptor.
 fn advise(descriptor: c_int) -> Option<c_int> {
-    let open = table::find(descriptor)?;
+    let open = table::find_early(descriptor)?;
     Some(if open.file().is_ok() { 0 } else { libc::EINVAL })
 }

@@ -23,7 +23,7 @@ hook! {
     }
 
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
-        match table::find_first(descriptor) {
+        match table::find_early(descriptor) {
             None if is_reserved(descriptor) => fail(libc::EBADF),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
@@ -89,7 +89,7 @@ fn of_directory(directory: c_int) -> Option<Result<Stat, Fault>> {
     if directory == libc::AT_FDCWD {
         return cwd::current().map(|directory| Ok(view()?.stat(&directory)?));
     }
-    table::find_first(directory).map(|open| Ok(open.stat()))
+    table::find_early(directory).map(|open| Ok(open.stat()))
 }
 
 /// Returns attributes as `struct statx`.

@@ -74,7 +74,7 @@ macro_rules! rules {
 }
 
 rules! {
-    // Reading. The hooks of `read`, `lseek` and `fstat` decide themselves whether to ask the kernel.
+    // Reading. A hook decides itself whether to ask the kernel, where the rule only asks whether the number may be ours.
     SYS_read: c if c.may_be_ours(0) => read(c.get(0), c.get(1), c.get(2));
     SYS_lseek: c if c.may_be_ours(0) => lseek(c.get(0), c.get(1), c.get(2));
     SYS_fstat: c => fstat(c.get(0), c.get(1));
@@ -84,7 +84,7 @@ rules! {
     SYS_preadv2: c if c.is_ours(0) => preadv2(c.get(0), c.get(1), c.get(2), c.get(3), c.get(5));
     SYS_getdents64: c if c.is_ours(0) => getdents64(c.get(0), c.get(1), c.get(2));
     SYS_mmap: c if c.is_ours(4) => Call::address(mmap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5)));
-    SYS_fadvise64: c if c.is_ours(0) => c.advise();
+    SYS_fadvise64: c if c.may_be_ours(0) => c.advise();
     SYS_readahead: c if c.is_ours(0) => readahead(c.get(0), c.get(1), c.get(2));
     SYS_sendfile: c if c.is_ours(1) => sendfile(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_copy_file_range: c if c.is_ours(0) || c.is_ours(2)
@@ -97,7 +97,7 @@ rules! {
     SYS_dup: c => dup(c.get(0));
     SYS_dup3: c => dup3(c.get(0), c.get(1), c.get(2));
     SYS_fcntl: c if c.is_ours(0) || is_reserved(c.get(0)) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
-    SYS_ioctl: c if c.is_ours(0) => ioctl(c.get(0), c.get(1), c.get(2)), else c.may_create();
+    SYS_ioctl: c if c.may_be_ours(0) => ioctl(c.get(0), c.get(1), c.get(2)), else c.may_create();
     SYS_flock: c if c.is_ours(0) => flock(c.get(0), c.get(1));
     SYS_fsync: c if c.is_ours(0) => fsync(c.get(0));
     SYS_fdatasync: c if c.is_ours(0) => fdatasync(c.get(0));
