@@ -110,6 +110,7 @@ fn unsafe_code_is_where_the_design_says() {
         // Mapped memory, descriptors that come from the kernel, and data that several threads share without locks.
         "client/src/arena.rs",
         "client/src/fault.rs",
+        "client/src/raw_call.rs",
         "client/src/reserved_fd.rs",
         "client/src/pool.rs",
         "client/src/segment_map.rs",
@@ -126,10 +127,12 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/next.rs",
         "client/preload/src/offset.rs",
         "client/preload/src/path.rs",
+        "client/preload/src/placeholder.rs",
         "client/preload/src/stat_form.rs",
         "client/preload/src/table.rs",
         "client/preload/src/vfork.rs",
         // Calls whose arguments or results are structures of C, and calls that map memory.
+        "client/preload/src/calls/creates.rs",
         "client/preload/src/calls/descriptor.rs",
         "client/preload/src/calls/directory.rs",
         "client/preload/src/calls/exec.rs",
@@ -139,6 +142,7 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/calls/signal.rs",
         "client/preload/src/calls/spawn.rs",
         "client/preload/src/calls/stdio.rs",
+        "client/preload/src/calls/syscall.rs",
         "client/preload/src/calls/transfer.rs",
         "client/preload/src/calls/vfork.rs",
     ];

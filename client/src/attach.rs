@@ -27,7 +27,7 @@ use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::locate::SessionFolder;
 use crate::pool::Pool;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset, fork};
+use crate::{ClientError, Dataset, fork, reserved_fd};
 
 /// An attachment to a node's server.
 pub struct Session {
@@ -178,6 +178,7 @@ impl Session {
     /// connections of its own and closes its copies of the parent's, so that the server notices
     /// when the parent exits.
     pub fn after_fork(&self) {
+        reserved_fd::after_fork();
         while let Some(socket) = self.idle.take() {
             drop(socket);
         }
@@ -201,6 +202,33 @@ impl Session {
                 }
             }
         })
+    }
+
+    /// Gets the segments of a dataset again whose descriptors the program has closed.
+    ///
+    /// # Errors
+    ///
+    /// If the server does not answer, or no longer has the dataset.
+    pub fn restore(&self, dataset: &Dataset) -> Result<(), ClientError> {
+        // A `vfork` child has descriptors of its own, but its parent's records of them.
+        if !self.is_own_process() {
+            return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
+        }
+        let _no_fork = fork::lock();
+        let is_restored = self.with_connection(|socket| {
+            socket.send(&FromClient::Datasets)?;
+            let mut is_restored = false;
+            loop {
+                match socket.receive()? {
+                    (FromServer::Dataset { id, .. }, files) => {
+                        is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+                    }
+                    (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
+                    (other, _) => return Err(unexpected(other)),
+                }
+            }
+        })?;
+        if is_restored { Ok(()) } else { Err(ClientError::Gone) }
     }
 
     /// Returns an unnamed file on the node's data dir with room for `len` bytes, for a program that
@@ -286,14 +314,15 @@ impl Session {
 
     /// Takes an idle connection of this process, or opens a new one.
     pub(crate) fn take_socket(&self) -> Result<Box<Socket>, ClientError> {
-        match self.is_own_process().then(|| self.idle.take()).flatten() {
-            Some(socket) => Ok(socket),
-            None => {
-                let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
-                self.slot.store(socket.slot(), Ordering::Relaxed);
-                Ok(Box::new(socket))
+        while let Some(socket) = self.is_own_process().then(|| self.idle.take()).flatten() {
+            // The program may have closed it.
+            if socket.is_intact() {
+                return Ok(socket);
             }
         }
+        let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
+        self.slot.store(socket.slot(), Ordering::Relaxed);
+        Ok(Box::new(socket))
     }
 
     /// Returns a connection on which nothing is in flight, for the next request.

@@ -76,10 +76,22 @@ impl Dataset {
 
     /// Returns the segment and the offset of a block that this node owns. Both are valid for as
     /// long as the dataset exists.
-    pub fn segment_position(&self, block: BlockId) -> Option<(&File, u64)> {
+    pub fn segment_position(&self, block: BlockId) -> Option<(&ReservedFd, u64)> {
         let Location::Owned(position) = self.locations.find(block)? else { return None };
         let (segment, _) = self.segments.get(usize::from(position.drive))?;
         Some((segment, position.offset))
+    }
+
+    /// Restores the descriptors of segments that the program has closed, from the files that the server sent: catalog,
+    /// locations, then segments by drive. Returns whether all are there now.
+    pub(crate) fn restore(&self, files: Vec<File>) -> bool {
+        let mut files = files.into_iter().skip(2);
+        self.segments.iter().all(|(segment, _)| files.next().is_some_and(|file| segment.restore(file)))
+    }
+
+    /// Returns whether the descriptors of all segments are still there.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.segments.iter().all(|(segment, _)| segment.is_intact())
     }
 
     /// Returns a number that sorts the blocks on this node's drives by drive, then front to back.
@@ -118,7 +130,10 @@ impl Dataset {
     /// Makes the drive begin to read a range that may not be in memory, without waiting for it.
     pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
-            segment_map::read_ahead(segment, position.offset, len);
+            // A hint. Without the descriptor there is nothing to give a hint about.
+            if let Ok(segment) = segment.get() {
+                segment_map::read_ahead(&segment, position.offset, len);
+            }
         }
     }
 
@@ -163,7 +178,10 @@ impl Dataset {
         let offset = position.offset + offset;
         match map.copy(segment, offset, buffer) {
             Copied::Yes => Ok(()),
-            Copied::No => segment.read_exact_at(buffer, offset).map_err(|error| self.segment_error(error)),
+            Copied::No => {
+                let read = segment.get().and_then(|segment| segment.read_exact_at(buffer, offset));
+                read.map_err(|error| self.segment_error(error))
+            }
             Copied::Fault => Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
         }
     }

@@ -65,6 +65,7 @@ pub mod locate;
 mod order;
 mod pool;
 mod privacy;
+pub mod raw_call;
 mod read;
 pub mod reserved_fd;
 mod segment_map;

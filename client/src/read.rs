@@ -69,7 +69,7 @@ impl Session {
     /// server delivers it.
     pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
-        let (mut at, mut rechecks) = (offset, 0);
+        let (mut at, mut rechecks, mut is_restored) = (offset, 0, false);
         while at < end {
             let rest = &mut buffer[(at - offset) as usize..];
             let recheck = match dataset.read_here(&self.arena, block, at, rest) {
@@ -79,6 +79,12 @@ impl Session {
                     return Ok(());
                 }
                 Ok(None) => false,
+                // The program has closed the library's descriptor of a segment.
+                Err(ClientError::Segment(_)) if !is_restored && !dataset.is_intact() => {
+                    self.restore(dataset)?;
+                    is_restored = true;
+                    continue;
+                }
                 // This node's copy is a cached block, so the owner has another one.
                 Err(ClientError::Segment(_)) if dataset.is_cached(block) && rechecks < RECHECKS_MAX => true,
                 Err(error) => return Err(error),

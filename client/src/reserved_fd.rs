@@ -1,97 +1,338 @@
 //! Descriptors that this library reserves for itself. They have high numbers, away from the numbers
 //! that programs see, are close-on-exec, and are recorded, so that a program that closes all
 //! descriptors does not close them.
+//!
+//! A program can still close them, with a system call that this library does not see, and the kernel
+//! then gives the number to one of the program's own files. So a reserved descriptor remembers which
+//! file it had open, by device and inode. [`ReservedFd::get`] compares them before each use, and a
+//! number that has another file by now is neither used nor closed.
+//!
+//! The records lie in static memory, never move, and are changed without a lock.
 
 use std::fs::File;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
-use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
 use nix::sys::resource::{Resource, getrlimit};
-use std::os::fd::{FromRawFd, OwnedFd};
+
+use crate::raw_call::{duplicate_above, identity};
 
 /// Reserved descriptors lie just below this number, or below the process's limit. A higher ceiling
 /// would cost every fork, because the kernel copies the table up to its last descriptor.
 const CEILING: u64 = 1024;
 /// How many numbers below the ceiling are tried first.
 const ROOM: u64 = 128;
-/// Numbers below this are protected. A descriptor that had to get a higher number works too, but
-/// the program can close it.
-const WATCHED: usize = 2048;
+/// Numbers below this are protected. A descriptor that had to go above it works, but the program
+/// can close it.
+const WATCHED: usize = 1 << 16;
+/// Descriptors that can be recorded at a time. More than these work, but are not protected.
+const RECORDS_MAX: usize = 4096;
+/// How long [`give_way`] waits for threads that are using the number.
+const PATIENCE: Duration = Duration::from_secs(1);
 
-static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];
+/// By number: the index of its record plus one, or 0.
+static WATCH: [AtomicU32; WATCHED] = [const { AtomicU32::new(0) }; WATCHED];
+static RECORDS: [Record; RECORDS_MAX] = [const { Record::new() }; RECORDS_MAX];
+
+/// A reserved descriptor's record.
+struct Record {
+    is_taken: AtomicBool,
+    number: AtomicI32,
+    device: AtomicU64,
+    inode: AtomicU64,
+    /// Threads that are using the number now.
+    users: AtomicU32,
+}
+
+impl Record {
+    const fn new() -> Self {
+        Self {
+            is_taken: AtomicBool::new(false),
+            number: AtomicI32::new(-1),
+            device: AtomicU64::new(0),
+            inode: AtomicU64::new(0),
+            users: AtomicU32::new(0),
+        }
+    }
+
+    fn identity(&self) -> (u64, u64) {
+        (self.device.load(Ordering::Acquire), self.inode.load(Ordering::Acquire))
+    }
+
+    /// Returns whether a number still has the file open that the record is about.
+    fn is_at(&self, number: RawFd) -> bool {
+        identity(number) == Some(self.identity())
+    }
+}
 
 /// A file with a reserved descriptor.
-pub struct ReservedFd(File);
+pub struct ReservedFd {
+    record: &'static Record,
+    /// The record's index plus one; 0 for a record on the heap, because all of the list were taken.
+    index: u32,
+}
+
+/// A reserved descriptor that was just found to be intact, for one use.
+pub struct InUse<'a> {
+    file: ManuallyDrop<File>,
+    record: &'a Record,
+}
+
+impl Deref for InUse<'_> {
+    type Target = File;
+
+    fn deref(&self) -> &File {
+        &self.file
+    }
+}
+
+impl Drop for InUse<'_> {
+    fn drop(&mut self) {
+        self.record.users.fetch_sub(1, Ordering::AcqRel);
+    }
+}
 
 impl ReservedFd {
     /// Moves a file's descriptor out of the program's way. If no number is free there, it stays
     /// where it is.
     pub fn new(file: File) -> Self {
-        let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
-        let floor = limit.min(CEILING).saturating_sub(ROOM).max(limit.min(CEILING) / 2);
-        let file = match fcntl(&file, FcntlArg::F_DUPFD_CLOEXEC(floor as RawFd)) {
-            // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
-            Ok(high) => File::from(unsafe { OwnedFd::from_raw_fd(high) }),
-            Err(_) => file,
+        let take = |record: &Record| {
+            let is_free = !record.is_taken.load(Ordering::Relaxed);
+            is_free && record.is_taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
-        watch(file.as_raw_fd(), true);
-        Self(file)
+        let found = RECORDS.iter().enumerate().find(|(_, record)| take(record));
+        let (record, index) = match found {
+            Some((index, record)) => (record, index as u32 + 1),
+            None => (&*Box::leak(Box::new(Record::new())), 0),
+        };
+        let (device, inode) = identity(file.as_raw_fd()).unwrap_or_default();
+        record.device.store(device, Ordering::Release);
+        record.inode.store(inode, Ordering::Release);
+        let number = moved_up(file).into_raw_fd();
+        record.number.store(number, Ordering::Release);
+        watch(number, index);
+        Self { record, index }
     }
 
-    /// Reserves a duplicate of a file's descriptor, see [`ReservedFd::new`].
+    /// Returns the number, which may have another file by now.
+    #[inline]
+    pub fn number(&self) -> RawFd {
+        self.record.number.load(Ordering::Acquire)
+    }
+
+    /// Returns the file for one use.
     ///
     /// # Errors
     ///
-    /// If the descriptor cannot be duplicated.
-    pub fn of(file: &File) -> io::Result<Self> {
-        Ok(Self::new(file.try_clone()?))
+    /// If the program has closed the descriptor.
+    pub fn get(&self) -> io::Result<InUse<'_>> {
+        let record = self.record;
+        // Before the number is read, so that `give_way` waits for this use or this use sees the new number.
+        record.users.fetch_add(1, Ordering::SeqCst);
+        let number = record.number.load(Ordering::SeqCst);
+        // SAFETY: the file is never closed through this value; whether the number is open is checked below.
+        let in_use = InUse { file: ManuallyDrop::new(unsafe { File::from_raw_fd(number) }), record };
+        if record.is_at(number) { Ok(in_use) } else { Err(io::Error::other("the program closed a descriptor of the library")) }
     }
-}
 
-impl Deref for ReservedFd {
-    type Target = File;
+    /// Returns whether the descriptor is still there.
+    pub fn is_intact(&self) -> bool {
+        self.record.is_at(self.number())
+    }
 
-    fn deref(&self) -> &File {
-        &self.0
+    /// Returns device and inode of the file.
+    pub fn identity(&self) -> (u64, u64) {
+        self.record.identity()
+    }
+
+    /// Replaces a descriptor that the program has closed by another one for the same file. Returns whether the descriptor is
+    /// there now. Only the process that reserved it may call this, not its `vfork` child.
+    pub fn restore(&self, file: File) -> bool {
+        let (record, lost) = (self.record, self.number());
+        if record.is_at(lost) {
+            return true;
+        }
+        if identity(file.as_raw_fd()) != Some(record.identity()) {
+            return false;
+        }
+        unwatch(lost, self.index);
+        let number = moved_up(file).into_raw_fd();
+        if record.number.compare_exchange(lost, number, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            watch(number, self.index);
+        } else {
+            // Another thread was faster. SAFETY: made just above, and nobody else knows it.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+        true
     }
 }
 
 impl Drop for ReservedFd {
     fn drop(&mut self) {
-        watch(self.0.as_raw_fd(), false);
+        let (record, number) = (self.record, self.number());
+        unwatch(number, self.index);
+        // What the program has open at this number now belongs to the program.
+        if record.is_at(number) {
+            // SAFETY: the number still has our file, which nobody else closes.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+        record.number.store(-1, Ordering::Release);
+        record.is_taken.store(false, Ordering::Release);
+        if self.index == 0 {
+            // SAFETY: leaked in `new`, and only this value refers to it: it is not in the list.
+            drop(unsafe { Box::from_raw(std::ptr::from_ref(record).cast_mut()) });
+        }
     }
 }
 
-fn watch(descriptor: RawFd, on: bool) {
-    let Some(word) = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64)) else { return };
-    let bit = 1 << (descriptor % 64);
-    if on {
-        word.fetch_or(bit, Ordering::AcqRel)
-    } else {
-        word.fetch_and(!bit, Ordering::AcqRel)
-    };
+/// Moves a file to a high number, if one is free there.
+fn moved_up(file: File) -> File {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
+    let floor = limit.min(CEILING).saturating_sub(ROOM).max(limit.min(CEILING) / 2);
+    match duplicate_above(file.as_raw_fd(), floor as RawFd) {
+        // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
+        Some(high) => File::from(unsafe { OwnedFd::from_raw_fd(high) }),
+        None => file,
+    }
 }
 
-/// Returns whether a descriptor is reserved by the library.
-pub fn is_reserved(descriptor: RawFd) -> bool {
-    let word = usize::try_from(descriptor).ok().and_then(|number| WATCH.get(number / 64));
-    word.is_some_and(|word| word.load(Ordering::Acquire) >> (descriptor % 64) & 1 == 1)
+fn entry(number: RawFd) -> Option<&'static AtomicU32> {
+    usize::try_from(number).ok().and_then(|number| WATCH.get(number))
+}
+
+fn watch(number: RawFd, index: u32) {
+    if let Some(entry) = entry(number) {
+        entry.store(index, Ordering::Release);
+    }
+}
+
+fn unwatch(number: RawFd, index: u32) {
+    if let Some(entry) = entry(number) {
+        // Fails if the number has been reserved again since.
+        let _ = entry.compare_exchange(index, 0, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
+fn record_at(number: RawFd) -> Option<(&'static Record, u32)> {
+    let index = entry(number)?.load(Ordering::Acquire);
+    Some((RECORDS.get(index.checked_sub(1)? as usize)?, index))
+}
+
+/// Returns whether a descriptor is reserved by the library. Where it is not, which is almost everywhere, this is one load.
+#[inline]
+pub fn is_reserved(number: RawFd) -> bool {
+    is_watched(number) && is_still_reserved(number)
+}
+
+#[cold]
+fn is_still_reserved(number: RawFd) -> bool {
+    record_at(number).is_some_and(|(record, _)| record.number.load(Ordering::Acquire) == number && record.is_at(number))
+}
+
+/// Returns whether a number was reserved when this library last knew about it.
+#[inline]
+pub fn is_watched(number: RawFd) -> bool {
+    entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
+}
+
+/// Learns that the kernel has just given a number to a file of the program. If the number was reserved, it no longer is. A
+/// `vfork` child must not call this.
+#[inline]
+pub fn note_given(number: RawFd) {
+    if let Some(entry) = entry(number).filter(|entry| entry.load(Ordering::Acquire) != 0) {
+        entry.store(0, Ordering::Release);
+    }
+}
+
+/// Moves a reserved descriptor to another number, because the program wants to have a file of its own at this one. The number
+/// stays open until the program's call replaces it. A `vfork` child must not call this.
+///
+/// # Errors
+///
+/// EBUSY if a thread uses the descriptor and does not end in time, EMFILE if no other number is free.
+pub fn give_way(number: RawFd) -> Result<(), i32> {
+    let Some((record, index)) = record_at(number).filter(|_| is_reserved(number)) else { return Ok(()) };
+    let other = duplicate_above(number, (CEILING - ROOM) as RawFd).or_else(|| duplicate_above(number, 3)).ok_or(libc::EMFILE)?;
+    watch(other, index);
+    if record.number.compare_exchange(number, other, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+        // Dropped in the meantime. SAFETY: made just above, and nobody else knows it.
+        drop(unsafe { OwnedFd::from_raw_fd(other) });
+        unwatch(other, index);
+        return Ok(());
+    }
+    unwatch(number, index);
+    let deadline = Instant::now() + PATIENCE;
+    while record.users.load(Ordering::SeqCst) > 0 {
+        if Instant::now() > deadline {
+            return Err(libc::EBUSY);
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// Forgets the threads that were using descriptors. A forked child, which has only one thread, must call this.
+pub(crate) fn after_fork() {
+    for record in RECORDS.iter().filter(|record| record.is_taken.load(Ordering::Acquire)) {
+        record.users.store(0, Ordering::Release);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Closes a number behind the library's back, and puts another file there.
+    fn steal(number: RawFd, file: &File) {
+        // SAFETY: both are open; the test owns what is replaced.
+        assert_eq!(unsafe { libc::dup2(file.as_raw_fd(), number) }, number);
+    }
+
     #[test]
     fn a_reserved_descriptor_is_high_and_known_until_it_is_dropped() {
         let reserved = ReservedFd::new(File::open("/dev/null").unwrap());
-        let number = reserved.as_raw_fd();
+        let number = reserved.number();
         assert!(number >= 256, "{number}");
         assert!(is_reserved(number) && !is_reserved(0) && !is_reserved(-1) && !is_reserved(i32::MAX));
+        assert!(reserved.get().is_ok());
         drop(reserved);
-        assert!(!is_reserved(number));
+        assert!(!is_reserved(number) && identity(number).is_none());
+    }
+
+    #[test]
+    fn a_number_that_the_program_took_is_neither_used_nor_closed_and_can_be_restored() {
+        let (zero, null) = (File::open("/dev/zero").unwrap(), File::open("/dev/null").unwrap());
+        let reserved = ReservedFd::new(zero.try_clone().unwrap());
+        let number = reserved.number();
+        steal(number, &null);
+        assert!(reserved.get().is_err() && !reserved.is_intact() && !is_reserved(number));
+        assert!(!reserved.restore(null.try_clone().unwrap()), "another file");
+        assert!(reserved.restore(zero.try_clone().unwrap()) && reserved.get().is_ok() && reserved.number() != number);
+        steal(reserved.number(), &null);
+        let second = reserved.number();
+        drop(reserved);
+        for number in [number, second] {
+            assert_eq!(identity(number), identity(null.as_raw_fd()), "the program's file was closed");
+            // SAFETY: made by `steal`.
+            drop(unsafe { OwnedFd::from_raw_fd(number) });
+        }
+    }
+
+    #[test]
+    fn a_reserved_descriptor_gives_way() {
+        let reserved = ReservedFd::new(File::open("/dev/zero").unwrap());
+        let number = reserved.number();
+        give_way(number).unwrap();
+        assert!(reserved.number() != number && reserved.is_intact() && is_reserved(reserved.number()) && !is_reserved(number));
+        // SAFETY: nobody owns it anymore.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
+        let in_use = reserved.get().unwrap();
+        assert_eq!(give_way(reserved.number()), Err(libc::EBUSY));
+        drop(in_use);
     }
 }

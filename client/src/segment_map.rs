@@ -13,6 +13,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::libc;
 
 use crate::fault;
+use crate::reserved_fd::ReservedFd;
 
 /// The first read of a range of this length, aligned to it, uses `pread`. Cold bytes then arrive
 /// through the kernel's read-ahead instead of page faults, each of which would wait separately.
@@ -57,7 +58,7 @@ impl SegmentMap {
     }
 
     /// Copies a range of the segment that lies in one block.
-    pub(crate) fn copy(&self, segment: &File, offset: u64, buffer: &mut [u8]) -> Copied {
+    pub(crate) fn copy(&self, segment: &ReservedFd, offset: u64, buffer: &mut [u8]) -> Copied {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + buffer.len() as u64 > SEGMENT_WINDOW_LEN || buffer.is_empty() {
             return Copied::No;
@@ -78,7 +79,7 @@ impl SegmentMap {
 
     /// Returns the bytes of a range in place, if the range lies in one window that is not poisoned.
     /// If the segment is given up later, or the drive fails, they turn into zeros.
-    pub(crate) fn view(&self, segment: &File, offset: u64, len: u64) -> Option<&[u8]> {
+    pub(crate) fn view(&self, segment: &ReservedFd, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + len > SEGMENT_WINDOW_LEN || len == 0 {
             return None;
@@ -119,7 +120,7 @@ impl SegmentMap {
         (!mapped.is_null()).then(|| unsafe { &*mapped })
     }
 
-    fn window(&self, segment: &File, offset: u64) -> Option<&Window> {
+    fn window(&self, segment: &ReservedFd, offset: u64) -> Option<&Window> {
         let slot = self.windows.get((offset / SEGMENT_WINDOW_LEN) as usize)?;
         let mapped = slot.load(Ordering::Acquire);
         let mapped = if mapped.is_null() { Self::map(slot, segment, offset - offset % SEGMENT_WINDOW_LEN)? } else { mapped };
@@ -129,7 +130,8 @@ impl SegmentMap {
     }
 
     #[cold]
-    fn map(slot: &AtomicPtr<Window>, segment: &File, start: u64) -> Option<*mut Window> {
+    fn map(slot: &AtomicPtr<Window>, segment: &ReservedFd, start: u64) -> Option<*mut Window> {
+        let segment = segment.get().ok()?;
         if MAPPED_BYTES.fetch_add(SEGMENT_WINDOW_LEN, Ordering::Relaxed) + SEGMENT_WINDOW_LEN > SEGMENT_MAP_BYTES_MAX {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);
             return None;
@@ -214,14 +216,15 @@ mod tests {
         file.write_all_at(&content, 0).unwrap();
         file.write_all_at(&content[..PAGE_SIZE as usize], SEGMENT_WINDOW_LEN).unwrap();
         let map = SegmentMap::new(&file);
+        let reserved = ReservedFd::new(file.try_clone().unwrap());
         let len = content.len() as u64;
-        assert_eq!(map.view(&file, 0, len).unwrap(), content);
-        let other = map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap();
+        assert_eq!(map.view(&reserved, 0, len).unwrap(), content);
+        let other = map.view(&reserved, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap();
         assert_eq!(other[0], 7);
         // The drive fails for a moment. A reader sees zeros in the meantime, and can notice it.
         let before = fault::zeroed();
         file.set_len(PAGE_SIZE).unwrap();
-        let view = map.view(&file, 0, len).unwrap();
+        let view = map.view(&reserved, 0, len).unwrap();
         assert_eq!(view[PAGE_SIZE as usize], 0);
         assert!(fault::zeroed() > before);
         file.set_len(SEGMENT_WINDOW_LEN + PAGE_SIZE).unwrap();
@@ -231,10 +234,10 @@ mod tests {
         assert_eq!(view[PAGE_SIZE as usize], 0, "the zeros are still mapped");
         let mut buffer = vec![0; content.len()];
         std::thread::scope(|scope| {
-            let looked =
-                scope.spawn(|| (map.view(&file, 0, len).is_none(), matches!(map.copy(&file, 0, &mut buffer), Copied::No)));
+            let looked = scope
+                .spawn(|| (map.view(&reserved, 0, len).is_none(), matches!(map.copy(&reserved, 0, &mut buffer), Copied::No)));
             assert_eq!(looked.join().unwrap(), (true, true), "the next reader must not get the zeros");
         });
-        assert_eq!(map.view(&file, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap()[0], 7, "other windows are not affected");
+        assert_eq!(map.view(&reserved, SEGMENT_WINDOW_LEN, PAGE_SIZE).unwrap()[0], 7, "other windows are not affected");
     }
 }

@@ -48,9 +48,11 @@ impl Drop for Socket {
     fn drop(&mut self) {
         // A forked child may have a copy of the descriptor. Closing the copy must not shut the
         // parent's connection down.
-        if self.process == std::process::id() {
+        if self.process == std::process::id()
+            && let Ok(stream) = self.stream.get()
+        {
             // Fails if the server has closed the connection already, which is fine.
-            let _ = shutdown(self.stream.as_raw_fd(), Shutdown::Both);
+            let _ = shutdown(stream.as_raw_fd(), Shutdown::Both);
         }
     }
 }
@@ -86,11 +88,16 @@ impl Socket {
     /// Records the server's settings for this connection.
     pub(crate) fn welcome(&mut self, slot: u32, number: u32, timeouts: Timeouts) -> io::Result<()> {
         (self.slot, self.number, self.timeouts) = (slot, number, timeouts);
-        set_poll_interval(&*self.stream, timeouts.poll_interval())
+        set_poll_interval(&*self.stream.get()?, timeouts.poll_interval())
     }
 
     pub(crate) fn timeouts(&self) -> Timeouts {
         self.timeouts
+    }
+
+    /// Returns whether the connection's descriptor is still there. A program can close it by a system call of its own.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.stream.is_intact()
     }
 
     /// From now on, a wait ends early if the server's heartbeat stands still for its timeout.
@@ -103,9 +110,10 @@ impl Socket {
         let header = encode_local(message.len()).map_err(|_| ClientError::Protocol("a request is too long"))?;
         let bytes = [&header[..], &message].concat();
         let mut sent = 0;
+        let stream = self.stream.get()?;
         while sent < bytes.len() {
             // Does not use `write`, because SIGPIPE must not end the program if the server is gone.
-            let send = || send(self.stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
+            let send = || send(stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
             sent += wait(self.timeouts, self.heartbeat.as_deref(), send)?;
         }
         Ok(())
@@ -127,9 +135,9 @@ impl Socket {
     }
 
     fn fill(&self, mut buffer: &mut [u8]) -> io::Result<()> {
+        let stream = self.stream.get()?;
         while !buffer.is_empty() {
-            let got =
-                wait(self.timeouts, self.heartbeat.as_deref(), || recv(self.stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
+            let got = wait(self.timeouts, self.heartbeat.as_deref(), || recv(stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
             if got == 0 {
                 return Err(closed());
             }
@@ -140,10 +148,11 @@ impl Socket {
 
     fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
         let mut space = nix::cmsg_space!([i32; DESCRIPTORS_MAX]);
+        let stream = self.stream.get()?;
         wait(self.timeouts, self.heartbeat.as_deref(), || {
             let mut slices = [IoSliceMut::new(header)];
             let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-            let received = recvmsg::<()>(self.stream.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
+            let received = recvmsg::<()>(stream.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
             let mut files = Vec::new();
             for control in received.cmsgs()? {
                 if let ControlMessageOwned::ScmRights(descriptors) = control {

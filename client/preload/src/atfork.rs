@@ -38,6 +38,6 @@ extern "C" fn after_in_child() {
     exec_handoff::close_vfork_channel();
     if let Some(view) = known_view() {
         view.session().after_fork();
-        table::numbers(0, RawFd::MAX).filter(|&number| !exec_handoff::is_in_kernel(number)).for_each(table::forget);
+        table::numbers(0, RawFd::MAX).filter(|&number| !table::is_in_kernel(number)).for_each(table::forget);
     }
 }

@@ -23,6 +23,7 @@
 
 mod attributes;
 mod change;
+mod creates;
 mod descriptor;
 mod directory;
 mod exec;
@@ -38,6 +39,7 @@ mod signal;
 mod spawn;
 mod stat;
 mod stdio;
+pub(crate) mod syscall;
 mod transfer;
 mod vfork;
 

@@ -70,9 +70,13 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
             }
         }
     }
-    let result = fill(view, file, copy);
+    let result = copy.get().map_err(|_| Fault::Errno(libc::EIO)).and_then(|copy| {
+        fill(view, file, &copy)?;
+        description.offset.hand_over(copy.as_raw_fd());
+        Ok(())
+    });
     match result {
-        Ok(()) => description.offset.hand_over(copy.as_raw_fd()),
+        Ok(()) => {}
         // Not `filled`: a fork may have moved the state to shared memory in the meantime.
         Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
     }
@@ -96,23 +100,13 @@ pub(crate) fn prepare_fork() {
     }
 }
 
-/// Returns whether the kernel's entry for a number matches our record: the placeholder, or the kernel copy in its place.
-pub(crate) fn is_in_kernel(number: RawFd) -> bool {
-    if placeholder::is_at(number) {
-        return true;
-    }
-    let identity = |number| placeholder::kernel_stat(number).map(|stat| (stat.st_dev, stat.st_ino));
-    let Some(description) = table::find_at_home(number) else { return false };
-    let copy = description.offset.kernel_copy().and_then(|copy| identity(copy.as_raw_fd()));
-    copy.is_some() && identity(number) == copy
-}
-
 /// Puts kernel copies in place of all numbers of ours that another program would inherit.
 pub(crate) fn hand_over_all() -> Result<(), Fault> {
     let Some(view) = known_view() else { return Ok(()) };
     let child = vfork::child();
     for number in candidates(child) {
-        if next::fcntl_number(number, libc::F_GETFD, 0) == 0 && placeholder::is_at(number) {
+        let is_ours = child.is_some() || table::is_ours(number);
+        if is_ours && next::fcntl_number(number, libc::F_GETFD, 0) == 0 && placeholder::is_at(number) {
             hand_over(view, child, number, 0)?;
         }
     }
@@ -157,18 +151,22 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
     let Some(description) = description else { return Ok(()) };
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_none() {
-        return put(filled_copy(view, &description)?.as_raw_fd(), number, flags);
+        return put(filled_copy(view, &description)?, number, flags);
     }
     if let Some(copy) = description.offset.kernel() {
         return put(copy, number, flags);
     }
     let copy = copy_with_offset(view, &description, file)?;
     vfork_channel::send(&description, copy.as_raw_fd());
-    put(copy.as_raw_fd(), number, flags)
+    put_file(&copy, number, flags)
 }
 
-fn put(file: RawFd, number: RawFd, flags: i32) -> Result<(), Fault> {
-    if next::dup3(file, number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
+fn put(copy: &ReservedFd, number: RawFd, flags: i32) -> Result<(), Fault> {
+    put_file(&*copy.get().map_err(|_| libc::EIO)?, number, flags)
+}
+
+fn put_file(file: &File, number: RawFd, flags: i32) -> Result<(), Fault> {
+    if next::dup3(file.as_raw_fd(), number, flags) < 0 { Err(memory::errno().into()) } else { Ok(()) }
 }
 
 fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::OpenFile) -> Result<File, Fault> {

@@ -63,5 +63,6 @@ extern "C" fn start() {
         vfork::set_home();
         cwd::inherit();
         atfork::register();
+        calls::syscall::begin();
     }
 }

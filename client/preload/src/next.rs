@@ -8,7 +8,7 @@
 //! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others
 //! takes its argument types from here. So no module below `calls` has to import it.
 
-use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
+use std::ffi::{CStr, c_char, c_int, c_long, c_ulong, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{mode_t, msghdr, off_t, sigaction as Action, size_t};
@@ -115,6 +115,7 @@ declare! { $
     fn readlink(path: FromC<*const c_char>, buffer: FromC<*mut c_char>, len: size_t) -> isize;
     fn sendmsg(socket: c_int, message: FromC<*const msghdr>, flags: c_int) -> isize;
     fn sigaction(number: c_int, new: FromC<*const Action>, old: FromC<*mut Action>) -> c_int;
+    fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long;
     fn write(descriptor: c_int, buffer: FromC<*const c_void>, len: size_t) -> isize;
 }
 
@@ -126,9 +127,21 @@ pub(crate) fn fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*
     match NEXT.address(c"fstatat") {
         // SAFETY: the C library's function of this name has this signature; `FromC` vouches for the pointers.
         Some(address) => unsafe { std::mem::transmute::<usize, Function>(address)(directory, path, out, flags) },
-        // SAFETY: the kernel checks its pointers.
-        None => unsafe { libc::syscall(libc::SYS_newfstatat, directory, path.raw(), out.raw(), flags) as c_int },
+        None => old_fstatat(directory, path, out, flags),
     }
+}
+
+/// Makes the system call where the C library has no function.
+#[cold]
+fn old_fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut libc::stat>, flags: c_int) -> c_int {
+    let (path, out) = (path.raw().addr(), out.raw().addr());
+    syscall(libc::SYS_newfstatat, directory as usize, path, out, flags as usize, 0, 0) as c_int
+}
+
+/// Returns the address of the next library's `syscall`.
+pub(crate) fn address_of_syscall() -> Option<usize> {
+    static NEXT: Next = Next::new();
+    NEXT.address(c"syscall")
 }
 
 /// Writes bytes of this library to a descriptor.

@@ -25,8 +25,8 @@ use crate::next;
 const MOVED: u64 = u64::MAX;
 /// The value of the word while the offset moves to the kernel, and from then on.
 const IN_KERNEL: u64 = u64::MAX - 1;
-/// The offset that readers get if another process died while it moved the offset to the kernel: beyond the end of every file,
-/// because a wrong offset would give wrong bytes.
+/// The offset that readers get if another process died while it moved the offset to the kernel, or if the program closed the
+/// kernel copy: beyond the end of every file, because a wrong offset would give wrong bytes.
 const LOST: u64 = u64::MAX >> 1;
 
 /// State of a kernel copy: no process has filled it. A process that fills it stores its process id.
@@ -130,10 +130,9 @@ impl Offset {
         }
     }
 
-    /// Returns the kernel descriptor that keeps the offset, once one does.
-    pub(crate) fn kernel(&self) -> Option<RawFd> {
-        let copy = self.kernel_copy()?;
-        (self.filled().load(Ordering::Acquire) == FILLED).then(|| copy.as_raw_fd())
+    /// Returns the kernel file that keeps the offset, once one does.
+    pub(crate) fn kernel(&self) -> Option<&ReservedFd> {
+        self.kernel_copy().filter(|_| self.filled().load(Ordering::Acquire) == FILLED)
     }
 
     /// Returns whether every process that uses the word has the same kernel copy.
@@ -188,15 +187,19 @@ impl Offset {
     }
 
     pub(crate) fn load(&self) -> u64 {
-        if let Some(descriptor) = self.kernel() {
-            return u64::try_from(next::lseek(descriptor, 0, libc::SEEK_CUR)).unwrap_or(0);
+        if let Some(copy) = self.kernel() {
+            let offset = copy.get().map_or(-1, |copy| next::lseek(copy.as_raw_fd(), 0, libc::SEEK_CUR));
+            return u64::try_from(offset).unwrap_or(LOST);
         }
         self.value().map_or_else(|| self.load(), |(_, value)| value)
     }
 
     pub(crate) fn store(&self, offset: u64) {
-        if let Some(descriptor) = self.kernel() {
-            next::lseek(descriptor, offset as i64, libc::SEEK_SET);
+        if let Some(copy) = self.kernel() {
+            // Where the program has closed the copy, the next read fails.
+            if let Ok(copy) = copy.get() {
+                next::lseek(copy.as_raw_fd(), offset as i64, libc::SEEK_SET);
+            }
             return;
         }
         while let Some((word, now)) = self.value() {

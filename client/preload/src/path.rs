@@ -50,9 +50,6 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     if directory == libc::AT_FDCWD {
         return cwd::current();
     }
-    if !table::is_ours(directory) {
-        return None;
-    }
     let description = table::find(directory)?;
     match description.directory() {
         Ok(directory) => Some(directory.path().to_vec()),

@@ -11,20 +11,30 @@
 //! Everything is an atomic in memory that never moves. A lookup in `read` costs one load where the number is not ours, a fork
 //! copies the tables as they are, and a signal handler, or a thread that a fork left behind, leaves nothing locked.
 //!
-//! In a `vfork` child these are the parent's tables: [`find`] and [`is_ours`] also ask the kernel there, and nothing here is
-//! changed from a child.
+//! A program can close one of our numbers by a system call that this library does not see, and the kernel then gives the number
+//! to another file. So the table is believed only after a look at what the kernel has at the number:
+//!
+//! - [`find`] and [`is_ours`] look each time, which costs two system calls where the table has the number, and nothing elsewhere.
+//! - [`find_early`] is for calls that give no bytes of the file, and that programs and runtimes make right after `open`: `fstat`,
+//!   `isatty`, `posix_fadvise`. It believes the table the first few times.
+//! - [`presume`] always believes the table. It is for `read` and `lseek`, which would become much slower otherwise.
+//! - [`created`] is for every call in which the kernel gives out a number: what the table has there is out of date.
+//!
+//! In a `vfork` child these are the parent's tables: every lookup also asks the kernel there, and nothing here is changed from a
+//! child.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use dayfly_client::{Directory, OpenFile, Stat};
+use dayfly_client::reserved_fd::ReservedFd;
+use dayfly_client::{Directory, OpenFile, Stat, raw_call, reserved_fd};
 
-use crate::memory::Errno;
+use crate::memory::{self, Errno};
 use crate::offset::Offset;
-use crate::vfork;
+use crate::{placeholder, vfork};
 
 /// One more than the highest descriptor number that can be ours. The kernel provides memory only for pages that are used.
 const DESCRIPTORS_MAX: usize = 1 << 20;
@@ -46,6 +56,14 @@ const INDEX_BITS: u32 = 20;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 const REFERENCES_MASK: u64 = (1 << 24) - 1;
 
+/// How often [`find_early`] believes the table. Python's `open` makes three such calls.
+const BELIEVED_MAX: u8 = 4;
+/// States of [`Description::trust`]. Up to [`BELIEVED_MAX`]: how often `find_early` has believed the table, while nobody has asked
+/// the kernel about the description's number. This one: the kernel had our placeholder at the number.
+const CHECKED: u8 = BELIEVED_MAX + 1;
+/// Nobody can tell whether the number is ours or the program's: reading fails.
+const LOST: u8 = BELIEVED_MAX + 2;
+
 /// The file or directory that is open.
 pub(crate) enum Object {
     File(OpenFile),
@@ -58,9 +76,19 @@ pub(crate) struct Description {
     /// The flags that `F_GETFL` returns.
     pub(crate) flags: AtomicI32,
     pub(crate) offset: Offset,
+    trust: AtomicU8,
 }
 
 impl Description {
+    pub(crate) fn new(object: Object, flags: i32) -> Self {
+        let trust = if placeholder::is_checked_each_time() { CHECKED } else { 0 };
+        Self { object, flags: AtomicI32::new(flags), offset: Offset::new(), trust: AtomicU8::new(trust) }
+    }
+
+    fn trust(&self) -> u8 {
+        self.trust.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn stat(&self) -> Stat {
         match &self.object {
             Object::File(file) => file.stat(),
@@ -71,6 +99,7 @@ impl Description {
     /// Returns the open file, or EISDIR for a directory.
     pub(crate) fn file(&self) -> Result<&OpenFile, Errno> {
         match &self.object {
+            _ if self.trust() == LOST => Err(libc::EIO),
             Object::File(file) => Ok(file),
             Object::Directory(_) => Err(libc::EISDIR),
         }
@@ -79,6 +108,7 @@ impl Description {
     /// Returns the open directory, or ENOTDIR for a file.
     pub(crate) fn directory(&self) -> Result<&Directory, Errno> {
         match &self.object {
+            _ if self.trust() == LOST => Err(libc::EIO),
             Object::Directory(directory) => Ok(directory),
             Object::File(_) => Err(libc::ENOTDIR),
         }
@@ -131,6 +161,12 @@ impl Drop for Reference {
 }
 
 impl Reference {
+    /// Returns whether the kernel has our placeholder at a number, or the description's kernel copy in its place.
+    fn is_at(&self, number: RawFd) -> bool {
+        let is_copy = |copy: &ReservedFd| raw_call::identity(number) == Some(copy.identity());
+        placeholder::is_at(number) || self.offset.kernel_copy().is_some_and(is_copy)
+    }
+
     /// Returns the word that names the description in this process's memory.
     pub(crate) fn word(&self) -> u64 {
         self.word
@@ -204,10 +240,16 @@ fn entry(number: RawFd) -> Option<&'static AtomicU64> {
     DESCRIPTORS.get(usize::try_from(number).ok()?)
 }
 
+/// Returns whether the table has a number, which may be out of date.
+#[inline]
+pub(crate) fn is_named(number: RawFd) -> bool {
+    entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
+}
+
 /// Returns whether a number is ours.
 #[inline]
 pub(crate) fn is_ours(number: RawFd) -> bool {
-    entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0) && !vfork::has_replaced(number)
+    find(number).is_some()
 }
 
 /// Returns the description that a number names, if the number is ours.
@@ -215,8 +257,78 @@ pub(crate) fn is_ours(number: RawFd) -> bool {
 pub(crate) fn find(number: RawFd) -> Option<Reference> {
     match entry(number)?.load(Ordering::Acquire) {
         0 => None,
+        word => confirmed(number, word),
+    }
+}
+
+/// Like [`find`], but believes the table without asking the kernel.
+#[inline]
+pub(crate) fn presume(number: RawFd) -> Option<Reference> {
+    match entry(number)?.load(Ordering::Acquire) {
+        0 => None,
         _ if vfork::has_replaced(number) => None,
         word => acquire(word),
+    }
+}
+
+/// Like [`find`], but believes the table the first few times that it is asked about a description.
+#[inline]
+pub(crate) fn find_early(number: RawFd) -> Option<Reference> {
+    let open = presume(number)?;
+    let believed = open.trust();
+    if believed >= BELIEVED_MAX {
+        return confirmed(number, open.word);
+    }
+    open.trust.store(believed + 1, Ordering::Relaxed);
+    Some(open)
+}
+
+/// Returns the description that a word names, if the kernel has what belongs to it at the number. Otherwise the number was closed
+/// without calling our hooks, and is forgotten.
+#[cold]
+#[inline(never)]
+fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
+    if vfork::child().is_some() {
+        return if vfork::has_replaced(number) { None } else { acquire(word) };
+    }
+    let open = acquire(word)?;
+    if open.is_at(number) {
+        open.trust.store(CHECKED, Ordering::Relaxed);
+        return Some(open);
+    }
+    // If the placeholder was another file when this number was created, the number has been wrong from the beginning. It may be
+    // ours or the program's, so neither our bytes nor the kernel's are right.
+    if open.trust() != CHECKED && placeholder::is_suspect() {
+        let before = memory::errno();
+        let is_repaired = open.trust() != LOST && placeholder::repair(number);
+        memory::set_errno(before);
+        open.trust.store(if is_repaired { CHECKED } else { LOST }, Ordering::Relaxed);
+        return Some(open);
+    }
+    // Fails if another thread has closed the number, or named another description.
+    if entry(number)?.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+        drop_word(word);
+    }
+    None
+}
+
+/// Learns that the kernel has just given out a number, and returns it for the program. What was known about it is out of date: it
+/// was closed without calling our hooks.
+#[inline]
+pub(crate) fn created(number: RawFd) -> RawFd {
+    if entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0) || reserved_fd::is_watched(number) {
+        forget_created(number);
+    }
+    number
+}
+
+#[cold]
+fn forget_created(number: RawFd) {
+    // In a `vfork` child it is the child's number, but these are the parent's records.
+    if vfork::child().is_none() {
+        forget(number);
+        placeholder::note_given(number);
+        reserved_fd::note_given(number);
     }
 }
 
@@ -256,6 +368,11 @@ fn drop_word(word: u64) {
     if let Some(index) = ((word & INDEX_MASK) as usize).checked_sub(1) {
         drop(Reference { slot: &DESCRIPTIONS[index], word });
     }
+}
+
+/// Returns whether the kernel's entry for a number matches our record, in this process, even if it is a forked child.
+pub(crate) fn is_in_kernel(number: RawFd) -> bool {
+    find_at_home(number).is_some_and(|open| open.is_at(number))
 }
 
 /// Iterates over the numbers in a range, both ends included, that are ours now.

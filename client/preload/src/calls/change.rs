@@ -23,7 +23,7 @@ use super::open::cannot_create;
 use crate::fault::Fault;
 use crate::memory::{FromC, fail};
 use crate::path::{at, at_or_itself, is_ours};
-use crate::table;
+use crate::table::{self, created};
 
 const HERE: c_int = libc::AT_FDCWD;
 
@@ -89,7 +89,7 @@ macro_rules! refuse {
         descriptor($number, libc::$errno, || $name::next $arguments)
     };
     (@temporary (HERE $template:ident) $name:ident $arguments:tt) => {
-        at(HERE, $template.as_const(), temporary, |_, _| $name::next $arguments)
+        at(HERE, $template.as_const(), temporary, |_, _| created($name::next $arguments))
     };
     (@followed_or_itself ($directory:ident $path:ident $flags:ident) $name:ident $arguments:tt) => {
         at_or_itself($directory, $path, $flags, followed, |$directory, $path| $name::next $arguments)

@@ -8,13 +8,14 @@ use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
-use dayfly_client::reserved_fd::is_reserved;
+use dayfly_client::raw_call;
+use dayfly_client::reserved_fd::{give_way, is_reserved};
 
 use super::hook;
 use crate::fault::{Fault, answer};
-use crate::memory::{self, FromC, fail};
+use crate::memory::{self, Errno, FromC, fail};
 use crate::table::{self, Reference};
-use crate::{exec_handoff, next, vfork};
+use crate::{exec_handoff, next, placeholder, vfork};
 
 /// Flags that `F_SETFL` can change.
 const CHANGEABLE: c_int = libc::O_APPEND | libc::O_ASYNC | libc::O_DIRECT | libc::O_NOATIME | libc::O_NONBLOCK;
@@ -31,14 +32,7 @@ const RESERVED_MAX: c_uint = 4096;
 
 hook! {
     fn close | __close (descriptor: c_int) -> c_int {
-        if is_reserved(descriptor) {
-            return fail(libc::EBADF);
-        }
-        if table::is_ours(descriptor) && vfork::child().is_none() {
-            // Before the kernel closes it: afterward another thread may get the number.
-            table::forget(descriptor);
-        }
-        close::next(descriptor)
+        if may_close(descriptor) { close::next(descriptor) } else { fail(libc::EBADF) }
     }
 
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
@@ -76,6 +70,9 @@ hook! {
     }
 
     fn dup(descriptor) {
+        if is_reserved(descriptor) {
+            return fail(libc::EBADF);
+        }
         let copy = dup::next(descriptor);
         record_copy(descriptor, copy)
     }
@@ -84,23 +81,24 @@ hook! {
         if from == to {
             return dup2::next(from, to);
         }
-        if is_reserved(to) || is_reserved(from) {
-            return fail(libc::EBADF);
+        match make_room(from, to) {
+            Ok(()) => record_copy(from, dup2::next(from, to)),
+            Err(errno) => fail(errno),
         }
-        let copy = dup2::next(from, to);
-        record_copy(from, copy)
     }
 
     fn dup3(from, to, flags) {
-        if is_reserved(to) || is_reserved(from) {
-            return fail(libc::EBADF);
+        match make_room(from, to) {
+            Ok(()) => record_copy(from, dup3::next(from, to, flags)),
+            Err(errno) => fail(errno),
         }
-        let copy = dup3::next(from, to, flags);
-        record_copy(from, copy)
     }
 
     fn fcntl | fcntl64 | __fcntl (descriptor, command, argument) {
         let Some(open) = table::find(descriptor) else {
+            if is_reserved(descriptor) {
+                return fail(libc::EBADF);
+            }
             let result = fcntl::next(descriptor, command, argument);
             let is_copy = command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC;
             return if is_copy { record_copy(descriptor, result) } else { result };
@@ -133,7 +131,8 @@ hook! {
     }
 
     fn ioctl(descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
-        match table::find(descriptor) {
+        // Runtimes ask whether every file that they open is a terminal.
+        match if request == libc::TCGETS { table::find_early(descriptor) } else { table::find(descriptor) } {
             // Cloning one of our files into a kernel file: there are no extents to share.
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
@@ -143,7 +142,7 @@ hook! {
     }
 
     fn isatty(descriptor: c_int) -> c_int {
-        if !table::is_ours(descriptor) {
+        if table::find_early(descriptor).is_none() {
             return isatty::next(descriptor);
         }
         memory::set_errno(libc::ENOTTY);
@@ -177,15 +176,42 @@ hook! {
     }
 }
 
+/// Forgets a descriptor that the program is about to close: afterward another thread may get the number. Returns `false` if it
+/// is one of the library's own, which stays open. The table need not be right here: closing the number is.
+pub(super) fn may_close(descriptor: RawFd) -> bool {
+    if is_reserved(descriptor) {
+        return false;
+    }
+    if table::is_named(descriptor) && vfork::child().is_none() {
+        table::forget(descriptor);
+    }
+    true
+}
+
+/// Moves a descriptor of the library away if the program wants to have its number.
+fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
+    if is_reserved(from) {
+        return Err(libc::EBADF);
+    }
+    if !is_reserved(to) || vfork::child().is_some() {
+        return Ok(());
+    }
+    // Without an open file to duplicate, the kernel would leave the number as it is: closed, to the program.
+    if raw_call::flags(from).is_none() {
+        return Err(libc::EBADF);
+    }
+    placeholder::note_given(to);
+    give_way(to)
+}
+
 fn close_kernel_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     // Old C libraries do not have the function, so this is the system call.
-    // SAFETY: the range contains no descriptor that this library owns.
-    unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) as c_int }
+    next::syscall(libc::SYS_close_range, first as usize, last as usize, flags as usize, 0, 0, 0) as c_int
 }
 
 /// Records that `copy` now names what `from` names, after the kernel has done so. Returns the result for the program.
 fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
-    if copy < 0 || !table::is_ours(from) && !table::is_ours(copy) && vfork::child().is_none() {
+    if copy < 0 {
         return copy;
     }
     if let Some(child) = vfork::child() {
@@ -193,7 +219,9 @@ fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
         return copy;
     }
     match table::find(from) {
-        None => table::forget(copy),
+        None => {
+            table::created(copy);
+        }
         Some(open) => {
             if !table::name(copy, &open) {
                 close::next(copy);

@@ -16,7 +16,6 @@ use super::hook;
 use super::open::{give_number, open_in, openat};
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, zeroed};
-use crate::offset::Offset;
 use crate::path;
 use crate::table::{self, Description, Object, Reference};
 
@@ -53,10 +52,16 @@ hook! {
     fn opendir(path: FromC<*const c_char>) -> *mut DIR {
         let ours = |view: &View, path: &[u8]| {
             let object = Object::Directory(view.open_directory(path)?);
-            let flags = (libc::O_DIRECTORY | libc::O_CLOEXEC).into();
-            Ok(new_stream(table::describe(Description { object, flags, offset: Offset::new() })?, None))
+            Ok(new_stream(table::describe(Description::new(object, libc::O_DIRECTORY | libc::O_CLOEXEC))?, None))
         };
-        path::at(libc::AT_FDCWD, path, ours, |_, path| opendir::next(path))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| {
+            let stream = opendir::next(path);
+            if !stream.is_null() {
+                // SAFETY: libc's new stream.
+                table::created(dirfd::next(unsafe { FromC::new(stream) }));
+            }
+            stream
+        })
     }
 
     fn fdopendir(descriptor: c_int) -> *mut DIR {

@@ -11,6 +11,7 @@ mod in_place;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
 
+use dayfly_client::reserved_fd::{InUse, ReservedFd};
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
@@ -121,7 +122,8 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
     let mut copied: Vec<Part> = Vec::new();
     for part in parts(file, request)? {
         let found = file.dataset().segment_position(part.block).filter(|_| may_map_in_place(view, file, &part));
-        match found {
+        let segment = found.and_then(|(segment, offset)| Some((intact(view, file, segment)?, offset)));
+        match segment {
             Some((segment, offset)) if in_place::add(base as usize + part.start as usize, part.len as usize) => {
                 put(request, base, part.start, part.len, segment.as_raw_fd(), offset + part.within)?;
             }
@@ -143,6 +145,11 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
         at += part.len.next_multiple_of(PAGE_SIZE);
     }
     Ok(())
+}
+
+/// Returns a segment's file. Gets it again if the program has closed its descriptor; `None` if that fails.
+fn intact<'a>(view: &View, file: &OpenFile, segment: &'a ReservedFd) -> Option<InUse<'a>> {
+    segment.get().or_else(|_| view.session().restore(file.dataset()).ok().and_then(|()| segment.get().ok()).ok_or(())).ok()
 }
 
 /// Divides the requested range of the file into parts, block by block.

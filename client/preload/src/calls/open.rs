@@ -2,7 +2,6 @@
 
 use std::ffi::{c_char, c_int};
 use std::os::fd::{IntoRawFd, RawFd};
-use std::sync::atomic::AtomicI32;
 
 use dayfly_client::{FileKind, Opened, View, ViewError};
 use libc::mode_t;
@@ -11,7 +10,6 @@ use super::descriptor::close;
 use super::hook;
 use crate::fault::Fault;
 use crate::memory::{Errno, FromC};
-use crate::offset::Offset;
 use crate::table::{self, Description, Object, Reference};
 use crate::{exec_handoff, kernel_copy, next, path, placeholder, vfork};
 
@@ -25,15 +23,10 @@ hook! {
 
     fn openat | openat64 (directory: c_int, path: FromC<*const c_char>, flags: c_int, mode: mode_t) -> c_int {
         let kernel = |directory, path: FromC<*const c_char>| {
-            let number = match directory {
+            table::created(match directory {
                 libc::AT_FDCWD => open::next(path, flags, mode),
                 _ => openat::next(directory, path, flags, mode),
-            };
-            if table::is_ours(number) {
-                // The kernel gave the number to this file, so our old one was closed without calling our hooks.
-                table::forget(number);
-            }
-            number
+            })
         };
         path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
@@ -67,7 +60,7 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     }
     let only_at_open = libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC;
     let flags = flags & !only_at_open | LARGE_FILE;
-    let description = table::describe(Description { object, flags: AtomicI32::new(flags), offset: Offset::new() })?;
+    let description = table::describe(Description::new(object, flags))?;
     Ok(give_number(&description, close_on_exec)?)
 }
 

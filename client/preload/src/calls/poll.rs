@@ -110,7 +110,8 @@ fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int)
     let take = |set: Set| -> Vec<RawFd> {
         let members = words(set, count);
         let is_member = |number: RawFd| members.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1);
-        let ours: Vec<RawFd> = table::numbers(0, count - 1).filter(|&number| is_member(number)).collect();
+        let ours: Vec<RawFd> =
+            table::numbers(0, count - 1).filter(|&number| is_member(number) && table::is_ours(number)).collect();
         ours.iter().for_each(|&number| members[number as usize / 64] &= !(1 << (number % 64)));
         ours
     };

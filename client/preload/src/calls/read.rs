@@ -1,6 +1,7 @@
 //! Reading and seeking.
 
 use std::ffi::{c_int, c_void};
+use std::os::fd::AsRawFd;
 
 use dayfly_client::View;
 use libc::{off_t, size_t};
@@ -26,7 +27,7 @@ type Parts<'a> = FromC<'a, *const Part<'a>>;
 
 hook! {
     fn read | __read (descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
-        match table::find(descriptor) {
+        match table::presume(descriptor) {
             None => read::next(descriptor, out, len),
             Some(open) => answer(|| read_next(&*view()?, &open, out, len)),
         }
@@ -76,7 +77,7 @@ hook! {
     }
 
     fn lseek | lseek64 | __lseek (descriptor, offset, whence) {
-        match table::find(descriptor) {
+        match table::presume(descriptor) {
             None => lseek::next(descriptor, offset, whence),
             Some(open) => answer(|| seek(&open, offset, whence)),
         }
@@ -100,8 +101,8 @@ fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size
     let file = open.file()?;
     let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
         // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
-        let kernel = open.offset.kernel().ok_or(libc::EIO)?;
-        let count = read::next(kernel, out, len);
+        let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
+        let count = read::next(kernel.as_raw_fd(), out, len);
         return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
     };
     let result = out.buffer(count as usize).map_err(Fault::Errno).and_then(|out| Ok(view.read_at(file, start, out)?));
@@ -178,6 +179,6 @@ fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault
 /// Answers advice about a file of ours with success and does nothing: its bytes are already fast to read. `None` for a kernel
 /// descriptor.
 fn advise(descriptor: c_int) -> Option<c_int> {
-    let open = table::find(descriptor)?;
+    let open = table::find_early(descriptor)?;
     Some(if open.file().is_ok() { 0 } else { libc::EINVAL })
 }

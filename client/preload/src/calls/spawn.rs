@@ -34,8 +34,8 @@ static LISTS: Mutex<Vec<(usize, Need)>> = Mutex::new(Vec::new());
 enum Need {
     /// The list duplicates this number of ours, so it must be handed over.
     HandOver(RawFd),
-    /// The list duplicates this copy, which must stay open as long as the list exists.
-    KeepOpen(#[allow(dead_code, reason = "closed when the list is destroyed")] ReservedFd),
+    /// The list duplicates this copy, at this number, where it must stay open as long as the list exists.
+    KeepOpen(ReservedFd, RawFd),
     /// The list changes the working directory: to this one in the namespace, or to a kernel directory.
     Directory(Option<Vec<u8>>),
 }
@@ -117,8 +117,9 @@ hook! {
         })();
         match opened {
             Ok(copy) => {
-                let result = posix_spawn_file_actions_adddup2::next(actions, copy.as_raw_fd(), to);
-                record(actions, Need::KeepOpen(copy));
+                let number = copy.number();
+                let result = posix_spawn_file_actions_adddup2::next(actions, number, to);
+                record(actions, Need::KeepOpen(copy, number));
                 result
             }
             Err(fault) => fault.errno(),
@@ -234,16 +235,19 @@ fn prepared(actions: Opaque, environment: Strings, spawn: impl FnOnce(Strings) -
     }
     let mut directory = cwd::current();
     let result = exec_handoff::hand_over_all().and_then(|()| {
-        let mut numbers = Vec::new();
+        let (mut numbers, mut has_copies) = (Vec::new(), true);
         with_lists(|lists| {
             for (_, need) in lists.iter().filter(|(list, _)| !actions.is_null() && *list == actions.raw() as usize) {
                 match need {
                     Need::HandOver(number) => numbers.push(*number),
                     Need::Directory(path) => directory.clone_from(path),
-                    Need::KeepOpen(_) => {}
+                    Need::KeepOpen(copy, number) => has_copies &= copy.number() == *number && copy.is_intact(),
                 }
             }
         });
+        if !has_copies {
+            return Err(Fault::Errno(libc::EIO));
+        }
         numbers
             .into_iter()
             .filter(|&number| placeholder::is_at(number))

@@ -2,13 +2,14 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
+use dayfly_client::reserved_fd::is_reserved;
 use dayfly_client::{Stat, View, ViewError};
 use libc::{stat as KernelStat, statx as KernelStatx};
 
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
-use crate::memory::{FromC, zeroed};
+use crate::memory::{FromC, fail, zeroed};
 use crate::stat_form::{IO_SIZE, device, kernel_form, owner};
 use crate::{cwd, next, path, table};
 
@@ -22,7 +23,8 @@ hook! {
     }
 
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
-        match table::find(descriptor) {
+        match table::find_early(descriptor) {
+            None if is_reserved(descriptor) => fail(libc::EBADF),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
         }
@@ -87,7 +89,7 @@ fn of_directory(directory: c_int) -> Option<Result<Stat, Fault>> {
     if directory == libc::AT_FDCWD {
         return cwd::current().map(|directory| Ok(view()?.stat(&directory)?));
     }
-    table::find(directory).map(|open| Ok(open.stat()))
+    table::find_early(directory).map(|open| Ok(open.stat()))
 }
 
 /// Returns attributes as `struct statx`.

@@ -43,7 +43,7 @@ hook! {
             let number = open_in(view, path, flags)?;
             new_stream(number).inspect_err(|_| { close(number); })
         };
-        path::at(libc::AT_FDCWD, path, ours, |_, path| fopen::next(path, mode))
+        path::at(libc::AT_FDCWD, path, ours, |_, path| created(fopen::next(path, mode)))
     }
 
     fn fdopen(number: c_int, mode: FromC<*const c_char>) -> *mut FILE {
@@ -79,7 +79,7 @@ hook! {
         };
         path::at(libc::AT_FDCWD, path, ours, |_, path| {
             forget_number(stream);
-            freopen::next(path, mode, stream)
+            created(freopen::next(path, mode, stream))
         })
     }
 
@@ -125,6 +125,15 @@ fn forget_number(stream: FromC<*mut FILE>) {
     if let Some(number) = number_of(stream).filter(|_| vfork::child().is_none()) {
         table::forget(number);
     }
+}
+
+/// Learns of the number of a new stream of libc's, and returns the stream.
+fn created(stream: *mut FILE) -> *mut FILE {
+    // SAFETY: libc's new stream, or null.
+    if let Some(number) = number_of(unsafe { FromC::new(stream) }) {
+        table::created(number);
+    }
+    stream
 }
 
 /// Creates a stream over a number of ours.

@@ -76,6 +76,12 @@ hook! {
     }
 }
 
+/// Returns whether a message passes descriptors of ours.
+pub(super) fn passes_ours(message: FromC<*const msghdr>) -> bool {
+    let header = message.get().filter(|header| !header.msg_control.is_null());
+    header.is_some_and(|header| passed(&header).iter().any(|number| number.get().is_some_and(table::is_ours)))
+}
+
 /// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.
 /// Returns the number of bytes written.
 fn transfer(

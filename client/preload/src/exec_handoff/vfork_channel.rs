@@ -72,7 +72,7 @@ pub(crate) fn close() {
 
 /// Sends the kernel copy of a description to the parent.
 pub(super) fn send(description: &Reference, file: RawFd) {
-    let Some(channel) = channel() else { return };
+    let Some(sender) = channel().and_then(|channel| channel.sender.get().ok()) else { return };
     let word = description.word().to_ne_bytes();
     let mut part = [IoSlice::new(&word)];
     let mut control = Control { bytes: [0; 64] };
@@ -87,7 +87,7 @@ pub(super) fn send(description: &Reference, file: RawFd) {
         libc::CMSG_DATA(header).cast::<RawFd>().write_unaligned(file);
     }
     // SAFETY: the message describes a live buffer and live control data.
-    next::sendmsg(channel.sender.as_raw_fd(), unsafe { FromC::new(&raw const message) }, libc::MSG_NOSIGNAL);
+    next::sendmsg(sender.as_raw_fd(), unsafe { FromC::new(&raw const message) }, libc::MSG_NOSIGNAL);
 }
 
 /// In the parent, receives everything that children have sent.
@@ -100,7 +100,7 @@ pub(crate) fn receive_all() {
 }
 
 fn receive() -> Option<(u64, ReservedFd)> {
-    let receiver = &channel()?.receiver;
+    let receiver = channel()?.receiver.get().ok()?;
     let mut word = [0; 8];
     let mut part = [IoSliceMut::new(&mut word)];
     let mut control = Control { bytes: [0; 64] };
