@@ -54,6 +54,7 @@
 mod arena;
 mod attach;
 mod batch;
+pub mod cancellation;
 mod dataset;
 mod error;
 pub mod fault;

@@ -8,6 +8,7 @@ use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
+use dayfly_client::cancellation;
 use dayfly_client::reserved_fd::is_reserved;
 
 use super::hook;
@@ -68,6 +69,7 @@ hook! {
     fn closefrom(first: c_int) -> () {
         let first = first.max(0) as c_uint;
         if close_range(first, c_uint::MAX, 0) != 0 {
+            let _deferral = cancellation::defer();
             let listed = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
             let numbers = listed.filter_map(|entry| entry.file_name().to_str()?.parse::<c_int>().ok());
             let numbers: Vec<c_int> = numbers.filter(|&number| number >= first as c_int).collect();
@@ -165,10 +167,12 @@ hook! {
     }
 
     fn fsync(descriptor: c_int) -> c_int {
+        next::act_on_cancel();
         if table::is_ours(descriptor) { 0 } else { fsync::next(descriptor) }
     }
 
     fn fdatasync(descriptor: c_int) -> c_int {
+        next::act_on_cancel();
         if table::is_ours(descriptor) { 0 } else { fdatasync::next(descriptor) }
     }
 
