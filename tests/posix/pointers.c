@@ -152,8 +152,10 @@ static void paths(const char *p, int directory) {
     TRY(execveat(directory, p, arguments, environ, 0));
     pid_t child;
     TRY(posix_spawn(&child, p, NULL, NULL, arguments, environ));
+    TRY(execv(p, arguments));
     FILE *stream;
     TRY((stream = fopen(p, "r")) ? fclose(stream) : -1);
+    if (p) TRY((stream = freopen(p, "r", fopen("/dev/null", "r"))) ? fclose(stream) : -1);
 }
 
 /* Calls that read arguments other than paths. */
@@ -165,12 +167,19 @@ static void inputs(void *p, int directory, int file) {
         TRY(execve(script, bad, environ));
         TRY(execve(script, good, p));
         TRY(execve(script, good, bad));
+        int program = open(script, O_RDONLY | O_CLOEXEC);
+        TRY(fexecve(program, p, environ));
+        TRY(fexecve(program, bad, environ));
+        TRY(fexecve(program, good, bad));
+        close(program);
         TRY(execve("/bin/true", p, environ));
         TRY(execve("/bin/true", bad, environ));
         TRY(execve("/bin/true", good, bad));
         pid_t child;
         TRY(posix_spawn(&child, "/bin/true", NULL, NULL, bad, environ));
         TRY(posix_spawn(&child, script, NULL, NULL, bad, environ));
+        FILE *stream;
+        TRY((stream = popen(p, "r")) ? pclose(stream) : -1);
         TRY(utimensat(directory, "list", p, 0));
         TRY(utimensat(AT_FDCWD, list, p, AT_SYMLINK_NOFOLLOW));
         TRY(futimens(file, p));
@@ -270,7 +279,8 @@ static void outputs(void *p, int directory, int file) {
     TRY(getdents64(directory, p, 1000));
     TRY(ioctl(file, FIONREAD, p));
     TRY(ioctl(file, FIGETBSZ_, p));
-    TRY(sigpending(p));
+    TRY(sigprocmask(SIG_BLOCK, NULL, p));
+    TRY(pthread_sigmask(SIG_BLOCK, NULL, p));
 }
 
 /* A buffer that ends in a page that cannot be written: the bytes before it are read, and counted. */

@@ -21,6 +21,8 @@ static READABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
 /// Ranges of writable pages, in the slot of the first page: its number, and the count of pages in the low bits. 0 where the slot
 /// is empty.
 static WRITABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
+/// One bit for each slot of [`WRITABLE`] that was ever used, so that [`forget`] need not look at the others.
+static WRITABLE_USED: [AtomicU64; SLOTS / 64] = [const { AtomicU64::new(0) }; SLOTS / 64];
 /// Counts calls of [`forget`]. An answer of the kernel that is older than the last one is not remembered.
 static FORGOTTEN: AtomicU32 = AtomicU32::new(0);
 
@@ -85,7 +87,9 @@ fn probe_writable(start: usize, len: usize) -> usize {
         (first..first + count).take_while(|page| kernel_can_write((page * PAGE_LEN).max(start))).count()
     };
     if good > 0 {
-        remember(&WRITABLE[slot(first)], (first as u64) << COUNT_BITS | (good as u64).min(COUNT_MASK), before);
+        let at = slot(first);
+        WRITABLE_USED[at / 64].fetch_or(1 << (at % 64), Ordering::SeqCst);
+        remember(&WRITABLE[at], (first as u64) << COUNT_BITS | (good as u64).min(COUNT_MASK), before);
     }
     if good == count { len } else { (good * PAGE_LEN).saturating_sub(start % PAGE_LEN) }
 }
@@ -105,21 +109,31 @@ pub(crate) fn forget(start: usize, len: usize) {
     let clear = |slot: &AtomicU64, known: u64| {
         let _ = slot.compare_exchange(known, 0, Ordering::SeqCst, Ordering::Relaxed);
     };
-    let readable_slots = if end - first < SLOTS { None } else { Some(&READABLE) };
-    for slot in readable_slots.into_iter().flatten() {
-        let known = slot.load(Ordering::Relaxed);
-        if (first as u64 + 1..end as u64 + 1).contains(&known) {
-            clear(slot, known);
+    if end - first < SLOTS {
+        let clear_page = |page: usize, slot: &AtomicU64| {
+            if slot.load(Ordering::Relaxed) == page as u64 + 1 {
+                clear(slot, page as u64 + 1);
+            }
+        };
+        (first..end).for_each(|page| clear_page(page, &READABLE[slot(page)]));
+    } else {
+        for slot in &READABLE {
+            let known = slot.load(Ordering::Relaxed);
+            if (first as u64 + 1..end as u64 + 1).contains(&known) {
+                clear(slot, known);
+            }
         }
     }
-    for page in if readable_slots.is_none() { first..end } else { 0..0 } {
-        clear(&READABLE[slot(page)], page as u64 + 1);
-    }
-    for slot in &WRITABLE {
-        let known = slot.load(Ordering::Relaxed);
-        let known_first = known >> COUNT_BITS;
-        if known_first < end as u64 && known_first + (known & COUNT_MASK) > first as u64 {
-            clear(slot, known);
+    for (word, slots) in WRITABLE_USED.iter().zip(WRITABLE.chunks(64)) {
+        let mut used = word.load(Ordering::SeqCst);
+        while used != 0 {
+            let slot = &slots[used.trailing_zeros() as usize];
+            let known = slot.load(Ordering::Relaxed);
+            let known_first = known >> COUNT_BITS;
+            if known_first < end as u64 && known_first + (known & COUNT_MASK) > first as u64 {
+                clear(slot, known);
+            }
+            used &= used - 1;
         }
     }
 }

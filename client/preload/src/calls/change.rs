@@ -64,7 +64,9 @@ fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
     }
     if is_bad(from.1) || is_bad(to.1) {
         // The kernel does not know the other path, and would fail for that reason.
-        return fail(libc::EFAULT);
+        let is_long = |path: Text| path.string().is_some();
+        let bad = if is_bad(from.1) { from.1 } else { to.1 };
+        return fail(if is_long(bad) { libc::ENAMETOOLONG } else { libc::EFAULT });
     }
     match (is_ours(from.0, from.1), is_ours(to.0, to.1)) {
         (false, false) => kernel(),
@@ -85,27 +87,22 @@ trait ReadFirst {
 
 impl ReadFirst for Text<'_> {
     fn read(self) -> Result<(), Errno> {
-        self.path().map(drop).ok_or(libc::EFAULT)
+        self.string().map(drop).ok_or(libc::EFAULT)
     }
 }
 
-impl ReadFirst for FromC<'_, *const utimbuf> {
-    fn read(self) -> Result<(), Errno> {
-        FromC::check(self, 1)
-    }
+/// Reads times, which may be left out.
+macro_rules! times {
+    ($($kind:ty: $count:expr),*) => {$(
+        impl ReadFirst for FromC<'_, *const $kind> {
+            fn read(self) -> Result<(), Errno> {
+                if self.is_null() { Ok(()) } else { self.check($count) }
+            }
+        }
+    )*};
 }
 
-impl ReadFirst for FromC<'_, *const timeval> {
-    fn read(self) -> Result<(), Errno> {
-        FromC::check(self, 2)
-    }
-}
-
-impl ReadFirst for FromC<'_, *const timespec> {
-    fn read(self) -> Result<(), Errno> {
-        FromC::check(self, 2)
-    }
-}
+times!(utimbuf: 1, timeval: 2, timespec: 2);
 
 /// Defines the hooks of the table. `HERE` in a policy means that the path is relative to the working directory; otherwise the
 /// argument before the path names a directory. After `reads` comes an argument that the kernel reads before it looks at the file:

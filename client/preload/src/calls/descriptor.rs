@@ -36,6 +36,8 @@ hook! {
             return fail(libc::EBADF);
         }
         if table::is_ours(descriptor) && vfork::child().is_none() {
+            // The number stays ours if the thread is cancelled here.
+            next::act_on_cancel();
             // Before the kernel closes it: afterward another thread may get the number.
             table::forget(descriptor);
         }

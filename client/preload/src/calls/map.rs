@@ -45,7 +45,7 @@ hook! {
         match open {
             None => {
                 let mapped = mmap::next(address, len, protection, flags, descriptor, offset);
-                if mapped != MAP_FAILED && protection & READ_WRITE != READ_WRITE {
+                if mapped != MAP_FAILED && (protection & READ_WRITE != READ_WRITE || flags & MAP_FIXED != 0) {
                     pages::forget(mapped as usize, len);
                 }
                 mapped

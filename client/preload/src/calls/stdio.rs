@@ -41,7 +41,10 @@ hook! {
         let ours = |view: &View, path: &[u8]| {
             let flags = open_flags(mode)?;
             let number = open_in(view, path, flags)?;
-            new_stream(number).inspect_err(|_| { close(number); })
+            new_stream(number).inspect_err(|_| {
+                let _deferral = cancellation::defer();
+                close(number);
+            })
         };
         path::at(libc::AT_FDCWD, path, ours, |_, path| fopen::next(path, mode))
     }
