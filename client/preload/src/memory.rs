@@ -283,15 +283,13 @@ impl<'a> FromC<'a, *const *const c_char> {
     pub(crate) fn are_readable(self) -> bool {
         let mut at = self.0;
         loop {
-            // SAFETY: `get` and `string` find out whether the memory is there.
-            let text = match unsafe { FromC::new(at) }.get() {
-                None => return self.0.is_null(),
-                Some(text) => unsafe { FromC::<*const c_char>::new(text) },
-            };
+            // SAFETY: by C's promise a part of the array, which ends with a null pointer; `get` finds out whether it is there.
+            let Some(text) = unsafe { FromC::new(at) }.get() else { return self.0.is_null() };
             if text.is_null() {
                 return true;
             }
-            if text.string().is_none() {
+            // SAFETY: by C's promise a string; `string` finds out whether it is there.
+            if unsafe { FromC::new(text) }.string().is_none() {
                 return false;
             }
             at = at.wrapping_add(1);
