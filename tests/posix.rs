@@ -5,6 +5,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+#[path = "posix/border.rs"]
+mod border;
 mod harness;
 #[path = "posix/programs.rs"]
 mod programs;

@@ -107,8 +107,9 @@ fn unsafe_code_is_where_the_design_says() {
         "server/transport/src/rdma/queue.rs",
         "server/transport/src/rdma/verbs.rs",
         "server/transport/patches/hex-simd/src/lib.rs",
-        // Mapped memory, descriptors that come from the kernel, and data that several threads share without locks.
+        // Mapped memory, descriptors that come from the kernel, data that several threads share without locks, and what C's threads do.
         "client/src/arena.rs",
+        "client/src/cancellation.rs",
         "client/src/fault.rs",
         "client/src/raw_call.rs",
         "client/src/reserved_fd.rs",
@@ -126,6 +127,7 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/memory.rs",
         "client/preload/src/next.rs",
         "client/preload/src/offset.rs",
+        "client/preload/src/pages.rs",
         "client/preload/src/path.rs",
         "client/preload/src/placeholder.rs",
         "client/preload/src/stat_form.rs",

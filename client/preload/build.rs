@@ -1,7 +1,8 @@
 //! Compiles the C files, and binds the library to symbols that old C libraries have (see `src/compat.c`).
 
 /// Functions of which glibc has added new versions since 2.28. `compat.c` has a wrapper for each.
-const WRAPPED: [&str; 6] = ["dlsym", "dlvsym", "gettid", "pthread_key_create", "pthread_key_delete", "pthread_setspecific"];
+const WRAPPED: [&str; 7] =
+    ["dlsym", "dlvsym", "gettid", "pthread_key_create", "pthread_key_delete", "pthread_setspecific", "pthread_testcancel"];
 
 fn main() {
     println!("cargo:rerun-if-changed=src/variadic.c");

@@ -27,7 +27,7 @@ use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::locate::SessionFolder;
 use crate::pool::Pool;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset, fork, reserved_fd};
+use crate::{ClientError, Dataset, cancellation, fork, reserved_fd};
 
 /// An attachment to a node's server.
 pub struct Session {
@@ -84,6 +84,7 @@ impl Session {
     ///
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
+        let _deferral = cancellation::defer();
         let _no_fork = fork::lock();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
@@ -164,6 +165,7 @@ impl Session {
         if known.generation == Some(self.status_page().generation()) {
             return Ok(Datasets(known));
         }
+        let _deferral = cancellation::defer();
         let _no_fork = fork::lock();
         let (generation, all) = self.list(&known.all)?;
         // If the session ended in the meantime, the list is empty, which does not mean that there was no dataset.
@@ -178,6 +180,7 @@ impl Session {
     /// connections of its own and closes its copies of the parent's, so that the server notices
     /// when the parent exits.
     pub fn after_fork(&self) {
+        let _deferral = cancellation::defer();
         reserved_fd::after_fork();
         while let Some(socket) = self.idle.take() {
             drop(socket);
@@ -281,6 +284,7 @@ impl Session {
     ///
     /// If the server rejects the order or does not answer.
     pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order<'_>, ClientError> {
+        let _deferral = cancellation::defer();
         let mut socket = self.take_socket()?;
         let mut order = order.into_iter().peekable();
         loop {
@@ -302,6 +306,7 @@ impl Session {
         &self,
         operation: impl FnOnce(&mut Socket) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
+        let _deferral = cancellation::defer();
         let mut socket = self.take_socket()?;
         let result = operation(&mut socket);
         // After a failure, a late answer may still arrive on the connection, so no other request

@@ -11,9 +11,12 @@ use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::locations::Locations;
 use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::Source;
+use nix::libc;
 
 use crate::ClientError;
 use crate::arena::Arena;
+use crate::cancellation::{self, Deferral};
+use crate::fault::Fault;
 use crate::reserved_fd::ReservedFd;
 use crate::segment_map::{self, Copied, SegmentMap};
 
@@ -24,6 +27,14 @@ pub struct Dataset {
     catalog: Catalog,
     locations: Locations,
     segments: Vec<(ReservedFd, SegmentMap)>,
+    /// Holds cancellation off while the fields above are dropped, which closes descriptors. Must be the last field.
+    while_dropped: Option<Deferral>,
+}
+
+impl Drop for Dataset {
+    fn drop(&mut self) {
+        self.while_dropped = Some(cancellation::defer());
+    }
 }
 
 impl Dataset {
@@ -40,7 +51,7 @@ impl Dataset {
             let map = SegmentMap::new(&file);
             (ReservedFd::new(file), map)
         };
-        Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect() })
+        Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect(), while_dropped: None })
     }
 
     /// Returns the dataset's number in the session.
@@ -179,16 +190,22 @@ impl Dataset {
         match map.copy(segment, offset, buffer) {
             Copied::Yes => Ok(()),
             Copied::No => {
+                let _deferral = cancellation::defer();
                 let read = segment.get().and_then(|segment| segment.read_exact_at(buffer, offset));
                 read.map_err(|error| self.segment_error(error))
             }
-            Copied::Fault => Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
+            Copied::Fault(Fault::Source) => Err(self.segment_error(io::Error::from(io::ErrorKind::UnexpectedEof))),
+            Copied::Fault(Fault::Target) => Err(ClientError::Buffer),
         }
     }
 
     /// Returns the error for a failed read of a segment. A discarded segment is shorter than it
-    /// was, so the failure may mean that the dataset is gone.
+    /// was, so the failure may mean that the dataset is gone. The kernel may also have found no
+    /// memory at the program's buffer.
     fn segment_error(&self, error: io::Error) -> ClientError {
+        if error.raw_os_error() == Some(libc::EFAULT) {
+            return ClientError::Buffer;
+        }
         if self.is_gone() { ClientError::Gone } else { ClientError::Segment(error) }
     }
 }

@@ -90,6 +90,9 @@ pub enum ClientError {
     /// This node's own segment cannot be read.
     #[error("cannot read this node's segment: {0}")]
     Segment(#[source] io::Error),
+    /// The program's buffer cannot be written.
+    #[error("the buffer for the bytes is not in writable memory")]
+    Buffer,
     /// The session has ended or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,

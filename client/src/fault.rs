@@ -78,12 +78,32 @@ pub fn install(set: unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction
     Ok(())
 }
 
-/// Copies from mapped bytes. Returns `false` if they could not be read.
-pub(crate) fn copy(from: *const u8, to: &mut [u8]) -> bool {
+/// The side of a copy on which the kernel found no bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The mapping that is copied from.
+    Source,
+    /// The buffer that is copied to: itself part of a file that was cut short.
+    Target,
+}
+
+/// Set in the number of bytes left if the copy stopped at its target. No copy is that long.
+const AT_TARGET: usize = 1 << 63;
+
+/// Copies from mapped bytes.
+///
+/// # Errors
+///
+/// If bytes on either side are missing.
+pub(crate) fn copy(from: *const u8, to: &mut [u8]) -> Result<(), Fault> {
     // SAFETY: `from` points into a live mapping at least as long as `to`, as the caller has
     // checked. If its pages are missing, the handler that `install` set makes the function return
     // early. No reference to the source is made.
-    unsafe { copy_until_fault(to.as_mut_ptr(), from, to.len()) == 0 }
+    match unsafe { copy_until_fault(to.as_mut_ptr(), from, to.len()) } {
+        0 => Ok(()),
+        left if left & AT_TARGET != 0 => Err(Fault::Target),
+        _ => Err(Fault::Source),
+    }
 }
 
 /// Makes the processor fetch bytes. Missing pages and invalid addresses are ignored.
@@ -95,7 +115,7 @@ pub(crate) fn prefetch(start: *const u8, len: u64) {
     }
 }
 
-/// Copies, and returns how many bytes were left when it stopped.
+/// Copies, and returns how many bytes were left when it stopped, with [`AT_TARGET`] if that was at the target.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn copy_until_fault(to: *mut u8, from: *const u8, len: usize) -> usize {
@@ -203,11 +223,16 @@ unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: 
         let context = context.cast::<libc::ucontext_t>();
         // SAFETY: with SA_SIGINFO the kernel passes the interrupted thread's context, which may be
         // changed. The thread resumes at the instruction after the copy, where `rcx` contains the
-        // number of bytes left.
+        // number of bytes left. `rdi` is where the next byte would have been stored.
         unsafe {
-            let at = &mut (*context).uc_mcontext.gregs[libc::REG_RIP as usize];
-            if *at == (&raw const dayfly_copy_instruction) as i64 {
-                *at = (&raw const dayfly_copy_end) as i64;
+            let registers = &mut (*context).uc_mcontext.gregs;
+            if registers[libc::REG_RIP as usize] == (&raw const dayfly_copy_instruction) as i64 {
+                let left = registers[libc::REG_RCX as usize] as usize;
+                let beyond_target = ((*info).si_addr() as usize).wrapping_sub(registers[libc::REG_RDI as usize] as usize);
+                if beyond_target < left {
+                    registers[libc::REG_RCX as usize] = (left | AT_TARGET) as i64;
+                }
+                registers[libc::REG_RIP as usize] = (&raw const dayfly_copy_end) as i64;
                 return;
             }
         }
@@ -251,13 +276,28 @@ mod tests {
         file.set_len(8192).unwrap();
         let map = MmapOptions::new().len(8192).map_raw_read_only(&file).unwrap();
         let mut buffer = vec![1; 8192];
-        assert!(copy(map.as_ptr(), &mut buffer));
+        assert_eq!(copy(map.as_ptr(), &mut buffer), Ok(()));
         assert!(buffer.iter().all(|&byte| byte == 0));
         file.set_len(4096).unwrap();
-        assert!(!copy(map.as_ptr(), &mut buffer));
-        assert!(copy(map.as_ptr(), &mut buffer[..4096]));
+        assert_eq!(copy(map.as_ptr(), &mut buffer), Err(Fault::Source));
+        assert_eq!(copy(map.as_ptr(), &mut buffer[..4096]), Ok(()));
         file.set_len(0).unwrap();
-        assert!(!copy(map.as_ptr(), &mut buffer[..1]));
+        assert_eq!(copy(map.as_ptr(), &mut buffer[..1]), Err(Fault::Source));
+    }
+
+    #[test]
+    fn a_copy_to_a_buffer_that_lost_its_memory_blames_the_buffer() {
+        install(libc::sigaction).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        let map = MmapOptions::new().len(8192).map_raw(&file).unwrap();
+        file.set_len(4096).unwrap();
+        // SAFETY: a live mapping of 8192 bytes. Its second page has no bytes, which `copy` handles.
+        let buffer = unsafe { std::slice::from_raw_parts_mut(map.as_mut_ptr(), 8192) };
+        let source = vec![3; 8192];
+        assert_eq!(copy(source.as_ptr(), &mut buffer[..4096]), Ok(()));
+        assert_eq!(copy(source.as_ptr(), &mut buffer[100..]), Err(Fault::Target));
+        assert_eq!(buffer[4095], 3);
     }
 
     /// SEMANTICS: "Views are valid until the batch ends. If the session ends, the dataset is replaced,

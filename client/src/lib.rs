@@ -55,6 +55,7 @@
 mod arena;
 mod attach;
 mod batch;
+pub mod cancellation;
 mod dataset;
 mod error;
 pub mod fault;

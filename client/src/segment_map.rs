@@ -45,8 +45,9 @@ pub(crate) enum Copied {
     Yes,
     /// The range is not mapped or was not read before: use `pread`.
     No,
-    /// The bytes cannot be read, because the file system failed or the segment was given up.
-    Fault,
+    /// The copy met memory without bytes: in the segment, because the file system failed or the segment was given up, or at the
+    /// program's buffer.
+    Fault(fault::Fault),
 }
 
 impl SegmentMap {
@@ -69,11 +70,11 @@ impl SegmentMap {
         }
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
         match copied {
-            false => Copied::Fault,
+            Err(fault) => Copied::Fault(fault),
             // A page may have been replaced by zeros in the meantime. `pread` asks the kernel for
             // the real bytes.
-            true if window.mapped.is_poisoned() => Copied::No,
-            true => Copied::Yes,
+            Ok(()) if window.mapped.is_poisoned() => Copied::No,
+            Ok(()) => Copied::Yes,
         }
     }
 

@@ -66,6 +66,7 @@ impl ViewError {
             Self::TooLong => libc::ENAMETOOLONG,
             Self::ReadOnly => libc::EROFS,
             Self::Client(ClientError::Path { errno, .. }) => *errno,
+            Self::Client(ClientError::Buffer) => libc::EFAULT,
             Self::Client(_) => libc::EIO,
         }
     }

@@ -9,7 +9,7 @@ mod many;
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
 use dayfly_client::locate::SessionFolder;
-use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View};
+use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View, cancellation};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
@@ -42,6 +42,7 @@ fn new_handle<T>(object: T) -> *mut T {
 
 fn close<T>(handle: FromC<*mut T>) {
     if !handle.is_null() {
+        let _deferral = cancellation::defer();
         // SAFETY: made by `new_handle`; the program gives up ownership.
         drop(unsafe { Box::from_raw(handle.raw()) });
     }
@@ -102,7 +103,7 @@ header! {
     }
 
     fn dayfly_read_many(session: FromC<*const View>, requests: FromC<*mut FileRequest>, count: size_t, flags: c_int) -> ssize_t {
-        answer(|| many::read(object(session)?, requests.slice_mut(count), flags))
+        answer(|| many::read(object(session)?, requests.slice_mut(count)?, flags))
     }
 
     fn dayfly_batch_open(
@@ -111,7 +112,7 @@ header! {
         count: size_t,
         flags: c_int,
     ) -> *mut Batch<'static> {
-        answer(|| many::open(object(session)?, paths.slice(count), flags))
+        answer(|| many::open(object(session)?, paths.slice(count)?, flags))
     }
 
     fn dayfly_batch_open_ids(
@@ -121,7 +122,7 @@ header! {
         count: size_t,
         flags: c_int,
     ) -> *mut Batch<'static> {
-        answer(|| many::open_ids(object(session)?, bytes(path)?, ids.slice(count), flags))
+        answer(|| many::open_ids(object(session)?, bytes(path)?, ids.slice(count)?, flags))
     }
 
     fn dayfly_batch_next(batch: FromC<*mut Batch<'static>>, out: FromC<*mut SampleView>) -> c_int {
@@ -170,7 +171,7 @@ header! {
         paths: FromC<*const FromC<*const c_char>>,
         count: size_t,
     ) -> *mut Order<'static> {
-        answer(|| many::order(object(session)?, paths.slice(count)))
+        answer(|| many::order(object(session)?, paths.slice(count)?))
     }
 
     fn dayfly_order_end(order: FromC<*mut Order<'static>>) -> () {

@@ -8,10 +8,10 @@
 
 use std::os::fd::RawFd;
 
-use dayfly_client::fork;
+use dayfly_client::{cancellation, fork};
 
 use crate::attach::known_view;
-use crate::{exec_handoff, offset, table, vfork};
+use crate::{exec_handoff, offset, pages, table, vfork};
 
 /// Registers the functions below with libc. Call it once, before the program's `main`.
 pub(crate) fn register() {
@@ -20,6 +20,7 @@ pub(crate) fn register() {
 }
 
 extern "C" fn before() {
+    let _deferral = cancellation::defer();
     fork::acquire();
     if known_view().is_some() {
         exec_handoff::prepare_fork();
@@ -33,7 +34,10 @@ extern "C" fn after_in_parent() {
 }
 
 extern "C" fn after_in_child() {
+    let _deferral = cancellation::defer();
     fork::release();
+    // The program may have excluded some of its memory from the child (MADV_DONTFORK).
+    pages::forget_all();
     vfork::set_home();
     exec_handoff::close_vfork_channel();
     if let Some(view) = known_view() {

@@ -11,7 +11,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use dayfly_client::locate::SessionFolder;
-use dayfly_client::{Session, View, fault as bus_error};
+use dayfly_client::{Session, View, cancellation, fault as bus_error};
 use dayfly_meta::id::NodeId;
 
 use crate::fault::{Fault, complain, log};
@@ -57,6 +57,7 @@ pub(crate) fn known_view() -> Option<&'static View> {
 
 #[cold]
 fn attach() -> Result<Attached, Fault> {
+    let _deferral = cancellation::defer();
     let location = SessionFolder::of_environment()?;
     let node = location.node_of_environment()?;
     let socket = location.socket(node);

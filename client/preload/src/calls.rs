@@ -16,7 +16,9 @@
 //!
 //! Invariants that hold for every hook:
 //!
-//! - It never panics and never unwinds into C: work on the namespace runs inside [`crate::fault::answer`].
+//! - It never panics: work on the namespace runs inside [`crate::fault::answer`]. What unwinds through it is a thread that is
+//!   cancelled in the next library's function, or an exception of a program's callback; so what must be undone after such a
+//!   call is undone by a destructor.
 //! - It leaves `errno` as it was, unless it fails.
 //! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.
 //! - In a `vfork` child it changes nothing that the parent would see in the memory that both processes use.
@@ -86,7 +88,7 @@ macro_rules! hook {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         #[allow(clippy::too_many_arguments, reason = "the C function has as many")]
         #[allow(dead_code, reason = "called from C")]
-        pub(crate) extern "C" fn $name($($argument: $kind),*) -> $result $body
+        pub(crate) extern "C-unwind" fn $name($($argument: $kind),*) -> $result $body
     };
     ($(fn $name:ident $(| $alias:ident)* ($($arguments:tt)*) $(-> $result:ty)? $body:block)*) => {
         $(hook! { @function $name [$($alias)*] ($($arguments)*) [$($result)?] $body })*

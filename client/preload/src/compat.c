@@ -24,6 +24,7 @@ OLD(void *, dlvsym, (void *handle, const char *name, const char *version), (hand
 OLD(int, pthread_key_create, (unsigned *key, void (*destructor)(void *)), (key, destructor))
 OLD(int, pthread_key_delete, (unsigned key), (key))
 OLD(int, pthread_setspecific, (unsigned key, const void *value), (key, value))
+OLD(void, pthread_testcancel, (void), ())
 
 /* glibc has exported `gettid` only since 2.30. */
 int __wrap_gettid(void) {

@@ -25,8 +25,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use dayfly_client::View;
 use dayfly_client::reserved_fd::ReservedFd;
+use dayfly_client::{View, cancellation};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::MEMORY_COPY_LEN_MAX;
 
@@ -102,6 +102,7 @@ pub(crate) fn prepare_fork() {
 
 /// Puts kernel copies in place of all numbers of ours that another program would inherit.
 pub(crate) fn hand_over_all() -> Result<(), Fault> {
+    let _deferral = cancellation::defer();
     let Some(view) = known_view() else { return Ok(()) };
     let child = vfork::child();
     for number in candidates(child) {
@@ -133,6 +134,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
     if is_small() {
+        let _deferral = cancellation::defer();
         let before = memory::errno();
         let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
         // A file that cannot be copied now gives its error to the program when it reads.
@@ -144,6 +146,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
 /// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
 /// child.
 pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
+    let _deferral = cancellation::defer();
     let description = match child {
         Some(child) => table::find_at_home(vfork::source_of(child, number)),
         None => table::find(number),
@@ -178,6 +181,7 @@ fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::
 /// Creates a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
 /// not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
+    let _deferral = cancellation::defer();
     let Some(description) = table::find(number) else { return Ok(None) };
     Ok(Some(copy_with_offset(&*view()?, &description, description.file()?)?))
 }

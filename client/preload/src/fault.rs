@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dayfly_client::{ClientError, ViewError};
+use dayfly_client::{ClientError, ViewError, cancellation};
 
 use crate::memory::{self, Errno, Failed};
 use crate::next;
@@ -40,7 +40,10 @@ impl From<ViewError> for Fault {
         if let ViewError::Outside(path) = error {
             return Self::Leaves(path);
         }
-        if let ViewError::Client(error) = &error {
+        // A bad buffer is the program's fault, and its errno says all there is to say.
+        if let ViewError::Client(error) = &error
+            && !matches!(error, ClientError::Buffer)
+        {
             complain(&error.to_string());
         }
         Self::Errno(error.errno())
@@ -54,8 +57,15 @@ impl From<ClientError> for Fault {
 }
 
 /// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic
-/// becomes EIO instead of unwinding into C.
+/// becomes EIO instead of unwinding into C. Nobody can cancel the thread in the meantime.
 pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
+    let _deferral = cancellation::defer();
+    answer_from_memory(work)
+}
+
+/// Like [`answer`], for calls that hardly ever make a system call. Where `work` makes one that is a cancellation point, it holds
+/// a [`cancellation::Deferral`] itself.
+pub(crate) fn answer_from_memory<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
     let before = memory::errno();
     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     match result {
@@ -90,6 +100,7 @@ fn is_logging() -> bool {
 }
 
 fn write_line(message: &str) {
+    let _deferral = cancellation::defer();
     let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
     // If the process has no standard error, there is nothing to do.
     let _ = next::write_bytes(libc::STDERR_FILENO, line.as_bytes());

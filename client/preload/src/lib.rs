@@ -6,6 +6,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | `pages` | which memory of the program can be read and written |
 //! | `memory` | the border to C: pointers from C (`FromC`), `errno` |
 //! | `next` | the functions of the next library, found by name on first use |
 //! | `fault` | why a call fails, how C learns of it, the line on standard error |
@@ -27,7 +28,9 @@
 //!
 //! - A program that does not touch the namespace runs as it would without the library: same results, same `errno`, same
 //!   descriptors.
-//! - Nothing panics or unwinds into C.
+//! - Nothing panics into C. The unwinding of a thread that is cancelled passes only through hooks that are waiting in the next
+//!   library; it never meets `catch_unwind` (see `dayfly_client::cancellation`).
+//! - No pointer of the program is followed before it is known to lead to memory: a bad one gives what the kernel gives.
 //! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.
 //! - The library starts no thread.
 
@@ -44,6 +47,7 @@ mod kernel_copy;
 mod memory;
 mod next;
 mod offset;
+mod pages;
 mod path;
 mod placeholder;
 mod setup;

@@ -5,11 +5,19 @@
 //! one. No safe function of this crate follows a bare raw pointer.
 //!
 //! The promise also covers lengths. Functions with a `len` or `count` expect the one that C passed with the pointer, or less.
+//!
+//! Programs break the promise, and a kernel answers them with EFAULT. So the functions below first ask [`crate::pages`] whether
+//! the memory is there, and fail with EFAULT, or find no value, where it is not. A caller whose arguments go on to the kernel
+//! passes them unchanged, and the kernel fails the call.
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::fs::File;
 use std::marker::PhantomData;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+
+use dayfly_meta::limits::PAGE_SIZE;
+
+use crate::pages;
 
 /// An error number, as in `errno`.
 pub(crate) type Errno = c_int;
@@ -95,22 +103,66 @@ impl<'a, T> FromC<'a, *const T> {
         self.0.is_null()
     }
 
-    /// Copies the value out; `None` for the null pointer.
+    /// Copies the value out; `None` for the null pointer, and where there is no readable memory.
     pub(crate) fn get(self) -> Option<T>
     where
         T: Copy,
     {
-        // SAFETY: not null, so by C's promise it is readable.
-        (!self.0.is_null()).then(|| unsafe { self.0.read_unaligned() })
+        // SAFETY: readable, and so by C's promise a value.
+        (!self.0.is_null() && pages::is_readable(self.0 as usize, size_of::<T>())).then(|| unsafe { self.0.read_unaligned() })
+    }
+
+    /// Copies an argument that may be left out: `None` for the null pointer.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if there is no readable memory.
+    pub(crate) fn get_if_given(self) -> Result<Option<T>, Errno>
+    where
+        T: Copy,
+    {
+        if self.0.is_null() { Ok(None) } else { self.get().map(Some).ok_or(libc::EFAULT) }
+    }
+
+    /// Checks that `count` values are in readable memory.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if they are not.
+    pub(crate) fn check(self, count: usize) -> Result<(), Errno> {
+        let len = count.checked_mul(size_of::<T>()).ok_or(libc::EFAULT)?;
+        if pages::is_readable(self.0 as usize, len) { Ok(()) } else { Err(libc::EFAULT) }
+    }
+
+    /// Copies the values of an array, which need not be aligned.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if not all of it is in readable memory.
+    pub(crate) fn values(self, count: usize) -> Result<impl Iterator<Item = T> + Clone + 'a, Errno>
+    where
+        T: Copy + 'a,
+    {
+        self.check(count)?;
+        // SAFETY: readable, and `count` elements by C's promise.
+        Ok((0..count).map(move |index| unsafe { self.0.wrapping_add(index).read_unaligned() }))
     }
 
     /// Borrows an array; the null pointer counts as an empty array.
-    pub(crate) fn slice(self, count: usize) -> &'a [T] {
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if not all of it is in readable memory, EINVAL if it is not aligned.
+    pub(crate) fn slice(self, count: usize) -> Result<&'a [T], Errno> {
         if self.0.is_null() || count == 0 {
-            return &[];
+            return Ok(&[]);
         }
-        // SAFETY: not null, and `count` elements by C's promise.
-        unsafe { std::slice::from_raw_parts(self.0, count) }
+        self.check(count)?;
+        if !self.0.is_aligned() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: readable, and `count` elements by C's promise.
+        Ok(unsafe { std::slice::from_raw_parts(self.0, count) })
     }
 }
 
@@ -128,7 +180,7 @@ impl<'a, T> FromC<'a, *mut T> {
         FromC(self.0.cast_const(), PhantomData)
     }
 
-    /// Copies the value out; `None` for the null pointer.
+    /// Copies the value out; `None` for the null pointer, and where there is no readable memory.
     pub(crate) fn get(self) -> Option<T>
     where
         T: Copy,
@@ -136,40 +188,115 @@ impl<'a, T> FromC<'a, *mut T> {
         self.as_const().get()
     }
 
+    /// See [`FromC::get_if_given`].
+    pub(crate) fn get_if_given(self) -> Result<Option<T>, Errno>
+    where
+        T: Copy,
+    {
+        self.as_const().get_if_given()
+    }
+
     /// Stores a value for the caller.
     ///
     /// # Errors
     ///
-    /// EFAULT for the null pointer.
+    /// EFAULT for the null pointer, and where there is no writable memory.
     pub(crate) fn put(self, value: T) -> Result<(), Errno> {
-        if self.0.is_null() {
+        if pages::writable_len(self.0 as usize, size_of::<T>()) < size_of::<T>() {
             return Err(libc::EFAULT);
         }
-        // SAFETY: not null, so by C's promise it is writable.
+        // SAFETY: writable, and by C's promise room for a value.
         unsafe { self.0.write_unaligned(value) };
         Ok(())
     }
 
+    /// Returns the pointer to an element of an array, of which C's promise covers as many.
+    pub(crate) fn at(self, index: usize) -> Self {
+        Self(self.0.wrapping_add(index), PhantomData)
+    }
+
+    /// Checks that `count` values are in writable memory.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if they are not.
+    pub(crate) fn check_writable(self, count: usize) -> Result<(), Errno> {
+        let len = count.checked_mul(size_of::<T>()).ok_or(libc::EFAULT)?;
+        if pages::writable_len(self.0 as usize, len) < len { Err(libc::EFAULT) } else { Ok(()) }
+    }
+
     /// Borrows an array for writing; the null pointer counts as an empty array.
-    pub(crate) fn slice_mut(self, count: usize) -> &'a mut [T] {
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if not all of it is in writable memory, EINVAL if it is not aligned.
+    pub(crate) fn slice_mut(self, count: usize) -> Result<&'a mut [T], Errno> {
         if self.0.is_null() || count == 0 {
-            return &mut [];
+            return Ok(&mut []);
         }
-        // SAFETY: not null, and `count` writable elements by C's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.0, count) }
+        self.check_writable(count)?;
+        if !self.0.is_aligned() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: writable, and `count` elements by C's promise.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.0, count) })
     }
 }
 
 impl<'a> FromC<'a, *const c_char> {
-    /// Borrows a C string; `None` for the null pointer.
+    /// Borrows a C string; `None` for the null pointer, and for a string that runs into memory that cannot be read.
     pub(crate) fn string(self) -> Option<&'a CStr> {
-        // SAFETY: not null, so by C's promise a string that ends with a NUL.
-        (!self.0.is_null()).then(|| unsafe { CStr::from_ptr(self.0) })
+        self.string_within(isize::MAX as usize)
+    }
+
+    /// Borrows a path. Also `None` for a path that is longer than the kernel takes.
+    #[inline]
+    pub(crate) fn path(self) -> Option<&'a CStr> {
+        self.string_within(libc::PATH_MAX as usize)
+    }
+
+    /// Borrows a C string of at most `max` bytes, its NUL included.
+    #[inline]
+    fn string_within(self, max: usize) -> Option<&'a CStr> {
+        const { assert!(PAGE_SIZE.is_power_of_two()) };
+        let mut len = 0;
+        while len < max {
+            let at = self.0.wrapping_add(len);
+            if !pages::is_readable(at as usize, 1) {
+                return None;
+            }
+            let in_page = (PAGE_SIZE as usize - at as usize % PAGE_SIZE as usize).min(max - len);
+            // SAFETY: the rest of a page that can be read, or less.
+            let found = unsafe { libc::strnlen(at, in_page) };
+            len += found;
+            if found < in_page {
+                // SAFETY: `len` readable bytes without a NUL, and a NUL after them.
+                return Some(unsafe { CStr::from_bytes_with_nul_unchecked(std::slice::from_raw_parts(self.0.cast(), len + 1)) });
+            }
+        }
+        None
     }
 }
 
 impl<'a> FromC<'a, *const *const c_char> {
-    /// Iterates over an array of strings that ends with a null pointer, as `argv` does.
+    /// Returns whether the array and all of its strings can be read.
+    pub(crate) fn are_readable(self) -> bool {
+        let mut at = self.0;
+        loop {
+            // SAFETY: by C's promise a part of the array, which ends with a null pointer; `get` finds out whether it is there.
+            let Some(text) = unsafe { FromC::new(at) }.get() else { return self.0.is_null() };
+            if text.is_null() {
+                return true;
+            }
+            // SAFETY: by C's promise a string; `string` finds out whether it is there.
+            if unsafe { FromC::new(text) }.string().is_none() {
+                return false;
+            }
+            at = at.wrapping_add(1);
+        }
+    }
+
+    /// Iterates over an array of strings that ends with a null pointer, as `argv` does, or up to a pointer that cannot be followed.
     pub(crate) fn strings(self) -> impl Iterator<Item = &'a CStr> {
         let mut at = self.0;
         std::iter::from_fn(move || {
@@ -186,16 +313,45 @@ impl<'a> FromC<'a, *mut c_void> {
     ///
     /// # Errors
     ///
-    /// EFAULT for the null pointer, unless `len` is 0.
+    /// EFAULT if not all of it is in writable memory, unless `len` is 0.
     pub(crate) fn buffer(self, len: usize) -> Result<&'a mut [u8], Errno> {
-        match (self.0.is_null(), len) {
-            (_, 0) => Ok(&mut []),
-            (true, _) => Err(libc::EFAULT),
-            // SAFETY: not null, and `len` writable bytes by C's promise. No process can have more than `isize::MAX` of them.
-            _ => Ok(unsafe { std::slice::from_raw_parts_mut(self.0.cast(), len.min(isize::MAX as usize)) }),
+        let all = self.start_of_buffer(len)?;
+        if all.len() < len { Err(libc::EFAULT) } else { Ok(all) }
+    }
+
+    /// Borrows the part of a caller's buffer before the first byte that cannot be written. Like the kernel, reads fill that part.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if that part is empty, unless `len` is 0.
+    #[inline]
+    pub(crate) fn start_of_buffer(self, len: usize) -> Result<&'a mut [u8], Errno> {
+        match pages::writable_len(self.0 as usize, len) {
+            0 if len == 0 => Ok(&mut []),
+            0 => Err(libc::EFAULT),
+            // SAFETY: `len` bytes by C's promise, of which these are writable. No process can have more than `isize::MAX` of them.
+            good => Ok(unsafe { std::slice::from_raw_parts_mut(self.0.cast(), good.min(isize::MAX as usize)) }),
+        }
+    }
+
+    /// Checks that a buffer lies in the program's part of the address space, as the kernel does before it looks at the buffer.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if it does not.
+    #[inline]
+    pub(crate) fn check_range(self, len: usize) -> Result<(), Errno> {
+        let start = self.0 as usize;
+        match start.checked_add(len) {
+            Some(end) if end <= USER_END => Ok(()),
+            Some(_) if start >= USER_END && pages::is_readable(start, 1) => Ok(()),
+            _ => Err(libc::EFAULT),
         }
     }
 }
+
+/// The end of a program's memory on x86-64, unless the program has asked the kernel for addresses beyond it.
+const USER_END: usize = 1 << 47;
 
 impl<'a> FromC<'a, *mut c_char> {
     /// The same bytes without C's type for characters.
@@ -204,12 +360,16 @@ impl<'a> FromC<'a, *mut c_char> {
     }
 
     /// Writes bytes and a NUL after them. C promises room for both.
-    pub(crate) fn write_string(self, bytes: &[u8]) {
-        let room: FromC<'_, *mut u8> = FromC(self.0.cast(), PhantomData);
-        if let Some((last, all)) = room.slice_mut(bytes.len() + 1).split_last_mut() {
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if there is no writable memory.
+    pub(crate) fn write_string(self, bytes: &[u8]) -> Result<(), Errno> {
+        if let Some((last, all)) = self.bytes().buffer(bytes.len() + 1)?.split_last_mut() {
             all.copy_from_slice(bytes);
             *last = 0;
         }
+        Ok(())
     }
 }
 
@@ -261,7 +421,7 @@ pub(crate) fn allocate_string(bytes: &[u8], room: usize) -> Result<*mut c_char, 
         return Err(libc::ENOMEM);
     }
     // SAFETY: just allocated, with room for the bytes and the NUL.
-    unsafe { FromC::new(memory) }.write_string(bytes);
+    unsafe { FromC::new(memory) }.write_string(bytes)?;
     Ok(memory)
 }
 

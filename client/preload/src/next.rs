@@ -4,6 +4,9 @@
 //! looked up by name on the first call and cached in an atomic, so a call costs one load and two comparisons more than a direct
 //! call. A lookup takes no lock of ours, and a fork copies its result.
 //!
+//! The functions have the ABI `C-unwind`, because many of them are cancellation points: `pthread_cancel` ends a thread that
+//! waits in one by unwinding its stack, through our frames as well.
+//!
 //! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This
 //! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others
 //! takes its argument types from here. So no module below `calls` has to import it.
@@ -14,6 +17,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use libc::{mode_t, msghdr, off_t, sigaction as Action, size_t};
 
 use crate::memory::FromC;
+
+unsafe extern "C-unwind" {
+    fn pthread_testcancel();
+}
 
 unsafe extern "C" {
     /// The C library's `dlvsym`, for names that newer C libraries keep for old programs only.
@@ -83,7 +90,7 @@ macro_rules! forward {
             };
             // SAFETY: the C library's function of this name has this signature. Pointers are what the program passed to our
             // function, whose contract is the same, or point to our own live objects: `FromC` says so.
-            unsafe { ::std::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> $result>(address)($($argument),*) }
+            unsafe { ::std::mem::transmute::<usize, unsafe extern "C-unwind" fn($($kind),*) -> $result>(address)($($argument),*) }
         }
     };
 }
@@ -123,7 +130,7 @@ declare! { $
 /// same structure.
 pub(crate) fn fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut libc::stat>, flags: c_int) -> c_int {
     static NEXT: Next = Next::new();
-    type Function = unsafe extern "C" fn(c_int, FromC<*const c_char>, FromC<*mut libc::stat>, c_int) -> c_int;
+    type Function = unsafe extern "C-unwind" fn(c_int, FromC<*const c_char>, FromC<*mut libc::stat>, c_int) -> c_int;
     match NEXT.address(c"fstatat") {
         // SAFETY: the C library's function of this name has this signature; `FromC` vouches for the pointers.
         Some(address) => unsafe { std::mem::transmute::<usize, Function>(address)(directory, path, out, flags) },
@@ -142,6 +149,14 @@ fn old_fstatat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut lib
 pub(crate) fn address_of_syscall() -> Option<usize> {
     static NEXT: Next = Next::new();
     NEXT.address(c"syscall")
+}
+
+/// Ends this thread if a `pthread_cancel` is pending. The calls that POSIX lists as cancellation points begin with this where
+/// we answer them without a system call; otherwise, nobody could cancel a thread that only reads our files.
+#[inline]
+pub(crate) fn act_on_cancel() {
+    // SAFETY: no arguments. It may unwind, so callers hold nothing that must outlive the thread, and run outside of `answer`.
+    unsafe { pthread_testcancel() };
 }
 
 /// Writes bytes of this library to a descriptor.

@@ -16,6 +16,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use dayfly_client::cancellation;
 use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_meta::deadlines::Deadlines;
 
@@ -225,10 +226,10 @@ impl Offset {
         }
     }
 
-    /// Returns claimed bytes that could not be read, unless another reader has claimed more since then; that reader keeps its
-    /// bytes.
-    pub(crate) fn unclaim(&self, start: u64, count: u64) {
-        let _ = self.word().compare_exchange(start + count, start, Ordering::AcqRel, Ordering::Relaxed);
+    /// Returns claimed bytes that could not be read, those after the first `done`, unless another reader has claimed more since
+    /// then; that reader keeps its bytes.
+    pub(crate) fn unclaim(&self, start: u64, count: u64, done: u64) {
+        let _ = self.word().compare_exchange(start + count, start + done, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
@@ -236,6 +237,7 @@ impl Drop for Offset {
     fn drop(&mut self) {
         let copy = *self.kernel_copy.get_mut();
         if !copy.is_null() {
+            let _deferral = cancellation::defer();
             // SAFETY: made by `Box::into_raw` in `set_kernel_copy`; nobody else sees this offset anymore.
             drop(unsafe { Box::from_raw(copy) });
         }
@@ -302,8 +304,8 @@ mod tests {
         assert_eq!(offset.claim(4, 10), Some((0, 4)));
         assert_eq!(offset.claim(100, 10), Some((4, 6)));
         assert_eq!(offset.claim(1, 10), Some((10, 0)));
-        offset.unclaim(4, 6);
-        assert_eq!(offset.load(), 4);
+        offset.unclaim(4, 6, 2);
+        assert_eq!(offset.load(), 6);
         offset.store(20);
         assert_eq!(offset.claim(1, 10), Some((20, 0)));
     }

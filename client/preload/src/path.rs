@@ -15,7 +15,7 @@ use dayfly_client::View;
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
 
 use crate::attach::{known_view, view};
-use crate::fault::{Fault, answer};
+use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
 use crate::{cwd, table};
@@ -31,7 +31,9 @@ pub(crate) enum Side<'a> {
 /// Decides where a path leads, relative to a directory's descriptor or `AT_FDCWD`.
 #[inline]
 pub(crate) fn side_of<'a>(directory: RawFd, path: FromC<'a, *const c_char>) -> Side<'a> {
-    let (Some(setup), Some(path)) = (setup(), path.string()) else { return Side::Kernel };
+    let Some(setup) = setup() else { return Side::Kernel };
+    // A path that cannot be read fails in the kernel.
+    let Some(path) = path.path() else { return Side::Kernel };
     let bytes = path.to_bytes();
     match bytes.first() {
         None => Side::Kernel,
@@ -184,7 +186,7 @@ pub(crate) fn at_or_itself<R: Failed>(
     ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
     kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
-    let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.string().is_some_and(CStr::is_empty);
+    let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.path().is_some_and(CStr::is_empty);
     match table::find(directory).filter(|_| is_itself).and_then(|open| path_of(&open)) {
         Some(path) => in_namespace(&path, &ours, &kernel),
         None => at(directory, path, ours, kernel),
@@ -202,7 +204,7 @@ fn in_namespace<R: Failed>(path: &[u8], ours: OnNamespace<'_, R>, kernel: OnKern
     let mut path = Cow::Borrowed(path);
     // A symlink may lead out of the namespace, to a path that leads back in.
     for _ in 0..SYMLINKS_FOLLOWED_MAX {
-        let outcome = answer(|| match view().and_then(|view| ours(&view, &path)) {
+        let outcome = answer_from_memory(|| match view().and_then(|view| ours(&view, &path)) {
             Ok(value) => Ok(Outcome::Answer(value)),
             Err(Fault::Leaves(outside)) => Ok(Outcome::Outside(CString::new(outside).map_err(|_| libc::ENOENT)?)),
             Err(fault) => Err(fault),

@@ -49,6 +49,7 @@ fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
 fn errno(error: &ClientError) -> Errno {
     match error {
         ClientError::Path { errno, .. } => *errno,
+        ClientError::Buffer => libc::EFAULT,
         _ => libc::EIO,
     }
 }

@@ -8,7 +8,7 @@ use libc::{size_t, statfs64 as KernelStatfs, statvfs as KernelStatvfs};
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
-use crate::memory::{FromC, fail, zeroed};
+use crate::memory::{FromC, zeroed};
 use crate::path::at;
 use crate::table;
 
@@ -51,15 +51,18 @@ hook! {
     }
 
     fn getxattr(path: FromC<*const c_char>, name: FromC<*const c_char>, value: FromC<*mut c_void>, len: size_t) -> isize {
-        at(HERE, path, |view, path| no_data(view.stat(path).map(drop)), |_, path| getxattr::next(path, name, value, len))
+        at(HERE, path, |view, path| no_data(name, view.stat(path).map(drop)), |_, path| getxattr::next(path, name, value, len))
     }
 
     fn lgetxattr(path: FromC<*const c_char>, name: FromC<*const c_char>, value: FromC<*mut c_void>, len: size_t) -> isize {
-        at(HERE, path, |view, path| no_data(view.lstat(path).map(drop)), |_, path| lgetxattr::next(path, name, value, len))
+        at(HERE, path, |view, path| no_data(name, view.lstat(path).map(drop)), |_, path| lgetxattr::next(path, name, value, len))
     }
 
     fn fgetxattr(descriptor: c_int, name: FromC<*const c_char>, value: FromC<*mut c_void>, len: size_t) -> isize {
-        if table::is_ours(descriptor) { fail(libc::ENODATA) } else { fgetxattr::next(descriptor, name, value, len) }
+        match table::is_ours(descriptor) {
+            true => answer(|| no_data(name, Ok(()))),
+            false => fgetxattr::next(descriptor, name, value, len),
+        }
     }
 
     fn listxattr(path: FromC<*const c_char>, list: FromC<*mut c_char>, len: size_t) -> isize {
@@ -76,7 +79,8 @@ hook! {
 }
 
 /// Reports that a file has no such attribute, if the file exists.
-fn no_data(found: Result<(), ViewError>) -> Result<isize, Fault> {
+fn no_data(name: FromC<*const c_char>, found: Result<(), ViewError>) -> Result<isize, Fault> {
+    name.string().ok_or(libc::EFAULT)?;
     found?;
     Err(Fault::Errno(libc::ENODATA))
 }

@@ -21,7 +21,7 @@ use libc::{dev_t, gid_t, mode_t, off_t, size_t, timespec, timeval, uid_t, utimbu
 use super::hook;
 use super::open::cannot_create;
 use crate::fault::Fault;
-use crate::memory::{FromC, fail};
+use crate::memory::{Errno, FromC, fail};
 use crate::path::{at, at_or_itself, is_ours};
 use crate::table::{self, created};
 
@@ -58,6 +58,16 @@ fn temporary(view: &View, path: &[u8]) -> Result<c_int, Fault> {
 type At<'a> = (c_int, Text<'a>);
 
 fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
+    let is_bad = |path: Text| path.path().is_none();
+    if is_bad(from.1) && !is_ours(to.0, to.1) || is_bad(to.1) && !is_ours(from.0, from.1) {
+        return kernel();
+    }
+    if is_bad(from.1) || is_bad(to.1) {
+        // The kernel does not know the other path, and would fail for that reason.
+        let is_long = |path: Text| path.string().is_some();
+        let bad = if is_bad(from.1) { from.1 } else { to.1 };
+        return fail(if is_long(bad) { libc::ENAMETOOLONG } else { libc::EFAULT });
+    }
     match (is_ours(from.0, from.1), is_ours(to.0, to.1)) {
         (false, false) => kernel(),
         (true, true) => fail(libc::EROFS),
@@ -65,41 +75,82 @@ fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
     }
 }
 
-fn descriptor(number: c_int, errno: c_int, kernel: impl FnOnce() -> c_int) -> c_int {
-    if table::is_ours(number) { fail(errno) } else { kernel() }
+fn descriptor(number: c_int, errno: c_int, read: impl FnOnce() -> Result<(), Errno>, kernel: impl FnOnce() -> c_int) -> c_int {
+    if table::is_ours(number) { fail(read().err().unwrap_or(errno)) } else { kernel() }
 }
 
+/// An argument that the kernel reads before it looks at the file.
+trait ReadFirst {
+    /// Fails with EFAULT, as the kernel then does.
+    fn read(self) -> Result<(), Errno>;
+}
+
+impl ReadFirst for Text<'_> {
+    fn read(self) -> Result<(), Errno> {
+        self.string().map(drop).ok_or(libc::EFAULT)
+    }
+}
+
+/// Reads times, which may be left out.
+macro_rules! times {
+    ($($kind:ty: $count:expr),*) => {$(
+        impl ReadFirst for FromC<'_, *const $kind> {
+            fn read(self) -> Result<(), Errno> {
+                if self.is_null() { Ok(()) } else { self.check($count) }
+            }
+        }
+    )*};
+}
+
+times!(utimbuf: 1, timeval: 2, timespec: 2);
+
 /// Defines the hooks of the table. `HERE` in a policy means that the path is relative to the working directory; otherwise the
-/// argument before the path names a directory.
+/// argument before the path names a directory. After `reads` comes an argument that the kernel reads before it looks at the file:
+/// a bad pointer there is EFAULT.
 macro_rules! refuse {
-    ($(fn $name:ident $(| $alias:ident)* ($($argument:ident: $kind:ty),*) => $policy:ident($($subject:tt)*);)*) => {
+    ($(fn $name:ident $(| $alias:ident)* ($($argument:ident: $kind:ty),*)
+        => $policy:ident($($subject:tt)*) $(reads $first:ident)?;)*) => {
         hook! {$(
             fn $name $(| $alias)* ($($argument: $kind),*) -> c_int {
-                refuse!(@$policy ($($subject)*) $name($($argument),*))
+                let read_first = || -> Result<(), Errno> { Ok(())$(.and($first.read()))? };
+                refuse!(@$policy ($($subject)*) read_first $name($($argument),*))
             }
         )*}
     };
-    (@between (HERE $from:ident, HERE $to:ident) $name:ident $arguments:tt) => {
+    (@between (HERE $from:ident, HERE $to:ident) $read:ident $name:ident $arguments:tt) => {{
+        let _ = $read;
         between((HERE, $from), (HERE, $to), || $name::next $arguments)
-    };
-    (@between ($from_directory:ident $from:ident, $to_directory:ident $to:ident) $name:ident $arguments:tt) => {
+    }};
+    (@between ($from_directory:ident $from:ident, $to_directory:ident $to:ident) $read:ident $name:ident $arguments:tt) => {{
+        let _ = $read;
         between(($from_directory, $from), ($to_directory, $to), || $name::next $arguments)
+    }};
+    (@descriptor ($number:ident $errno:ident) $read:ident $name:ident $arguments:tt) => {
+        descriptor($number, libc::$errno, $read, || $name::next $arguments)
     };
-    (@descriptor ($number:ident $errno:ident) $name:ident $arguments:tt) => {
-        descriptor($number, libc::$errno, || $name::next $arguments)
+    (@temporary (HERE $template:ident) $read:ident $name:ident $arguments:tt) => {
+        at(HERE, $template.as_const(), after($read, temporary), |_, _| created($name::next $arguments))
     };
-    (@temporary (HERE $template:ident) $name:ident $arguments:tt) => {
-        at(HERE, $template.as_const(), temporary, |_, _| created($name::next $arguments))
+    (@followed_or_itself ($directory:ident $path:ident $flags:ident) $read:ident $name:ident $arguments:tt) => {
+        at_or_itself($directory, $path, $flags, after($read, followed), |$directory, $path| $name::next $arguments)
     };
-    (@followed_or_itself ($directory:ident $path:ident $flags:ident) $name:ident $arguments:tt) => {
-        at_or_itself($directory, $path, $flags, followed, |$directory, $path| $name::next $arguments)
+    (@$policy:ident (HERE $path:ident) $read:ident $name:ident $arguments:tt) => {
+        at(HERE, $path, after($read, $policy), |_, $path| $name::next $arguments)
     };
-    (@$policy:ident (HERE $path:ident) $name:ident $arguments:tt) => {
-        at(HERE, $path, $policy, |_, $path| $name::next $arguments)
+    (@$policy:ident ($directory:ident $path:ident) $read:ident $name:ident $arguments:tt) => {
+        at($directory, $path, after($read, $policy), |$directory, $path| $name::next $arguments)
     };
-    (@$policy:ident ($directory:ident $path:ident) $name:ident $arguments:tt) => {
-        at($directory, $path, $policy, |$directory, $path| $name::next $arguments)
-    };
+}
+
+/// Returns a policy that first reads what the kernel reads first.
+fn after(
+    read: impl Fn() -> Result<(), Errno>,
+    policy: impl Fn(&View, &[u8]) -> Result<c_int, Fault>,
+) -> impl Fn(&View, &[u8]) -> Result<c_int, Fault> {
+    move |view, path| {
+        read()?;
+        policy(view, path)
+    }
 }
 
 refuse! {
@@ -110,8 +161,8 @@ refuse! {
         => between(from_directory from, to_directory to);
     fn link(from: Text, to: Text) => between(HERE from, HERE to);
 
-    fn symlink(target: Text, path: Text) => new(HERE path);
-    fn symlinkat(target: Text, directory: c_int, path: Text) => new(directory path);
+    fn symlink(target: Text, path: Text) => new(HERE path) reads target;
+    fn symlinkat(target: Text, directory: c_int, path: Text) => new(directory path) reads target;
     fn mkdir(path: Text, mode: mode_t) => new(HERE path);
     fn mkdirat(directory: c_int, path: Text, mode: mode_t) => new(directory path);
     fn mkfifo(path: Text, mode: mode_t) => new(HERE path);
@@ -143,25 +194,25 @@ refuse! {
         => followed_or_itself(directory path flags);
     fn fchown(number: c_int, user: uid_t, group: gid_t) => descriptor(number EROFS);
 
-    fn utime(path: Text, times: FromC<*const utimbuf>) => followed(HERE path);
-    fn utimes(path: Text, times: FromC<*const timeval>) => followed(HERE path);
-    fn lutimes(path: Text, times: FromC<*const timeval>) => existing(HERE path);
-    fn futimesat(directory: c_int, path: Text, times: FromC<*const timeval>) => followed(directory path);
-    fn futimens(number: c_int, times: FromC<*const timespec>) => descriptor(number EROFS);
-    fn futimes(number: c_int, times: FromC<*const timeval>) => descriptor(number EROFS);
+    fn utime(path: Text, times: FromC<*const utimbuf>) => followed(HERE path) reads times;
+    fn utimes(path: Text, times: FromC<*const timeval>) => followed(HERE path) reads times;
+    fn lutimes(path: Text, times: FromC<*const timeval>) => existing(HERE path) reads times;
+    fn futimesat(directory: c_int, path: Text, times: FromC<*const timeval>) => followed(directory path) reads times;
+    fn futimens(number: c_int, times: FromC<*const timespec>) => descriptor(number EROFS) reads times;
+    fn futimes(number: c_int, times: FromC<*const timeval>) => descriptor(number EROFS) reads times;
 
-    fn setxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => followed(HERE path);
-    fn lsetxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => existing(HERE path);
-    fn fsetxattr(number: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(number EROFS);
-    fn removexattr(path: Text, name: Text) => followed(HERE path);
-    fn lremovexattr(path: Text, name: Text) => existing(HERE path);
-    fn fremovexattr(number: c_int, name: Text) => descriptor(number EROFS);
+    fn setxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => followed(HERE path) reads name;
+    fn lsetxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => existing(HERE path) reads name;
+    fn fsetxattr(number: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(number EROFS) reads name;
+    fn removexattr(path: Text, name: Text) => followed(HERE path) reads name;
+    fn lremovexattr(path: Text, name: Text) => existing(HERE path) reads name;
+    fn fremovexattr(number: c_int, name: Text) => descriptor(number EROFS) reads name;
 }
 
 // The functions that have rules of their own.
 hook! {
     fn linkat(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_int) -> c_int {
-        if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(from_directory) {
+        if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(from_directory) && from.path().is_some() && to.path().is_some() {
             return fail(libc::EXDEV);
         }
         between((from_directory, from), (to_directory, to), || linkat::next(from_directory, from, to_directory, to, flags))
@@ -174,9 +225,9 @@ hook! {
 
     fn utimensat(directory: c_int, path: Text, times: FromC<*const timespec>, flags: c_int) -> c_int {
         if path.is_null() && table::is_ours(directory) {
-            return fail(libc::EROFS);
+            return fail(times.read().err().unwrap_or(libc::EROFS));
         }
         let policy = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 { followed } else { existing };
-        at_or_itself(directory, path, flags, policy, |directory, path| utimensat::next(directory, path, times, flags))
+        at_or_itself(directory, path, flags, after(|| times.read(), policy), |directory, path| utimensat::next(directory, path, times, flags))
     }
 }

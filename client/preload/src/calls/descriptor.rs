@@ -8,8 +8,8 @@ use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
-use dayfly_client::raw_call;
 use dayfly_client::reserved_fd::{give_way, is_reserved};
+use dayfly_client::{cancellation, raw_call};
 
 use super::hook;
 use crate::fault::{Fault, answer};
@@ -62,6 +62,7 @@ hook! {
     fn closefrom(first: c_int) -> () {
         let first = first.max(0) as c_uint;
         if close_range(first, c_uint::MAX, 0) != 0 {
+            let _deferral = cancellation::defer();
             let listed = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
             let numbers = listed.filter_map(|entry| entry.file_name().to_str()?.parse::<c_int>().ok());
             let numbers: Vec<c_int> = numbers.filter(|&number| number >= first as c_int).collect();
@@ -164,10 +165,12 @@ hook! {
     }
 
     fn fsync(descriptor: c_int) -> c_int {
+        next::act_on_cancel();
         if table::is_ours(descriptor) { 0 } else { fsync::next(descriptor) }
     }
 
     fn fdatasync(descriptor: c_int) -> c_int {
+        next::act_on_cancel();
         if table::is_ours(descriptor) { 0 } else { fdatasync::next(descriptor) }
     }
 
@@ -183,6 +186,8 @@ pub(super) fn may_close(descriptor: RawFd) -> bool {
         return false;
     }
     if table::is_named(descriptor) && vfork::child().is_none() {
+        // The number stays ours if the thread is canceled here.
+        next::act_on_cancel();
         table::forget(descriptor);
     }
     true

@@ -14,7 +14,7 @@ use libc::{DIR, dirent, off_t, size_t};
 use super::descriptor::{close, fcntl};
 use super::hook;
 use super::open::{give_number, open_in, openat};
-use crate::fault::{Fault, answer};
+use crate::fault::{Fault, answer, answer_from_memory};
 use crate::memory::{self, Errno, FromC, zeroed};
 use crate::path;
 use crate::table::{self, Description, Object, Reference};
@@ -141,7 +141,7 @@ hook! {
     fn getdents64(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
         match table::find(descriptor) {
             None => getdents64::next(descriptor, out, len),
-            Some(open) => answer(|| read_records(&open, out.buffer(len)?)),
+            Some(open) => answer_from_memory(|| read_records(&open, out.start_of_buffer(len)?, len)),
         }
     }
 }
@@ -188,29 +188,30 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
     }
 }
 
-/// Writes as many records as fit, starting at the description's offset.
+/// Writes as many records as fit, starting at the description's offset. `out` is what can be written of the program's buffer of
+/// `len` bytes.
 ///
 /// # Errors
 ///
-/// EINVAL if there is no room for a single one.
-fn read_records(open: &Description, out: &mut [u8]) -> Result<isize, Fault> {
+/// EINVAL if there is no room for a single one, EFAULT if there would be in the whole buffer.
+fn read_records(open: &Description, out: &mut [u8], len: usize) -> Result<isize, Fault> {
     open.directory()?;
     let mut filled = 0;
     let mut position = open.offset.load();
     while let Some((name, inode, kind, next)) = entry_at(open, position) {
-        let len = record_len(name.len());
-        let Some(record) = out.get_mut(filled..filled + len) else { break };
+        let record_len = record_len(name.len());
+        let Some(record) = out.get_mut(filled..filled + record_len) else { break };
         record.fill(0);
         record[..8].copy_from_slice(&inode.to_ne_bytes());
         record[8..16].copy_from_slice(&next.to_ne_bytes());
-        record[16..18].copy_from_slice(&(len as u16).to_ne_bytes());
+        record[16..18].copy_from_slice(&(record_len as u16).to_ne_bytes());
         record[18] = kind;
         record[19..19 + name.len()].copy_from_slice(name);
-        filled += len;
+        filled += record_len;
         position = next;
     }
     if filled == 0 && entry_at(open, position).is_some() {
-        return Err(Fault::Errno(libc::EINVAL));
+        return Err(Fault::Errno(if out.len() < len { libc::EFAULT } else { libc::EINVAL }));
     }
     open.offset.store(position);
     Ok(filled as isize)

@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 
 use dayfly_client::locate::CWD_VARIABLE;
-use dayfly_client::{OpenFile, View};
+use dayfly_client::{OpenFile, View, cancellation};
 
 use super::hook;
 use super::names::access;
@@ -76,7 +76,7 @@ hook! {
     }
 
     fn execveat(directory: c_int, path: FromC<*const c_char>, arguments: Strings, environment: Strings, flags: c_int) -> c_int {
-        let is_empty = path.string().is_some_and(CStr::is_empty);
+        let is_empty = path.path().is_some_and(CStr::is_empty);
         let is_descriptor = is_empty && flags & libc::AT_EMPTY_PATH != 0 && directory >= 0;
         let kernel = |directory, path: FromC<*const c_char>, environment: Strings| match is_descriptor {
             true => fexecve::next(directory, arguments, environment),
@@ -138,7 +138,7 @@ extern "C" fn dayfly_execvp(path: FromC<*const c_char>, arguments: Strings) -> c
 /// Returns the path of the program that a name means, if the name is a path or if PATH names a directory of the namespace.
 /// Otherwise libc searches PATH as usual.
 pub(super) fn found_in_path(name: FromC<*const c_char>) -> Option<CString> {
-    let name = name.string()?;
+    let name = name.path()?;
     if name.to_bytes().contains(&b'/') || name.is_empty() {
         return Some(name.to_owned());
     }
@@ -164,6 +164,10 @@ pub(super) fn is_active() -> bool {
 
 /// Runs a program that lies in the namespace. Returns only on failure.
 fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, environment: Strings) -> Result<c_int, Fault> {
+    let _deferral = cancellation::defer();
+    if !arguments.are_readable() {
+        return Err(Fault::Errno(libc::EFAULT));
+    }
     if let Some(script) = Script::at(view, path, named)? {
         let arguments = script.arguments(arguments);
         // The interpreter may lie in the namespace as well.
@@ -256,6 +260,10 @@ impl<'a> Environment<'a> {
     }
 
     pub(super) fn in_directory(given: Strings<'a>, directory: Option<Vec<u8>>) -> Self {
+        if !given.are_readable() {
+            // The kernel finds that out, too.
+            return Self { given, changed: None };
+        }
         let name = [CWD_VARIABLE.as_bytes(), b"="].concat();
         let is_known = given.strings().any(|variable| variable.to_bytes().starts_with(&name));
         if directory.is_none() && !is_known {

@@ -85,7 +85,7 @@ pub(crate) struct Public {
 }
 
 /// The program's function that orders entries.
-type Compare = Option<extern "C" fn(*const *const Entry, *const *const Entry) -> c_int>;
+type Compare = Option<extern "C-unwind" fn(*const *const Entry, *const *const Entry) -> c_int>;
 
 /// A walk of ours.
 #[repr(C)]
@@ -112,6 +112,9 @@ fn walk(pointer: FromC<'_, *mut Public>) -> Option<&mut Walk> {
 
 hook! {
     fn fts_open | fts64_open (paths: FromC<*const *const c_char>, options: c_int, compare: Compare) -> *mut Public {
+        if !paths.are_readable() {
+            return fts_open::next(paths, options, compare);
+        }
         let roots: Vec<&CStr> = paths.strings().collect();
         if !roots.iter().any(|&root| is_ours(libc::AT_FDCWD, root.into())) {
             return fts_open::next(paths, options, compare);
@@ -356,7 +359,7 @@ impl Entry {
         unsafe { place.write(entry) };
         let name_field = place.as_ptr().cast::<c_char>().wrapping_add(offset_of!(Self, name));
         // SAFETY: the memory has room for the name and a NUL from here on.
-        unsafe { FromC::new(name_field) }.write_string(name);
+        let _ = unsafe { FromC::new(name_field) }.write_string(name);
         place
     }
 

@@ -38,9 +38,9 @@ pub(crate) struct Position {
 }
 
 /// The program's function for `ftw`.
-type Visit = Option<extern "C" fn(*const c_char, *const KernelStat, c_int) -> c_int>;
+type Visit = Option<extern "C-unwind" fn(*const c_char, *const KernelStat, c_int) -> c_int>;
 /// The program's function for `nftw`.
-type VisitAt = Option<extern "C" fn(*const c_char, *const KernelStat, c_int, *mut Position) -> c_int>;
+type VisitAt = Option<extern "C-unwind" fn(*const c_char, *const KernelStat, c_int, *mut Position) -> c_int>;
 
 hook! {
     fn ftw | ftw64 (path: FromC<*const c_char>, visit: Visit, descriptors: c_int) -> c_int {

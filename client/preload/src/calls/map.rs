@@ -21,7 +21,10 @@ use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Failed, FromC};
-use crate::{kernel_copy, table};
+use crate::{kernel_copy, pages, table};
+
+/// The protection of memory about which [`pages`] has nothing to forget.
+const READ_WRITE: c_int = libc::PROT_READ | PROT_WRITE;
 
 /// The address of a mapping, which has a failure value of its own.
 struct Mapped(*mut c_void);
@@ -41,12 +44,20 @@ hook! {
     ) -> *mut c_void {
         let open = if flags & MAP_ANONYMOUS != 0 { None } else { table::find(descriptor) };
         match open {
-            None => mmap::next(address, len, protection, flags, descriptor, offset),
+            None => {
+                let mapped = mmap::next(address, len, protection, flags, descriptor, offset);
+                if mapped != MAP_FAILED && (protection & READ_WRITE != READ_WRITE || flags & MAP_FIXED != 0) {
+                    pages::forget(mapped as usize, len);
+                }
+                mapped
+            }
             Some(open) => answer(|| {
                 let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
                 let request = MapRequest { address, len, protection, flags, offset };
                 let file = open.file().map_err(|_| libc::ENODEV)?;
-                map(&*view()?, file, &request).map(Mapped)
+                let mapped = map(&*view()?, file, &request)?;
+                pages::forget(mapped as usize, len);
+                Ok(Mapped(mapped))
             }).0,
         }
     }
@@ -62,14 +73,41 @@ hook! {
             memory::set_errno(libc::ENOMEM);
             return MAP_FAILED;
         }
-        mremap::next(address, old_len, new_len, flags, target)
+        let moved = mremap::next(address, old_len, new_len, flags, target);
+        if moved != MAP_FAILED {
+            pages::forget(address.raw() as usize, old_len);
+            pages::forget(moved as usize, new_len);
+        }
+        moved
     }
 
     fn munmap(address: FromC<*mut c_void>, len: size_t) -> c_int {
         let result = munmap::next(address, len);
         if result == 0 {
             in_place::forget(address.raw() as usize, len);
+            pages::forget(address.raw() as usize, len);
         }
+        result
+    }
+
+    fn mprotect(address: FromC<*mut c_void>, len: size_t, protection: c_int) -> c_int {
+        let result = mprotect::next(address, len, protection);
+        // Even if it fails, the first pages may have changed.
+        if protection & READ_WRITE != READ_WRITE {
+            pages::forget(address.raw() as usize, len);
+        }
+        result
+    }
+
+    fn pkey_mprotect(address: FromC<*mut c_void>, len: size_t, protection: c_int, key: c_int) -> c_int {
+        let result = pkey_mprotect::next(address, len, protection, key);
+        pages::forget(address.raw() as usize, len);
+        result
+    }
+
+    fn shmdt(address: FromC<*const c_void>) -> c_int {
+        let result = shmdt::next(address);
+        pages::forget_all();
         result
     }
 }

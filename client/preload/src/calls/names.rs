@@ -4,7 +4,7 @@ use std::ffi::{CString, c_char, c_int};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use dayfly_client::locate::SessionFolder;
-use dayfly_client::{FileKind, Stat, View};
+use dayfly_client::{FileKind, Stat, View, cancellation};
 use libc::size_t;
 
 use super::change::{mkdir, rmdir};
@@ -75,6 +75,7 @@ hook! {
 
     fn chdir(path: FromC<*const c_char>) -> c_int {
         let ours = |view: &View, path: &[u8]| {
+            let _deferral = cancellation::defer();
             enter(view.open_directory(path)?.path().to_vec());
             Ok(0)
         };
@@ -173,7 +174,7 @@ fn put_kernel_nowhere() {
 
 /// Returns the path that `/proc/self/fd/N` refers to, if N is ours.
 fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
-    let number = path.string()?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
+    let number = path.path()?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
     path::path_of(&*table::find(std::str::from_utf8(number).ok()?.parse().ok()?)?)
 }
 
@@ -195,6 +196,6 @@ fn give_path(path: &[u8], out: FromC<*mut c_char>) -> Result<*mut c_char, Fault>
     if out.is_null() {
         return Ok(memory::allocate_string(path, 0)?);
     }
-    out.write_string(path);
+    out.write_string(path)?;
     Ok(out.raw())
 }

@@ -3,13 +3,14 @@
 use std::ffi::{c_char, c_int};
 use std::os::fd::{IntoRawFd, RawFd};
 
-use dayfly_client::{FileKind, Opened, View, ViewError};
+use dayfly_client::{FileKind, Opened, View, ViewError, cancellation};
 use libc::mode_t;
 
 use super::descriptor::close;
 use super::hook;
 use crate::fault::Fault;
 use crate::memory::{Errno, FromC};
+use crate::next::act_on_cancel;
 use crate::table::{self, Description, Object, Reference};
 use crate::{exec_handoff, kernel_copy, next, path, placeholder, vfork};
 
@@ -28,6 +29,7 @@ hook! {
                 _ => openat::next(directory, path, flags, mode),
             })
         };
+        act_on_cancel();
         path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
 
@@ -50,6 +52,7 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     let close_on_exec = flags & libc::O_CLOEXEC != 0;
     if vfork::child().is_some() {
         // Our records belong to the parent, so the child gets a kernel file.
+        let _deferral = cancellation::defer();
         let Object::File(file) = &object else { return Err(Fault::Errno(libc::EMFILE)) };
         let copy = kernel_copy::copy_of(view, file)?.into_raw_fd();
         next::fcntl_number(copy, libc::F_SETFD, c_int::from(close_on_exec));
@@ -71,6 +74,7 @@ pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Resul
         exec_handoff::serve_standard_input(number);
         return Ok(number);
     }
+    let _deferral = cancellation::defer();
     close::next(number);
     Err(libc::EMFILE)
 }

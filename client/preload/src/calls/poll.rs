@@ -7,7 +7,7 @@ use std::os::fd::RawFd;
 use libc::{fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 use super::hook;
-use crate::memory::{FromC, fail};
+use crate::memory::{Errno, FromC, fail};
 use crate::table;
 
 const READY: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDNORM | libc::POLLWRNORM;
@@ -69,61 +69,105 @@ hook! {
     }
 
     fn epoll_ctl(epoll: c_int, operation: c_int, descriptor: c_int, event: FromC<*mut libc::epoll_event>) -> c_int {
-        // Linux refuses regular files and directories in the same way.
-        if table::is_ours(descriptor) { fail(libc::EPERM) } else { epoll_ctl::next(epoll, operation, descriptor, event) }
+        if !table::is_ours(descriptor) {
+            return epoll_ctl::next(epoll, operation, descriptor, event);
+        }
+        // Linux refuses regular files and directories in the same way, after it has read the event.
+        let is_read = operation == libc::EPOLL_CTL_DEL || event.get().is_some();
+        fail(if is_read { libc::EPERM } else { libc::EFAULT })
+    }
+}
+
+/// Our descriptors in the program's array, by index. When this is dropped they are back there, with what a file is ready for, even
+/// if the thread is cancelled.
+struct TakenFromArray<'a> {
+    descriptors: FromC<'a, *mut pollfd>,
+    ours: Vec<(usize, pollfd)>,
+}
+
+impl Drop for TakenFromArray<'_> {
+    fn drop(&mut self) {
+        for &(at, entry) in &self.ours {
+            // Fails only if the program has unmapped the array in the meantime.
+            let _ = self.descriptors.at(at).put(pollfd { revents: entry.events & READY, ..entry });
+        }
     }
 }
 
 /// Polls. `kernel` polls the other descriptors; its argument says whether one of ours is ready, so that it must not wait.
 fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce(bool) -> c_int) -> c_int {
-    let all = descriptors.slice_mut(count as usize);
-    if !all.iter().any(|entry| table::is_ours(entry.fd)) {
+    let count = count as usize;
+    // The kernel fails for an array that cannot be read.
+    let Ok(all) = descriptors.as_const().values(count) else { return kernel(false) };
+    if !all.clone().any(|entry| table::is_ours(entry.fd)) {
         return kernel(false);
     }
-    let ours: Vec<(usize, RawFd)> =
-        all.iter().enumerate().filter(|(_, entry)| table::is_ours(entry.fd)).map(|(at, entry)| (at, entry.fd)).collect();
-    let is_ready = ours.iter().any(|&(at, _)| all[at].events & READY != 0);
-    // The kernel skips negative numbers.
-    ours.iter().for_each(|&(at, _)| all[at].fd = -1);
-    let found = kernel(is_ready);
-    let all = descriptors.slice_mut(count as usize);
-    let mut ready = 0;
-    for (at, number) in ours {
-        all[at].fd = number;
-        all[at].revents = all[at].events & READY;
-        ready += c_int::from(all[at].revents != 0);
+    let ours: Vec<(usize, pollfd)> = all.enumerate().filter(|(_, entry)| table::is_ours(entry.fd)).collect();
+    let ready = ours.iter().filter(|(_, entry)| entry.events & READY != 0).count() as c_int;
+    if let Err(errno) = descriptors.check_writable(count) {
+        return fail(errno);
     }
+    let taken = TakenFromArray { descriptors, ours };
+    for &(at, entry) in &taken.ours {
+        // The kernel skips negative numbers. The array is writable, so this cannot fail.
+        let _ = descriptors.at(at).put(pollfd { fd: -1, ..entry });
+    }
+    let found = kernel(ready > 0);
     if found < 0 { found } else { found + ready }
 }
 
-/// Returns the words of a set that a call with `count` numbers uses.
-fn words(set: Set<'_>, count: c_int) -> &mut [u64] {
-    set.slice_mut((count.max(0) as usize).div_ceil(64))
+/// Our numbers in the program's sets. They are back there when this is dropped, even if the thread is cancelled.
+struct TakenFromSets<'a> {
+    sets: [Set<'a>; 3],
+    ours: [Vec<RawFd>; 3],
+    /// How many of the sets get their members back.
+    restored: usize,
+}
+
+impl Drop for TakenFromSets<'_> {
+    fn drop(&mut self) {
+        for (set, ours) in self.sets.iter().zip(&self.ours).take(self.restored) {
+            for &number in ours {
+                let word = set.at(number as usize / 64);
+                // Fails only if the program has unmapped the set in the meantime.
+                let _ = word.put(word.get().unwrap_or(0) | 1 << (number % 64));
+            }
+        }
+    }
 }
 
 /// Selects. `kernel` selects among the other descriptors; its argument says whether one of ours is ready.
 fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int) -> c_int {
-    if count <= 0 || table::numbers(0, count - 1).next().is_none() {
-        return kernel(false);
-    }
-    // Takes our numbers out of a set.
-    let take = |set: Set| -> Vec<RawFd> {
-        let members = words(set, count);
-        let is_member = |number: RawFd| members.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1);
-        let ours: Vec<RawFd> =
-            table::numbers(0, count - 1).filter(|&number| is_member(number) && table::is_ours(number)).collect();
-        ours.iter().for_each(|&number| members[number as usize / 64] &= !(1 << (number % 64)));
-        ours
+    // Like the kernel, this looks at the words that may hold an open descriptor, and at none after them.
+    let Some(last) = (count > 0).then(|| table::numbers(0, count - 1).last()).flatten() else { return kernel(false) };
+    // Takes our numbers out of a set. The null pointer is a set that was left out.
+    let take = |set: Set| -> Result<Vec<RawFd>, Errno> {
+        if set.is_null() {
+            return Ok(Vec::new());
+        }
+        set.check_writable(last as usize / 64 + 1)?;
+        let word = |number: RawFd| set.at(number as usize / 64);
+        let is_member = |number: &RawFd| word(*number).get().is_some_and(|word| word >> (number % 64) & 1 == 1);
+        let ours: Vec<RawFd> = table::numbers(0, last).filter(|number| is_member(number) && table::is_ours(*number)).collect();
+        for &number in &ours {
+            word(number).put(word(number).get().unwrap_or(0) & !(1 << (number % 64)))?;
+        }
+        Ok(ours)
     };
-    let ours = sets.map(take);
-    let ready = ours[0].len() + ours[1].len();
+    let mut taken = TakenFromSets { sets, ours: [const { Vec::new() }; 3], restored: 3 };
+    for (set, ours) in sets.into_iter().zip(&mut taken.ours) {
+        match take(set) {
+            Ok(numbers) => *ours = numbers,
+            Err(errno) => return fail(errno),
+        }
+    }
+    let ready = taken.ours[0].len() + taken.ours[1].len();
     let found = kernel(ready > 0);
+    if found < 0 {
+        return found;
+    }
     // A file never has an exceptional condition, so the third set gets its members back only where the call fails, which leaves
     // all sets as they were.
-    let restored = if found < 0 { 3 } else { 2 };
-    for (&set, ours) in sets.iter().zip(&ours).take(restored) {
-        let members = words(set, count);
-        ours.iter().for_each(|&number| members[number as usize / 64] |= 1 << (number % 64));
-    }
-    if found < 0 { found } else { found + ready as c_int }
+    taken.restored = 2;
+    found + ready as c_int
 }

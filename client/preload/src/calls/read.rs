@@ -3,13 +3,14 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::AsRawFd;
 
-use dayfly_client::View;
+use dayfly_client::{View, cancellation};
 use libc::{off_t, size_t};
 
 use super::hook;
 use crate::attach::view;
-use crate::fault::{Fault, answer};
+use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{self, FromC, fail};
+use crate::next::act_on_cancel;
 use crate::table::{self, Description};
 
 /// `struct iovec`, with a pointer that has the same promise as the pointer to the structure.
@@ -29,7 +30,10 @@ hook! {
     fn read | __read (descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
         match table::presume(descriptor) {
             None => read::next(descriptor, out, len),
-            Some(open) => answer(|| read_next(&*view()?, &open, out, len)),
+            Some(open) => {
+                act_on_cancel();
+                answer_from_memory(|| read_next(&*view()?, &open, out, len))
+            }
         }
     }
 
@@ -40,7 +44,10 @@ hook! {
     fn pread | pread64 | __pread64 (descriptor: c_int, out: FromC<*mut c_void>, len: size_t, offset: off_t) -> isize {
         match table::find(descriptor) {
             None => pread::next(descriptor, out, len, offset),
-            Some(open) => answer(|| read_from(&*view()?, &open, out, len, offset)),
+            Some(open) => {
+                act_on_cancel();
+                answer_from_memory(|| read_from(&*view()?, &open, out, len, offset))
+            }
         }
     }
 
@@ -57,29 +64,35 @@ hook! {
     fn readv(descriptor: c_int, vector: Parts, count: c_int) -> isize {
         match table::find(descriptor) {
             None => readv::next(descriptor, vector, count),
-            Some(open) => answer(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len))),
+            Some(open) => {
+                act_on_cancel();
+                answer_from_memory(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len)))
+            }
         }
     }
 
     fn preadv | preadv64 (descriptor: c_int, vector: Parts, count: c_int, offset: off_t) -> isize {
         match table::find(descriptor) {
             None => preadv::next(descriptor, vector, count, offset),
-            Some(open) => answer(|| read_all_from(&open, vector, count, offset)),
+            Some(open) => {
+                act_on_cancel();
+                answer_from_memory(|| read_all_from(&open, vector, count, offset))
+            }
         }
     }
 
     fn preadv2 | preadv64v2 (descriptor: c_int, vector: Parts, count: c_int, offset: off_t, flags: c_int) -> isize {
         match table::find(descriptor) {
             None => preadv2::next(descriptor, vector, count, offset, flags),
-            Some(open) if offset == -1 => answer(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len))),
-            Some(open) => answer(|| read_all_from(&open, vector, count, offset)),
+            Some(_) if offset == -1 => readv(descriptor, vector, count),
+            Some(_) => preadv(descriptor, vector, count, offset),
         }
     }
 
     fn lseek | lseek64 | __lseek (descriptor, offset, whence) {
         match table::presume(descriptor) {
             None => lseek::next(descriptor, offset, whence),
-            Some(open) => answer(|| seek(&open, offset, whence)),
+            Some(open) => answer_from_memory(|| seek(&open, offset, whence)),
         }
     }
 
@@ -98,29 +111,31 @@ hook! {
 
 /// Reads from the description's offset, and advances the offset.
 fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size_t) -> Result<isize, Fault> {
+    out.check_range(len)?;
     let file = open.file()?;
     let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
         // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
         let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
+        // It does not wait, because the file is in memory or on a drive.
+        let _deferral = cancellation::defer();
         let count = read::next(kernel.as_raw_fd(), out, len);
         return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
     };
-    let result = out.buffer(count as usize).map_err(Fault::Errno).and_then(|out| Ok(view.read_at(file, start, out)?));
-    match result {
-        Ok(count) => Ok(count as isize),
-        Err(fault) => {
-            open.offset.unclaim(start, count);
-            Err(fault)
-        }
+    let result = out.start_of_buffer(count as usize).map_err(Fault::Errno).and_then(|out| Ok(view.read_at(file, start, out)?));
+    let done = *result.as_ref().unwrap_or(&0) as u64;
+    if done < count {
+        open.offset.unclaim(start, count, done);
     }
+    result.map(|done| done as isize)
 }
 
 /// Reads at an offset that the program gives.
 fn read_from(view: &View, open: &Description, out: FromC<*mut c_void>, len: size_t, offset: off_t) -> Result<isize, Fault> {
-    let file = open.file()?;
     let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
+    out.check_range(len)?;
+    let file = open.file()?;
     let count = (len as u64).min(file.stat().size.saturating_sub(offset));
-    Ok(view.read_at(file, offset, out.buffer(count as usize)?)? as isize)
+    Ok(view.read_at(file, offset, out.start_of_buffer(count as usize)?)? as isize)
 }
 
 /// Fills the parts of a vector one after another, up to the end of the file. `read` fills one part.
@@ -132,8 +147,16 @@ fn read_all<'a>(
     if !(0..=libc::UIO_MAXIOV).contains(&count) {
         return Err(Fault::Errno(libc::EINVAL));
     }
+    let parts = vector.values(count as usize)?;
+    // The kernel checks all parts before it reads.
+    for part in parts.clone() {
+        if part.len > isize::MAX as usize {
+            return Err(Fault::Errno(libc::EINVAL));
+        }
+        part.start.check_range(part.len)?;
+    }
     let mut total = 0;
-    for part in vector.slice(count as usize) {
+    for part in parts {
         match read(part.start, part.len) {
             Ok(count) => {
                 total += count;

@@ -13,11 +13,11 @@ use crate::setup::setup;
 
 type Entry = *mut dirent;
 /// The program's function that chooses entries.
-type Filter = Option<extern "C" fn(*const dirent) -> c_int>;
+type Filter = Option<extern "C-unwind" fn(*const dirent) -> c_int>;
 /// The program's function that orders entries.
-type Compare = Option<extern "C" fn(*const *const dirent, *const *const dirent) -> c_int>;
+type Compare = Option<extern "C-unwind" fn(*const *const dirent, *const *const dirent) -> c_int>;
 /// The program's function for errors of `glob`.
-type OnError = Option<extern "C" fn(*const c_char, c_int) -> c_int>;
+type OnError = Option<extern "C-unwind" fn(*const c_char, c_int) -> c_int>;
 
 hook! {
     fn scandir | scandir64 (path: FromC<*const c_char>, list: FromC<*mut *mut Entry>, filter: Filter, compare: Compare) -> c_int {
@@ -108,7 +108,7 @@ fn allocate<T: Copy>(values: &[T]) -> Result<*mut T, memory::Errno> {
         return Err(libc::ENOMEM);
     }
     // SAFETY: just allocated, with room for all of them.
-    unsafe { FromC::new(copy) }.slice_mut(values.len()).copy_from_slice(values);
+    unsafe { FromC::new(copy) }.slice_mut(values.len())?.copy_from_slice(values);
     Ok(copy)
 }
 
@@ -124,19 +124,19 @@ pub(crate) struct Glob {
     paths: *mut *mut c_char,
     offset: size_t,
     flags: c_int,
-    closedir: Option<extern "C" fn(FromC<*mut DIR>)>,
-    readdir: Option<extern "C" fn(FromC<*mut DIR>) -> *mut dirent>,
-    opendir: Option<extern "C" fn(FromC<*const c_char>) -> *mut DIR>,
-    lstat: Option<extern "C" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
-    stat: Option<extern "C" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
+    closedir: Option<extern "C-unwind" fn(FromC<*mut DIR>)>,
+    readdir: Option<extern "C-unwind" fn(FromC<*mut DIR>) -> *mut dirent>,
+    opendir: Option<extern "C-unwind" fn(FromC<*const c_char>) -> *mut DIR>,
+    lstat: Option<extern "C-unwind" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
+    stat: Option<extern "C-unwind" fn(FromC<*const c_char>, FromC<*mut KernelStat>) -> c_int>,
 }
 
-extern "C" fn glob_closedir(stream: FromC<*mut DIR>) {
+extern "C-unwind" fn glob_closedir(stream: FromC<*mut DIR>) {
     closedir(stream);
 }
 
 /// Reads an entry without changing `errno`, which `glob` would take for a failure.
-extern "C" fn glob_readdir(stream: FromC<*mut DIR>) -> *mut dirent {
+extern "C-unwind" fn glob_readdir(stream: FromC<*mut DIR>) -> *mut dirent {
     let before = memory::errno();
     let entry = readdir(stream);
     if !entry.is_null() {
@@ -145,14 +145,14 @@ extern "C" fn glob_readdir(stream: FromC<*mut DIR>) -> *mut dirent {
     entry
 }
 
-extern "C" fn glob_opendir(path: FromC<*const c_char>) -> *mut DIR {
+extern "C-unwind" fn glob_opendir(path: FromC<*const c_char>) -> *mut DIR {
     opendir(path)
 }
 
-extern "C" fn glob_lstat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+extern "C-unwind" fn glob_lstat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
     stat::lstat(path, out)
 }
 
-extern "C" fn glob_stat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+extern "C-unwind" fn glob_stat(path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
     stat::stat(path, out)
 }

@@ -11,9 +11,9 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Mutex, PoisonError};
 
-use dayfly_client::fork;
 use dayfly_client::locate::CWD_VARIABLE;
 use dayfly_client::reserved_fd::ReservedFd;
+use dayfly_client::{cancellation, fork};
 use libc::{FILE, mode_t, pid_t};
 
 use super::exec::{Environment, Script, Strings, executable_copy, found_in_path, is_active};
@@ -108,6 +108,7 @@ hook! {
             return posix_spawn_file_actions_addopen::next(actions, to, path, flags, mode);
         };
         // libc's child cannot open the file, so the list duplicates a copy instead.
+        let _deferral = cancellation::defer();
         let opened = (|| {
             if flags & libc::O_ACCMODE != libc::O_RDONLY {
                 return Err(Fault::Errno(libc::EROFS));
@@ -196,6 +197,7 @@ hook! {
 }
 
 fn forget(actions: OpaqueMut) {
+    let _deferral = cancellation::defer();
     with_lists(|lists| lists.retain(|(list, _)| *list != actions.raw() as usize));
 }
 
@@ -208,6 +210,10 @@ fn spawn_ours(
     arguments: Strings,
     environment: Strings,
 ) -> c_int {
+    let _deferral = cancellation::defer();
+    if !arguments.are_readable() {
+        return libc::EFAULT;
+    }
     match view().and_then(|view| Script::at(&view, path, None)) {
         Ok(Some(script)) => {
             let arguments = script.arguments(arguments);
@@ -268,10 +274,18 @@ fn with_directory<R>(call: impl FnOnce() -> R) -> R {
     // SAFETY: strings. No other thread may use the environment during `setenv`. This runs only if the working directory is in
     // the namespace and the program starts a shell, which a program does not do from several threads at once.
     unsafe { libc::setenv(name.as_ptr(), directory.as_ptr(), 1) };
-    let result = call();
-    let errno = memory::errno();
-    // SAFETY: as above.
-    unsafe { libc::unsetenv(name.as_ptr()) };
-    memory::set_errno(errno);
-    result
+    let _unset = Unset(name);
+    call()
+}
+
+/// Removes a variable from the environment when dropped, even if the thread is cancelled.
+struct Unset(CString);
+
+impl Drop for Unset {
+    fn drop(&mut self) {
+        let errno = memory::errno();
+        // SAFETY: as in `with_directory`.
+        unsafe { libc::unsetenv(self.0.as_ptr()) };
+        memory::set_errno(errno);
+    }
 }

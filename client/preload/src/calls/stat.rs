@@ -8,7 +8,7 @@ use libc::{stat as KernelStat, statx as KernelStatx};
 
 use super::hook;
 use crate::attach::view;
-use crate::fault::{Fault, answer};
+use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{FromC, fail, zeroed};
 use crate::stat_form::{IO_SIZE, device, kernel_form, owner};
 use crate::{cwd, next, path, table};
@@ -26,14 +26,14 @@ hook! {
         match table::find_early(descriptor) {
             None if is_reserved(descriptor) => fail(libc::EBADF),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
-            Some(open) => answer(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
+            Some(open) => answer_from_memory(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
         }
     }
 
     fn fstatat | fstatat64 (directory: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>, flags: c_int) -> c_int {
         if means_descriptor(path, flags) {
             return match of_directory(directory) {
-                Some(found) => answer(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
+                Some(found) => answer_from_memory(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
                 None => next::fstatat(directory, path, out, flags),
             };
         }
@@ -66,7 +66,7 @@ hook! {
     fn statx(directory: c_int, path: FromC<*const c_char>, flags: c_int, mask: c_uint, out: FromC<*mut KernelStatx>) -> c_int {
         if means_descriptor(path, flags) {
             return match of_directory(directory) {
-                Some(found) => answer(|| Ok(out.put(extended_form(&found?)).map(|()| 0)?)),
+                Some(found) => answer_from_memory(|| Ok(out.put(extended_form(&found?)).map(|()| 0)?)),
                 None => statx::next(directory, path, flags, mask, out),
             };
         }
@@ -81,7 +81,7 @@ fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {
 
 /// Returns whether the call is about the descriptor itself. Newer kernels take the null pointer for an empty path.
 fn means_descriptor(path: FromC<*const c_char>, flags: c_int) -> bool {
-    flags & libc::AT_EMPTY_PATH != 0 && path.string().is_none_or(CStr::is_empty)
+    flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || path.path().is_some_and(CStr::is_empty))
 }
 
 /// Returns the attributes of a descriptor of ours, or of the working directory if it is in the namespace.

@@ -7,7 +7,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
 
-use dayfly_client::View;
+use dayfly_client::{View, cancellation};
 use libc::{FILE, size_t};
 
 use super::descriptor::{close, dup2};
@@ -23,10 +23,10 @@ type Cookie = *mut c_void;
 /// `cookie_io_functions_t`.
 #[repr(C)]
 struct Functions {
-    read: Option<extern "C" fn(Cookie, FromC<*mut c_char>, size_t) -> isize>,
-    write: Option<extern "C" fn(Cookie, FromC<*const c_char>, size_t) -> isize>,
-    seek: Option<extern "C" fn(Cookie, FromC<*mut i64>, c_int) -> c_int>,
-    close: Option<extern "C" fn(Cookie) -> c_int>,
+    read: Option<extern "C-unwind" fn(Cookie, FromC<*mut c_char>, size_t) -> isize>,
+    write: Option<extern "C-unwind" fn(Cookie, FromC<*const c_char>, size_t) -> isize>,
+    seek: Option<extern "C-unwind" fn(Cookie, FromC<*mut i64>, c_int) -> c_int>,
+    close: Option<extern "C-unwind" fn(Cookie) -> c_int>,
 }
 
 unsafe extern "C" {
@@ -41,7 +41,10 @@ hook! {
         let ours = |view: &View, path: &[u8]| {
             let flags = open_flags(mode)?;
             let number = open_in(view, path, flags)?;
-            new_stream(number).inspect_err(|_| { close(number); })
+            new_stream(number).inspect_err(|_| {
+                let _deferral = cancellation::defer();
+                close(number);
+            })
         };
         path::at(libc::AT_FDCWD, path, ours, |_, path| created(fopen::next(path, mode)))
     }
@@ -67,6 +70,7 @@ hook! {
             if open_flags(mode)? & libc::O_ACCMODE != libc::O_RDONLY {
                 return Err(Fault::Errno(libc::EROFS));
             }
+            let _deferral = cancellation::defer();
             let copy = kernel_copy::copy_of(view, &view.open(path)?)?;
             forget_number(stream);
             let stream = freopen::next(c"/dev/null".into(), mode, stream);
@@ -159,15 +163,15 @@ fn number_of(stream: FromC<*mut FILE>) -> Option<RawFd> {
     if stream.is_null() { None } else { number_field(stream).get() }
 }
 
-extern "C" fn read_stream(cookie: Cookie, out: FromC<*mut c_char>, len: size_t) -> isize {
+extern "C-unwind" fn read_stream(cookie: Cookie, out: FromC<*mut c_char>, len: size_t) -> isize {
     read(cookie as usize as RawFd, out.bytes(), len)
 }
 
-extern "C" fn seek_stream(cookie: Cookie, offset: FromC<*mut i64>, whence: c_int) -> c_int {
+extern "C-unwind" fn seek_stream(cookie: Cookie, offset: FromC<*mut i64>, whence: c_int) -> c_int {
     let target = lseek(cookie as usize as RawFd, offset.get().unwrap_or(0), whence);
     if target < 0 || offset.put(target).is_err() { fail(memory::errno()) } else { 0 }
 }
 
-extern "C" fn close_stream(cookie: Cookie) -> c_int {
+extern "C-unwind" fn close_stream(cookie: Cookie) -> c_int {
     close(cookie as usize as RawFd)
 }

@@ -5,15 +5,19 @@ use std::ffi::{c_int, c_uint};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
+use dayfly_client::cancellation;
 use libc::{cmsghdr, msghdr, off_t, size_t};
 
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
+use crate::pages;
 use crate::table::{self, Reference};
 use crate::{exec_handoff, next};
 
+/// No kernel takes more control data with a message.
+const CONTROL_LEN_MAX: usize = 1 << 20;
 /// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
@@ -58,7 +62,11 @@ hook! {
     }
 
     fn sendmsg(socket, message, flags) {
-        let Some(header) = message.get().filter(|header| !header.msg_control.is_null()) else {
+        // What cannot be read, or is longer than the kernel takes, fails in the kernel.
+        let has_control = |header: &msghdr| {
+            header.msg_controllen <= CONTROL_LEN_MAX && pages::is_readable(header.msg_control as usize, header.msg_controllen)
+        };
+        let Some(header) = message.get().filter(|header| !header.msg_control.is_null() && has_control(header)) else {
             return sendmsg::next(socket, message, flags);
         };
         let passed = passed(&header);
@@ -67,8 +75,10 @@ hook! {
         }
         match put_copies(&passed) {
             Ok(copies) => {
+                let copies = Restored(copies);
                 let sent = sendmsg::next(socket, message, flags);
-                restore(&copies);
+                let _deferral = cancellation::defer();
+                drop(copies);
                 sent
             }
             Err(errno) => fail(errno),
@@ -93,12 +103,12 @@ fn transfer(
 ) -> Result<isize, Fault> {
     let file = open.file()?;
     let view = view()?;
-    let given = from_offset.get();
+    let given = from_offset.get_if_given()?;
     let start = match given {
         Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
         None => open.offset.load(),
     };
-    let mut at_target = to_offset.get();
+    let mut at_target = to_offset.get_if_given()?;
     let len = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
     let mut buffer = vec![0; len.min(CHUNK_LEN)];
     let mut done = 0;
@@ -162,8 +172,18 @@ struct Replaced<'a> {
     _copy: File,
 }
 
+/// The copies in a message. Our descriptors stand there again when this is dropped, even if the thread is cancelled.
+struct Restored<'a>(Vec<Replaced<'a>>);
+
+impl Drop for Restored<'_> {
+    fn drop(&mut self) {
+        restore(&self.0);
+    }
+}
+
 /// Puts copies in place of our descriptors.
 fn put_copies<'a>(passed: &[FromC<'a, *mut RawFd>]) -> Result<Vec<Replaced<'a>>, Errno> {
+    let _deferral = cancellation::defer();
     let mut copies = Vec::new();
     let result = passed.iter().try_for_each(|&place| {
         let number = place.get().unwrap_or(-1);

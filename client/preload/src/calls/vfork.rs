@@ -3,6 +3,8 @@
 //! It is written in assembly because the child returns from it on its parent's stack and overwrites what lies there: no frame
 //! of ours may be in the way.
 
+use dayfly_client::cancellation;
+
 use crate::attach::known_view;
 use crate::vfork::UNDER_WAY;
 use crate::{exec_handoff, memory};
@@ -43,6 +45,7 @@ pub(crate) unsafe extern "C" fn vfork() -> libc::pid_t {
 }
 
 extern "C" fn before() {
+    let _deferral = cancellation::defer();
     if known_view().is_some() {
         exec_handoff::open_vfork_channel();
     }
@@ -54,6 +57,7 @@ extern "C" fn after(result: i32) -> libc::pid_t {
         return memory::fail(-result);
     }
     if known_view().is_some() {
+        let _deferral = cancellation::defer();
         let before = memory::errno();
         exec_handoff::receive_from_vfork_child();
         memory::set_errno(before);
