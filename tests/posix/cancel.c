@@ -221,6 +221,26 @@ static void send_files(struct Task *task) {
     }
 }
 
+/* Moves files to another file, in calls that glibc lets be cancelled. */
+static void move_files(struct Task *task) {
+    char path[PATH_MAX];
+    int before;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+    FILE *target = task->stream = tmpfile();
+    int file = task->descriptor = open(path_of(path, folder, task->seed), O_RDONLY | O_CLOEXEC);
+    CHECK(target && file >= 0);
+    pthread_setcancelstate(before, &before);
+    for (;; task->reads++) {
+        off_t from = 0, to = 0;
+        CHECK(copy_file_range(file, &from, fileno(target), &to, 1 << 16, 0) >= 0);
+    }
+}
+/* Asks for locks that are granted at once. */
+static void lock_one_file(struct Task *task) {
+    struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET, .l_len = 1};
+    for (;; task->reads++) CHECK(fcntl(one_file, F_SETLKW, &lock) == 0);
+}
+
 static void (*const WAITING[])(struct Task *) = {
     wait_in_read, wait_in_readv, wait_in_write, wait_in_open, wait_in_openat, wait_in_fopen, wait_in_poll, wait_in_ppoll,
     wait_in_poll_with_file, wait_in_select, wait_in_pselect, wait_in_recv, wait_in_recvmsg, wait_in_nanosleep, wait_in_sleep,
@@ -228,6 +248,7 @@ static void (*const WAITING[])(struct Task *) = {
 };
 static void (*const READING[])(struct Task *) = {
     read_files, read_files, read_files, pread_one_file, preadv_one_file, only_open, read_streams, list_folder, send_files,
+    move_files, lock_one_file,
 };
 #define LEN(array) (sizeof array / sizeof *array)
 

@@ -302,6 +302,19 @@ static void cut_buffers(int file, int room, int protection) {
     munmap(start, 5 * PAGE);
 }
 
+/* Memory below the stack, which grows when the kernel writes there. */
+static void below_stack(int file) {
+    char here;
+    char *below = (char *)(((uintptr_t)&here - (1 << 20)) & ~(uintptr_t)(PAGE - 1));
+    TRY(pread(file, below, 100, 0));
+    below -= 1 << 20;
+    TRY(pread(file, below, 10 * PAGE, 0));
+    below -= 1 << 20;
+    TRY(fstat(file, (void *)below));
+    below -= 1 << 20;
+    TRY(stat(below, (void *)(below + PAGE)));
+}
+
 /* Structures in memory that can only be read. */
 static void constant(int file) {
     char *page = pages(1);
@@ -425,6 +438,7 @@ int main(int count, char **arguments) {
         cut_buffers(big, rooms[i], PROT_READ);
     }
     constant(file);
+    below_stack(big);
     edges(root, directory);
     edges(outside, open(outside, O_RDONLY | O_DIRECTORY));
     return 0;

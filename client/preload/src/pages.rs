@@ -55,8 +55,7 @@ fn is_page_readable(page: usize) -> bool {
 #[cold]
 fn probe_readable(page: usize) -> bool {
     let before = FORGOTTEN.load(Ordering::SeqCst);
-    // Not the first bytes of the page, because the kernel takes the null pointer for a mask that was left out.
-    let can = kernel_can_read(page * PAGE_LEN + 8);
+    let can = kernel_can_read(page * PAGE_LEN);
     if can {
         remember(&READABLE[slot(page)], page as u64 + 1, before);
     }
@@ -172,17 +171,25 @@ mod kernel {
     }
 }
 
-/// Asks the kernel to read 8 bytes as a signal mask, for a change of a kind that does not exist: EFAULT if it cannot read them,
-/// else EINVAL.
-fn kernel_can_read(address: usize) -> bool {
+/// Asks the kernel to read 8 bytes of a page as a signal mask, for a change of a kind that does not exist: EFAULT if it cannot
+/// read them, else EINVAL.
+fn kernel_can_read(page: usize) -> bool {
     let no_such_change = usize::MAX;
+    // Not the first bytes of the page, because the kernel takes the null pointer for a mask that was left out.
+    let address = page + 8;
     // SAFETY: the kernel checks the address, and changes nothing in either case.
     let result = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [no_such_change, address, 0, 8, 0, 0]) };
     result != -(libc::EFAULT as isize)
 }
 
-/// Asks the kernel to add 0 to a word, atomically, which changes nothing: EFAULT if it cannot be written.
+/// Returns whether the kernel can write at an address.
 fn kernel_can_write(address: usize) -> bool {
+    // A stack grows when a program or `read` touches the page below it, but not for a futex.
+    kernel_can_add(address) || kernel_can_read(address / PAGE_LEN * PAGE_LEN) && kernel_can_add(address)
+}
+
+/// Asks the kernel to add 0 to a word, atomically, which changes nothing: EFAULT if it cannot be written.
+fn kernel_can_add(address: usize) -> bool {
     static NOBODY_WAITS_HERE: AtomicU32 = AtomicU32::new(0);
     /// `FUTEX_OP_ADD` of 0, and `FUTEX_OP_CMP_EQ` with 2047, for waiters to wake at the address.
     const ADD_NOTHING: usize = 1 << 28 | 2047;

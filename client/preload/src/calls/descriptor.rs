@@ -117,6 +117,9 @@ hook! {
                 0
             }
             libc::F_SETLK | libc::F_SETLKW | libc::F_OFD_SETLK | libc::F_OFD_SETLKW => {
+                if command == libc::F_SETLKW || command == libc::F_OFD_SETLKW {
+                    next::act_on_cancel();
+                }
                 // SAFETY: these commands take a pointer to a lock.
                 answer(|| lock(unsafe { argument.pointer() }.get()))
             }

@@ -42,7 +42,10 @@ hook! {
             None if table::is_ours(to) => fail(libc::EBADF),
             None => copy_file_range::next(from, from_offset, to, to_offset, len, flags),
             Some(_) if flags != 0 => fail(libc::EINVAL),
-            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len)),
+            Some(open) => {
+                next::act_on_cancel();
+                answer(|| transfer(&open, from_offset, to, to_offset, len))
+            }
         }
     }
 
@@ -57,7 +60,10 @@ hook! {
         match table::find(from) {
             None => splice::next(from, from_offset, to, to_offset, len, flags),
             // No more than a pipe holds: the caller may be the program that empties it.
-            Some(open) => answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN))),
+            Some(open) => {
+                next::act_on_cancel();
+                answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN)))
+            }
         }
     }
 
