@@ -7,7 +7,6 @@ mod harness;
 
 use std::fs::{self, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -146,7 +145,7 @@ fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     let (segment, _) = dataset.segment_position(BlockId(0)).unwrap();
     // Truncate the segment and restore it, as if the drive failed for a moment.
-    let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.as_raw_fd())).unwrap();
+    let segment = OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", segment.number())).unwrap();
     let mut whole = vec![0; segment.metadata().unwrap().len() as usize];
     segment.read_exact_at(&mut whole, 0).unwrap();
     let mut before = view.read_many(&paths, Delivery::InOrder, OnMissing::Fail).unwrap();

@@ -24,7 +24,8 @@ hook! {
 
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
         match table::find_early(descriptor) {
-            None if is_reserved(descriptor) => fail(libc::EBADF),
+            // The call below would take AT_FDCWD for the working directory.
+            None if descriptor < 0 || is_reserved(descriptor) => fail(libc::EBADF),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer_from_memory(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
         }

@@ -10,10 +10,12 @@ use libc::{EBADF, mode_t};
 
 use super::super::attributes::{fgetxattr, flistxattr, fstatfs, getxattr, lgetxattr, listxattr, llistxattr, statfs};
 #[cfg(target_arch = "x86_64")]
-use super::super::change::{chmod, chown, futimesat, lchown, link, mkdir, mknod, rename, rmdir, symlink, unlink, utime, utimes};
+use super::super::change::{
+    chmod, chown, futimesat, lchown, link, mkdir, mknod, rename, renameat, rmdir, symlink, unlink, utime, utimes,
+};
 use super::super::change::{
     fchmod, fchmodat, fchown, fchownat, fremovexattr, fsetxattr, ftruncate, linkat, lremovexattr, lsetxattr, mkdirat, mknodat,
-    removexattr, renameat, renameat2, setxattr, symlinkat, truncate, unlinkat, utimensat,
+    removexattr, renameat2, setxattr, symlinkat, truncate, unlinkat, utimensat,
 };
 use super::super::descriptor::{close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, syncfs};
 use super::super::directory::getdents64;
@@ -141,11 +143,8 @@ rules! {
         => linkat(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4));
     SYS_renameat2: c if c.leads_in_from(0, 1) || c.leads_in_from(2, 3)
         => renameat2(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4));
-    SYS_renameat: c if c.leads_in_from(0, 1) || c.leads_in_from(2, 3)
-        => renameat(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_truncate: c if c.leads_in(0) => truncate(c.get(0), c.get(1));
     SYS_fchmodat: c if c.leads_in_from(0, 1) => fchmodat(c.get(0), c.get(1), c.get(2), 0);
-    SYS_fchmodat2: c if c.leads_in_from(0, 1) => fchmodat(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_fchownat: c if c.leads_in_from(0, 1) => fchownat(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4));
     SYS_utimensat: c if c.leads_in_from(0, 1) => utimensat(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_setxattr: c if c.leads_in(0) => setxattr(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4));
@@ -182,7 +181,12 @@ rules! {
     SYS_timerfd_create: c => c.creates();
     SYS_userfaultfd: c => c.creates();
 
-    // Older forms, which newer machines do not have.
+    // Older forms, which newer machines do not have, and calls that are not named there.
+    #[cfg(target_arch = "x86_64")]
+    SYS_fchmodat2: c if c.leads_in_from(0, 1) => fchmodat(c.get(0), c.get(1), c.get(2), c.get(3));
+    #[cfg(target_arch = "x86_64")]
+    SYS_renameat: c if c.leads_in_from(0, 1) || c.leads_in_from(2, 3)
+        => renameat(c.get(0), c.get(1), c.get(2), c.get(3));
     #[cfg(target_arch = "x86_64")]
     SYS_open: c if c.leads_in(0) => open(c.get(0), c.get(1), c.get(2)), else c.creates();
     #[cfg(target_arch = "x86_64")]
