@@ -130,8 +130,8 @@ extern "C" fn missing() -> c_long {
     memory::fail(libc::ENOSYS)
 }
 
-/// Calls of interest continue here.
-extern "C" fn dispatch(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+/// Calls of interest continue here. A hook may end the thread, if it is canceled.
+extern "C-unwind" fn dispatch(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     rules::follow(&Call { number, arguments: [a, b, c, d, e, f] })
 }
 

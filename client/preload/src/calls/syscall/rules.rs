@@ -20,7 +20,7 @@ use super::super::change::{
 use super::super::descriptor::{close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, syncfs};
 use super::super::directory::getdents64;
 use super::super::exec::{execve, execveat};
-use super::super::map::mmap;
+use super::super::map::{mmap, mprotect, mremap, munmap, pkey_mprotect, shmdt};
 use super::super::names::{chdir, faccessat, fchdir, readlinkat};
 use super::super::open::openat;
 use super::super::poll::epoll_ctl;
@@ -85,13 +85,20 @@ rules! {
     SYS_preadv: c if c.is_ours(0) => preadv(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_preadv2: c if c.is_ours(0) => preadv2(c.get(0), c.get(1), c.get(2), c.get(3), c.get(5));
     SYS_getdents64: c if c.is_ours(0) => getdents64(c.get(0), c.get(1), c.get(2));
-    SYS_mmap: c if c.is_ours(4) => Call::address(mmap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5)));
+    SYS_mmap: c => Call::address(mmap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5)));
     SYS_fadvise64: c if c.may_be_ours(0) => c.advise();
     SYS_readahead: c if c.is_ours(0) => readahead(c.get(0), c.get(1), c.get(2));
     SYS_sendfile: c if c.is_ours(1) => sendfile(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_copy_file_range: c if c.is_ours(0) || c.is_ours(2)
         => copy_file_range(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
     SYS_splice: c if c.is_ours(0) => splice(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
+
+    // Memory, so that the library forgets which pages it may touch.
+    SYS_munmap: c => munmap(c.get(0), c.get(1));
+    SYS_mremap: c => Call::address(mremap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4)));
+    SYS_mprotect: c => mprotect(c.get(0), c.get(1), c.get(2));
+    SYS_pkey_mprotect: c => pkey_mprotect(c.get(0), c.get(1), c.get(2), c.get(3));
+    SYS_shmdt: c => shmdt(c.get(0));
 
     // Descriptors.
     SYS_close: c if !may_close(c.get(0)) => fail::<c_int>(EBADF);
