@@ -8,6 +8,8 @@
 mod harness;
 #[path = "posix/programs.rs"]
 mod programs;
+#[path = "posix/signals.rs"]
+mod signals;
 
 use std::ffi::OsStr;
 use std::fs;

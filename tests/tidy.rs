@@ -109,11 +109,14 @@ fn unsafe_code_is_where_the_design_says() {
         "server/transport/patches/hex-simd/src/lib.rs",
         // Mapped memory, descriptors that come from the kernel, and data that several threads share without locks.
         "client/src/arena.rs",
+        "client/src/current.rs",
         "client/src/fault.rs",
+        "client/src/locate/names.rs",
         "client/src/reserved_fd.rs",
         "client/src/pool.rs",
         "client/src/segment_map.rs",
         "client/src/socket.rs",
+        "client/src/thread_number.rs",
         // The boundary with C: pointers, calls of the next library, and the tables that outlive a fork.
         "client/preload/src/api.rs",
         "client/preload/src/atfork.rs",
@@ -121,6 +124,8 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/cwd.rs",
         "client/preload/src/exec_handoff.rs",
         "client/preload/src/exec_handoff/vfork_channel.rs",
+        "client/preload/src/heap.rs",
+        "client/preload/src/heap/pages.rs",
         "client/preload/src/kernel_copy.rs",
         "client/preload/src/memory.rs",
         "client/preload/src/next.rs",

@@ -54,6 +54,7 @@
 mod arena;
 mod attach;
 mod batch;
+pub mod current;
 mod dataset;
 mod error;
 pub mod fault;
@@ -68,6 +69,7 @@ mod read;
 pub mod reserved_fd;
 mod segment_map;
 mod socket;
+pub mod thread_number;
 mod verify;
 mod view;
 

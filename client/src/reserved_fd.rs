@@ -4,11 +4,13 @@
 
 use std::fs::File;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
 use nix::sys::resource::{Resource, getrlimit};
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -24,7 +26,7 @@ const WATCHED: usize = 2048;
 static WATCH: [AtomicU64; WATCHED / 64] = [const { AtomicU64::new(0) }; WATCHED / 64];
 
 /// A file with a reserved descriptor.
-pub struct ReservedFd(File);
+pub struct ReservedFd(ManuallyDrop<File>);
 
 impl ReservedFd {
     /// Moves a file's descriptor out of the program's way. If no number is free there, it stays
@@ -38,7 +40,7 @@ impl ReservedFd {
             Err(_) => file,
         };
         watch(file.as_raw_fd(), true);
-        Self(file)
+        Self(ManuallyDrop::new(file))
     }
 
     /// Reserves a duplicate of a file's descriptor, see [`ReservedFd::new`].
@@ -62,6 +64,10 @@ impl Deref for ReservedFd {
 impl Drop for ReservedFd {
     fn drop(&mut self) {
         watch(self.0.as_raw_fd(), false);
+        // A forked child does not have a descriptor that another thread opened while the kernel copied the process. `File` would
+        // abort the process for that.
+        // SAFETY: the descriptor is this value's own, or no descriptor.
+        unsafe { libc::close(self.0.as_raw_fd()) };
     }
 }
 
