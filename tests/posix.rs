@@ -12,6 +12,8 @@ mod harness;
 mod programs;
 #[path = "posix/raw.rs"]
 mod raw;
+#[path = "posix/signals.rs"]
+mod signals;
 
 use std::ffi::OsStr;
 use std::fs;

@@ -13,7 +13,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use arc_swap::{ArcSwap, Guard};
 use dayfly_meta::id::{NodeId, SampleId, SessionId};
 use dayfly_meta::limits::ORDER_PART_SAMPLES;
 use dayfly_meta::status_page::{Counters, StatusPage};
@@ -23,11 +22,12 @@ use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::arena::Arena;
+use crate::current::{Current, InUse};
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::locate::SessionFolder;
 use crate::pool::Pool;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset, cancellation, fork, reserved_fd};
+use crate::{ClientError, Dataset, cancellation, reserved_fd};
 
 /// An attachment to a node's server.
 pub struct Session {
@@ -47,19 +47,19 @@ pub struct Session {
     /// The process that owns the connections. A forked child must not use those of its parent.
     process: AtomicU32,
     idle: Pool<Socket>,
-    datasets: ArcSwap<DatasetList>,
+    /// In a box, because a session is created on the stack, which a signal handler may have little of.
+    datasets: Box<Current<DatasetList>>,
 }
 
-#[derive(Default)]
 struct DatasetList {
-    generation: Option<u64>,
+    generation: u64,
     all: Vec<Arc<Dataset>>,
 }
 
 /// The datasets of a session at one moment.
-pub struct Datasets(Guard<Arc<DatasetList>>);
+pub struct Datasets<'a>(InUse<'a, DatasetList>);
 
-impl Deref for Datasets {
+impl Deref for Datasets<'_> {
     type Target = [Arc<Dataset>];
 
     fn deref(&self) -> &Self::Target {
@@ -85,7 +85,6 @@ impl Session {
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _deferral = cancellation::defer();
-        let _no_fork = fork::lock();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
             ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
@@ -110,7 +109,7 @@ impl Session {
             cold_batches: AtomicU32::new(0),
             process: AtomicU32::new(std::process::id()),
             idle: Pool::new(),
-            datasets: ArcSwap::default(),
+            datasets: Box::new(Current::none()),
         };
         socket.watch(session.heartbeat.clone());
         session.idle.put(Box::new(socket));
@@ -157,23 +156,30 @@ impl Session {
     /// # Errors
     ///
     /// If the session has ended or the server does not answer.
-    pub fn datasets(&self) -> Result<Datasets, ClientError> {
+    pub fn datasets(&self) -> Result<Datasets<'_>, ClientError> {
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
-        let known = self.datasets.load();
-        if known.generation == Some(self.status_page().generation()) {
+        if let Some(known) = self.datasets.load()
+            && known.generation == self.status_page().generation()
+        {
             return Ok(Datasets(known));
         }
+        self.update_datasets()
+    }
+
+    #[cold]
+    fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
         let _deferral = cancellation::defer();
-        let _no_fork = fork::lock();
-        let (generation, all) = self.list(&known.all)?;
+        let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
+        let (generation, all) = self.list(&known)?;
         // If the session ended in the meantime, the list is empty, which does not mean that there was no dataset.
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
-        self.datasets.store(Arc::new(DatasetList { generation: Some(generation), all }));
-        Ok(Datasets(self.datasets.load()))
+        self.datasets.store(Some(Arc::new(DatasetList { generation, all })));
+        // Nothing ever removes the list.
+        self.datasets.load().map(Datasets).ok_or(ClientError::Gone)
     }
 
     /// Prepares the attachment for use in a forked child, which must call this. The child gets
@@ -186,6 +192,7 @@ impl Session {
             drop(socket);
         }
         self.process.store(std::process::id(), Ordering::Release);
+        self.datasets.after_fork();
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
@@ -217,7 +224,7 @@ impl Session {
         if !self.is_own_process() {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
-        let _no_fork = fork::lock();
+        let _deferral = cancellation::defer();
         let is_restored = self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut is_restored = false;

@@ -1,19 +1,25 @@
-//! A lock that separates forks from changes to the descriptor table. The kernel copies a process's
-//! descriptors and its memory one after the other. A descriptor that another thread opens in
-//! between is known to the child's memory, but is not open in the child, where its number may later
-//! be reused for another file. Operations that open descriptors and record their numbers hold this
-//! lock, and so does a fork.
+//! A lock that separates forks from changes to memory that a child must find complete. A thread that makes such a change holds it,
+//! and so does a fork.
+//!
+//! A function that may be called in a signal handler must not take this lock: the handler may have interrupted `malloc`, for which
+//! the thread that forks waits while it holds the lock. Such functions change memory in single atomic steps instead. The exception
+//! is `fork` itself, which waits for the lock only if another thread holds it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-static IS_HELD: AtomicBool = AtomicBool::new(false);
+use crate::thread_number;
+
+/// The number of the thread that holds the lock, or 0.
+static HOLDER: AtomicUsize = AtomicUsize::new(0);
+/// How often the holder has taken the lock again, in signal handlers.
+static AGAIN: AtomicUsize = AtomicUsize::new(0);
 
 /// How long to wait for the lock. A child whose fork this library did not notice may find the lock
 /// held by a thread that does not exist in the child.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// While this value lives no thread forks.
+/// While this value lives, no other thread forks.
 pub struct ForkLock;
 
 /// Keeps other threads from forking until the result is dropped.
@@ -30,13 +36,50 @@ impl Drop for ForkLock {
 
 /// Takes the lock. Must be called before a fork.
 pub fn acquire() {
+    let me = thread_number::current();
+    if HOLDER.load(Ordering::Acquire) == me {
+        AGAIN.fetch_add(1, Ordering::Relaxed);
+        return;
+    }
     let deadline = Instant::now() + PATIENCE;
-    while IS_HELD.swap(true, Ordering::AcqRel) && Instant::now() < deadline {
+    while HOLDER.compare_exchange(0, me, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        if Instant::now() > deadline {
+            HOLDER.store(me, Ordering::Release);
+            return;
+        }
         std::thread::yield_now();
     }
 }
 
 /// Releases the lock. Must be called after a fork, in the parent and in the child.
 pub fn release() {
-    IS_HELD.store(false, Ordering::Release);
+    if HOLDER.load(Ordering::Acquire) != thread_number::current() {
+        return;
+    }
+    // A handler that runs between these steps takes the lock again and releases it: then the number is the same as before.
+    if AGAIN.load(Ordering::Relaxed) > 0 {
+        AGAIN.fetch_sub(1, Ordering::Relaxed);
+    } else {
+        HOLDER.store(0, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_has_the_lock_takes_it_again_and_others_wait() {
+        let outer = lock();
+        acquire();
+        release();
+        let other = std::thread::spawn(|| {
+            let _lock = lock();
+            Instant::now()
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        let released = Instant::now();
+        drop(outer);
+        assert!(other.join().unwrap() >= released);
+    }
 }

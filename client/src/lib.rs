@@ -56,6 +56,7 @@ mod arena;
 mod attach;
 mod batch;
 pub mod cancellation;
+pub mod current;
 mod dataset;
 mod error;
 pub mod fault;
@@ -71,6 +72,7 @@ mod read;
 pub mod reserved_fd;
 mod segment_map;
 mod socket;
+pub mod thread_number;
 mod verify;
 mod view;
 

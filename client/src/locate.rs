@@ -6,6 +6,8 @@
 //! frees the lock however the process ends. [`Watch`] checks that these files still have their
 //! names.
 
+mod environment;
+mod names;
 mod watch;
 
 use std::env;
@@ -23,6 +25,8 @@ use nix::unistd::geteuid;
 
 use crate::ClientError;
 pub use crate::privacy::{NotPrivate, check_private, check_stays};
+pub use environment::Environment;
+use names::names_in;
 pub use watch::Watch;
 
 /// Names the session that a process belongs to.
@@ -240,48 +244,6 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
 }
 
 impl SessionFolder {
-    /// Returns the session that the environment names, without checking that it is alive. For
-    /// processes that were started as part of it.
-    ///
-    /// # Errors
-    ///
-    /// If the environment names no session, or its folder does not exist or is not private.
-    pub fn of_environment() -> Result<Self, ClientError> {
-        let name = env::var(SESSION_VARIABLE).unwrap_or_default();
-        let unknown = |name: &str| ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
-        let session: SessionId = name.parse().map_err(|_| unknown(&name))?;
-        // Only the session's own folder must be private. In a container, the folder above it may
-        // have been created just for the container.
-        let mine = runtime_dir();
-        let folder = mine.join(&name);
-        if folder.is_dir() {
-            check_private(&folder)?;
-            return Ok(Self { session, folder });
-        }
-        // In a user namespace this process may have another user id than the one in the folder's
-        // name.
-        let others = mine.parent().and_then(|base| fs::read_dir(base).ok()).into_iter().flatten().flatten();
-        let found = others
-            .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"))
-            .map(|entry| entry.path().join(&name))
-            .find(|folder| check_private(folder).is_ok());
-        match found {
-            Some(folder) => Ok(Self { session, folder }),
-            None => Err(unknown(&name)),
-        }
-    }
-
-    /// Returns the node that the environment names, without checking that it is alive; otherwise
-    /// the lowest live node.
-    ///
-    /// # Errors
-    ///
-    /// If none is named and none is alive.
-    pub fn node_of_environment(&self) -> Result<NodeId, ClientError> {
-        let wanted = env::var(NODE_VARIABLE).ok().and_then(|wanted| wanted.parse().ok()).map(NodeId);
-        wanted.map_or_else(|| self.my_node(), Ok)
-    }
-
     /// Returns the path of the socket on which a node's server listens.
     pub fn socket(&self, node: NodeId) -> PathBuf {
         self.folder.join(format!("node-{node}.sock"))
@@ -330,7 +292,7 @@ impl SessionFolder {
 
     /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
-        let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let names = names_in(&self.folder).unwrap_or_default().into_iter();
         let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
         let mut nodes: Vec<NodeId> =
             names.filter_map(number).map(NodeId).filter(|&node| is_locked(&self.lock_path(node))).collect();

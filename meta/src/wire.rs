@@ -12,10 +12,10 @@ pub mod local;
 pub mod peer;
 pub mod status;
 
-use rkyv::api::high::{HighDeserializer, HighSerializer, HighValidator};
+use rkyv::api::high::{HighDeserializer, HighSerializer, HighValidator, to_bytes_in_with_alloc};
 use rkyv::bytecheck::CheckBytes;
 use rkyv::rancor::Error;
-use rkyv::ser::allocator::ArenaHandle;
+use rkyv::ser::allocator::{Arena, ArenaHandle};
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -62,8 +62,12 @@ pub fn encode<T>(message: &T) -> Vec<u8>
 where
     T: for<'a> Serialize<HighSerializer<AlignedVec, ArenaHandle<'a>, Error>>,
 {
+    // Not `rkyv::to_bytes`: it keeps memory in a thread-local variable with a destructor, whose registration allocates by way of
+    // the C library's `malloc`. A client may have been called in a signal handler that interrupted `malloc`.
+    let mut scratch = Arena::new();
+    let bytes = to_bytes_in_with_alloc::<_, _, Error>(message, AlignedVec::new(), scratch.acquire());
     // Writing plain data into a growing buffer does not fail. If it did, the reader would reject the empty message.
-    rkyv::to_bytes::<Error>(message).map(|bytes| bytes.into_vec()).unwrap_or_default()
+    bytes.map(AlignedVec::into_vec).unwrap_or_default()
 }
 
 /// Decodes a message. The memory it takes is proportional to the number of bytes.

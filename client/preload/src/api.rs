@@ -8,7 +8,7 @@ mod many;
 
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
-use dayfly_client::locate::SessionFolder;
+use dayfly_client::locate::Environment;
 use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View, cancellation};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
@@ -66,8 +66,9 @@ type SessionHandle = FromC<'static, *const View>;
 header! {
     fn dayfly_attach() -> *mut View {
         answer(|| {
-            let location = SessionFolder::of_environment()?;
-            let session = Session::attach_to(&location, location.node_of_environment()?)?;
+            let environment = Environment::read();
+            let location = environment.folder()?;
+            let session = Session::attach_to(&location, environment.node(&location)?)?;
             Ok(new_handle(View::new(session)))
         })
     }

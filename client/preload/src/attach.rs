@@ -1,7 +1,9 @@
 //! This process's attachment to the session's server on its node.
 //!
 //! A process attaches on its first call into the namespace, so a program that never uses the namespace costs the server
-//! nothing. The view is published once and lives as long as the process; [`view`] is one atomic load from then on.
+//! nothing. The view is published once and lives as long as the process; [`view`] is one atomic load from then on. Nothing waits
+//! for a thread that is attaching, because a signal handler may have interrupted it: each caller attaches by itself until a view is
+//! published, and all but one of these views go away.
 //!
 //! A `vfork` child that calls into the namespace before its parent has attached gets a view for that one call only: the view's
 //! descriptors are in the child's table, and the parent, whose memory the child runs in, does not have them.
@@ -16,6 +18,7 @@ use dayfly_meta::id::NodeId;
 
 use crate::fault::{Fault, complain, log};
 use crate::memory::FromC;
+use crate::setup::setup;
 use crate::{next, placeholder, vfork};
 
 static VIEW: AtomicPtr<View> = AtomicPtr::new(null_mut());
@@ -58,8 +61,9 @@ pub(crate) fn known_view() -> Option<&'static View> {
 #[cold]
 fn attach() -> Result<Attached, Fault> {
     let _deferral = cancellation::defer();
-    let location = SessionFolder::of_environment()?;
-    let node = location.node_of_environment()?;
+    let environment = &setup().ok_or(libc::EIO)?.environment;
+    let location = environment.folder()?;
+    let node = environment.node(&location)?;
     let socket = location.socket(node);
     if !socket.exists() {
         return Err(no_server(&location, node));

@@ -5,13 +5,13 @@
 //!
 //! A `vfork` child has a working directory of its own, in its parent's memory: its changes are kept per child.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::ffi::CString;
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use arc_swap::ArcSwapOption;
+use dayfly_client::current::Current;
 use dayfly_client::locate::CWD_VARIABLE;
 
 use crate::memory::{self, FromC};
@@ -19,20 +19,21 @@ use crate::{next, setup, vfork};
 
 /// Whether [`DIRECTORY`] holds a path, so that a process outside the namespace pays for only one load.
 static IS_OURS: AtomicBool = AtomicBool::new(false);
-static DIRECTORY: ArcSwapOption<Vec<u8>> = ArcSwapOption::const_empty();
+static DIRECTORY: Current<Vec<u8>> = Current::none();
 
 thread_local! {
-    /// The working directory of this thread's `vfork` child: the child's process id, and the path if it is in the namespace.
-    static OF_CHILD: RefCell<Option<(i32, Option<Vec<u8>>)>> = const { RefCell::new(None) };
+    /// The working directory of this thread's `vfork` child: the child's process id (0: none), and the path if it is in the
+    /// namespace. The path stays in memory: a destructor would be registered with the C library, which allocates for that.
+    static OF_CHILD: Cell<(i32, Option<&'static [u8]>)> = const { Cell::new((0, None)) };
 }
 
 /// Returns the working directory's path, if it is in the namespace.
 #[inline]
 pub(crate) fn current() -> Option<Vec<u8>> {
     if let Some(child) = vfork::child() {
-        let of_child = OF_CHILD.with_borrow(|noted| noted.clone().filter(|noted| noted.0 == child));
-        if let Some((_, directory)) = of_child {
-            return directory;
+        let (noted, directory) = OF_CHILD.get();
+        if noted == child {
+            return directory.map(<[u8]>::to_vec);
         }
     }
     if !IS_OURS.load(Ordering::Acquire) {
@@ -54,7 +55,7 @@ pub(crate) fn inherit() {
 
 fn note(directory: Option<Vec<u8>>) {
     if let Some(child) = vfork::child() {
-        OF_CHILD.set(Some((child, directory)));
+        OF_CHILD.set((child, directory.map(|directory| &*directory.leak())));
         return;
     }
     IS_OURS.store(directory.is_some(), Ordering::Release);

@@ -95,8 +95,17 @@ pub(crate) fn log(message: &str) {
     }
 }
 
+static IS_LOGGING: AtomicBool = AtomicBool::new(false);
+
+/// Finds out whether `DAYFLY_LOG` is set. Call it before the program's `main`: later, a signal handler may have interrupted a
+/// change of the environment.
+#[cfg_attr(test, allow(dead_code, reason = "a test has no start"))]
+pub(crate) fn read_environment() {
+    IS_LOGGING.store(std::env::var_os("DAYFLY_LOG").is_some_and(|value| !value.is_empty()), Ordering::Relaxed);
+}
+
 fn is_logging() -> bool {
-    std::env::var_os("DAYFLY_LOG").is_some_and(|value| !value.is_empty())
+    IS_LOGGING.load(Ordering::Relaxed)
 }
 
 fn write_line(message: &str) {

@@ -6,6 +6,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
+//! | `heap` | memory for this library, apart from `malloc` |
 //! | `pages` | which memory of the program can be read and written |
 //! | `memory` | the border to C: pointers from C (`FromC`), `errno` |
 //! | `next` | the functions of the next library, found by name on first use |
@@ -33,6 +34,9 @@
 //! - No pointer of the program is followed before it is known to lead to memory: a bad one gives what the kernel gives.
 //! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.
 //! - The library starts no thread.
+//! - A function that POSIX calls async-signal-safe stays so, also for the namespace, and on its first use: it takes no lock that
+//!   this thread may have, calls no function of the C library that does, and allocates from `heap` only. Its state changes in
+//!   single atomic steps, between which a handler may run that does the same.
 
 #![cfg_attr(test, allow(dead_code, reason = "in a test build no C code calls the hooks"))]
 
@@ -43,6 +47,7 @@ mod calls;
 mod cwd;
 mod exec_handoff;
 mod fault;
+mod heap;
 mod kernel_copy;
 mod memory;
 mod next;
@@ -61,8 +66,12 @@ mod vfork;
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
+#[global_allocator]
+static HEAP: heap::Heap = heap::Heap;
+
 #[cfg(not(test))]
 extern "C" fn start() {
+    fault::read_environment();
     if setup::read_environment() {
         vfork::set_home();
         cwd::inherit();

@@ -2,7 +2,8 @@
 //!
 //! Each hook has a counterpart, `NAME::next`, that passes the arguments on unchanged. [`forward!`] generates it; the address is
 //! looked up by name on the first call and cached in an atomic, so a call costs one load and two comparisons more than a direct
-//! call. A lookup takes no lock of ours, and a fork copies its result.
+//! call. A lookup takes no lock of ours, and a fork copies its result. Functions that a signal handler may call are looked up
+//! when the program sets its first handler ([`early`]).
 //!
 //! The functions have the ABI `C-unwind`, because many of them are cancellation points: `pthread_cancel` ends a thread that
 //! waits in one by unwinding its stack, through our frames as well.
@@ -10,6 +11,8 @@
 //! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This
 //! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others
 //! takes its argument types from here. So no module below `calls` has to import it.
+
+pub(crate) mod early;
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_ulong, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -54,15 +57,23 @@ impl Next {
 
     #[cold]
     fn look_up(&self, name: &CStr) -> usize {
-        // SAFETY: both names are strings; RTLD_NEXT asks for the libraries after this one.
-        let found = unsafe {
-            let newest = libc::dlsym(libc::RTLD_NEXT, name.as_ptr());
-            if newest.is_null() { dlvsym(libc::RTLD_NEXT, name.as_ptr(), OLDEST.as_ptr()) } else { newest }
+        let found = match early::address(name) {
+            UNKNOWN => find(name),
+            known => known,
         };
-        let found = if found.is_null() { MISSING } else { found as usize };
         self.0.store(found, Ordering::Relaxed);
         found
     }
+}
+
+/// Asks the dynamic linker for an address. Returns [`MISSING`] where no library after this one has the function.
+fn find(name: &CStr) -> usize {
+    // SAFETY: both names are strings; RTLD_NEXT asks for the libraries after this one.
+    let found = unsafe {
+        let newest = libc::dlsym(libc::RTLD_NEXT, name.as_ptr());
+        if newest.is_null() { dlvsym(libc::RTLD_NEXT, name.as_ptr(), OLDEST.as_ptr()) } else { newest }
+    };
+    if found.is_null() { MISSING } else { found as usize }
 }
 
 /// Turns a function's name into a C string.

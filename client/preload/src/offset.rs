@@ -7,27 +7,29 @@
 //! 3. Once the description has a *kernel copy* that is filled (see `exec_handoff`): the kernel's offset of that file. Another
 //!    program may have the file open without this library, and then only the kernel knows how far it has read.
 //!
-//! An offset moves forward through these homes and never back. A word that has moved holds a mark instead of an offset, so a
-//! thread that meets it follows. There are no locks: a fork in the middle of an operation leaves nothing locked, and a process
-//! that dies in the middle delays others no longer than their deadline.
+//! An offset moves forward through these homes and never back. A word that has moved holds the way to the next home instead of an
+//! offset, so a thread that meets it follows. Each move is one atomic change, made when the next home is ready. So there are no
+//! locks and nobody waits: not for a thread that a fork left behind, not for a process that died, and not for a thread that the
+//! caller, a signal handler, has interrupted.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
 
 use dayfly_client::cancellation;
 use dayfly_client::reserved_fd::ReservedFd;
-use dayfly_meta::deadlines::Deadlines;
 
 use crate::next;
 
-/// The value of `own` once the offset has moved to shared memory.
-const MOVED: u64 = u64::MAX;
-/// The value of the word while the offset moves to the kernel, and from then on.
+/// The upper bits of `own` once the offset has moved to shared memory; the lower bits are the address of its [`Shared`]. No offset
+/// has any of the upper bits.
+const MOVED: u64 = 1 << 63;
+/// The bits that tell a moved word from an offset and from [`IN_KERNEL`].
+const MOVED_MASK: u64 = 0xffff << 48;
+/// The value of the word once the kernel has the offset.
 const IN_KERNEL: u64 = u64::MAX - 1;
-/// The offset that readers get if another process died while it moved the offset to the kernel, or if the program closed the
-/// kernel copy: beyond the end of every file, because a wrong offset would give wrong bytes.
+/// The offset that readers get if the kernel has the offset, with a copy that this process does not have or that the program has
+/// closed: beyond the end of every file, because a wrong offset would give wrong bytes.
 const LOST: u64 = u64::MAX >> 1;
 
 /// State of a kernel copy: no process has filled it. A process that fills it stores its process id.
@@ -38,7 +40,6 @@ pub(crate) const FILLED: u32 = 1;
 /// The offset of one open file description, and the description's kernel copy.
 pub(crate) struct Offset {
     own: AtomicU64,
-    shared: AtomicPtr<Shared>,
     page: AtomicPtr<Page>,
     /// A kernel file that stands for this description in programs without this library.
     kernel_copy: AtomicPtr<ReservedFd>,
@@ -67,7 +68,6 @@ impl Offset {
     pub(crate) fn new() -> Self {
         Self {
             own: AtomicU64::new(0),
-            shared: AtomicPtr::new(null_mut()),
             page: AtomicPtr::new(null_mut()),
             kernel_copy: AtomicPtr::new(null_mut()),
             filled: AtomicU32::new(EMPTY),
@@ -76,23 +76,16 @@ impl Offset {
     }
 
     fn shared(&self) -> Option<&Shared> {
-        let shared = self.shared.load(Ordering::Acquire);
+        let own = self.own.load(Ordering::Acquire);
+        let shared: *const Shared = std::ptr::with_exposed_provenance((own & !MOVED_MASK) as usize);
         // SAFETY: points into the mapping that `share` gave this offset, which is unmapped only when this is dropped.
-        (!shared.is_null()).then(|| unsafe { &*shared })
+        has_moved(own).then(|| unsafe { &*shared })
     }
 
-    /// Returns the word that holds the offset now. It moves at most once, before a fork; a thread that reads it during the move
-    /// spins briefly.
+    /// Returns the word that holds the offset now. It moves at most once, before a fork.
+    #[inline]
     fn word(&self) -> &AtomicU64 {
-        loop {
-            if let Some(shared) = self.shared() {
-                return &shared.offset;
-            }
-            if self.own.load(Ordering::Acquire) != MOVED {
-                return &self.own;
-            }
-            std::hint::spin_loop();
-        }
+        self.shared().map_or(&self.own, |shared| &shared.offset)
     }
 
     /// Returns the state of the kernel copy: [`EMPTY`], [`FILLED`], or the id of the process that fills it.
@@ -125,7 +118,7 @@ impl Offset {
     pub(crate) fn adopt(&self, copy: ReservedFd) {
         if self.set_kernel_copy(copy) {
             if self.shares_copy() {
-                self.word().store(IN_KERNEL, Ordering::Release);
+                self.leave_to_kernel(|_| {});
             }
             self.filled().store(FILLED, Ordering::Release);
         }
@@ -133,7 +126,10 @@ impl Offset {
 
     /// Returns the kernel file that keeps the offset, once one does.
     pub(crate) fn kernel(&self) -> Option<&ReservedFd> {
-        self.kernel_copy().filter(|_| self.filled().load(Ordering::Acquire) == FILLED)
+        let copy = self.kernel_copy()?;
+        // A thread that hands the offset over marks the word first, when the copy is ready.
+        let is_marked = || self.shares_copy() && self.word().load(Ordering::Acquire) == IN_KERNEL;
+        (self.filled().load(Ordering::Acquire) == FILLED || is_marked()).then_some(copy)
     }
 
     /// Returns whether every process that uses the word has the same kernel copy.
@@ -144,23 +140,12 @@ impl Offset {
     /// Returns the word and the offset in it; `None` where the kernel has the offset.
     #[inline]
     fn value(&self) -> Option<(&AtomicU64, u64)> {
-        let word = self.word();
-        match word.load(Ordering::Acquire) {
-            MOVED | IN_KERNEL => self.wait_for_value(),
-            value => Some((word, value)),
-        }
-    }
-
-    #[cold]
-    fn wait_for_value(&self) -> Option<(&AtomicU64, u64)> {
-        let deadline = Instant::now() + Deadlines::DEFAULT.server;
         loop {
             let word = self.word();
             match word.load(Ordering::Acquire) {
-                MOVED => {}
-                IN_KERNEL if self.kernel().is_some() => return None,
-                IN_KERNEL if Instant::now() > deadline => return Some((word, LOST)),
-                IN_KERNEL => std::thread::yield_now(),
+                IN_KERNEL => return self.kernel().is_none().then_some((word, LOST)),
+                // A fork of another thread has moved it since.
+                value if has_moved(value) => {}
                 value => return Some((word, value)),
             }
         }
@@ -174,17 +159,20 @@ impl Offset {
             self.filled().store(FILLED, Ordering::Release);
             return;
         }
-        let offset = loop {
-            let word = self.word();
-            let now = word.load(Ordering::Acquire);
-            if now != MOVED && word.compare_exchange(now, IN_KERNEL, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                break now;
-            }
-        };
-        if offset != IN_KERNEL {
+        self.leave_to_kernel(|offset| {
             next::lseek(copy, offset as i64, libc::SEEK_SET);
-        }
+        });
         self.filled().store(FILLED, Ordering::Release);
+    }
+
+    /// Marks the word, so that the kernel's offset applies, which `prepare` has set. Nobody uses the kernel's offset before.
+    fn leave_to_kernel(&self, prepare: impl Fn(u64)) {
+        while let Some((word, offset)) = self.value() {
+            prepare(offset);
+            if offset == LOST || word.compare_exchange(offset, IN_KERNEL, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return;
+            }
+        }
     }
 
     pub(crate) fn load(&self) -> u64 {
@@ -242,17 +230,8 @@ impl Drop for Offset {
             drop(unsafe { Box::from_raw(copy) });
         }
         let page = *self.page.get_mut();
-        if page.is_null() {
-            return;
-        }
-        // SAFETY: made by `Box::into_raw` in `move_to_shared_memory`, and alive as long as one offset refers to it.
-        let is_last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;
-        if is_last {
-            // SAFETY: that was this process's last reference; its children have mappings of their own.
-            unsafe {
-                let page = Box::from_raw(page);
-                libc::munmap(page.base.as_ptr().cast(), page.len);
-            }
+        if !page.is_null() {
+            release(page);
         }
     }
 }
@@ -283,20 +262,81 @@ fn move_to_shared_memory(moving: Vec<&Offset>) {
         libc::mmap(null_mut(), len, protection, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1, 0)
     };
     let Some(base) = NonNull::new(memory.cast::<Shared>()).filter(|_| memory != libc::MAP_FAILED) else { return };
-    let page = Box::into_raw(Box::new(Page { base, len, references: AtomicUsize::new(moving.len()) }));
+    // This function holds a reference too, so that the mapping stays while offsets are moved.
+    let page = Box::into_raw(Box::new(Page { base, len, references: AtomicUsize::new(1) }));
     for (number, offset) in moving.into_iter().enumerate() {
-        let value = offset.own.swap(MOVED, Ordering::AcqRel);
+        // SAFETY: alive by this function's reference.
+        unsafe { &*page }.references.fetch_add(1, Ordering::Relaxed);
+        // A fork in a signal handler may have been here first, and then this offset has a home already.
+        if offset.page.compare_exchange(null_mut(), page, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            release(page);
+            continue;
+        }
         // SAFETY: within the mapping, which has room for all of them, aligned, and zero: a valid `Shared`.
         let shared = unsafe { base.add(number).as_ref() };
-        shared.offset.store(value, Ordering::Release);
-        offset.page.store(page, Ordering::Release);
-        offset.shared.store(base.as_ptr().wrapping_add(number), Ordering::Release);
+        // The child will have the same kernel copy. Both are set before the word moves, so that a reader never misses the copy.
+        if offset.kernel_copy().is_some() {
+            shared.filled.store(offset.filled.load(Ordering::Acquire), Ordering::Release);
+            offset.is_copy_shared.store(true, Ordering::Release);
+        }
+        let moved = MOVED | std::ptr::from_ref(shared).expose_provenance() as u64;
+        let mut value = offset.own.load(Ordering::Acquire);
+        loop {
+            shared.offset.store(value, Ordering::Release);
+            match offset.own.compare_exchange(value, moved, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => break,
+                Err(now) => value = now,
+            }
+        }
     }
+    release(page);
+}
+
+/// Drops a reference to a mapping, and unmaps it after the last.
+fn release(page: *mut Page) {
+    // SAFETY: made by `Box::into_raw` in `move_to_shared_memory`, and alive by the caller's reference.
+    let is_last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;
+    if is_last {
+        // SAFETY: that was this process's last reference; its children have mappings of their own.
+        unsafe {
+            let page = Box::from_raw(page);
+            libc::munmap(page.base.as_ptr().cast(), page.len);
+        }
+    }
+}
+
+/// Returns whether a word holds the address of an offset's shared memory.
+fn has_moved(word: u64) -> bool {
+    word & MOVED_MASK == MOVED
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_offset_moves_to_shared_memory_and_to_the_kernel_with_its_value() {
+        let offset = Offset::new();
+        offset.store(7);
+        share([&offset].into_iter());
+        assert!(offset.shared().is_some());
+        assert_eq!((offset.claim(3, 100), offset.load()), (Some((7, 3)), 10));
+        share([&offset].into_iter());
+        assert_eq!(offset.load(), 10);
+        offset.store(u64::MAX >> 2);
+        assert_eq!(offset.load(), u64::MAX >> 2);
+        offset.store(20);
+        // SAFETY: the name is a string; `owned` checks the result.
+        let copy = crate::memory::owned(unsafe { libc::memfd_create(c"test".as_ptr(), 0) }).ok();
+        assert!(offset.set_kernel_copy(ReservedFd::new(copy.expect("a memfd"))));
+        share([&offset].into_iter());
+        assert!(offset.kernel().is_none());
+        offset.hand_over(offset.kernel_copy().unwrap().number());
+        assert!(offset.kernel().is_some() && offset.claim(1, 100).is_none());
+        assert_eq!(offset.load(), 20);
+        offset.store(21);
+        assert_eq!(offset.load(), 21);
+    }
 
     #[test]
     fn bytes_are_claimed_once_and_not_beyond_the_end() {

@@ -234,7 +234,8 @@ mod tests {
     use super::*;
 
     fn setup() -> Setup {
-        Setup { prefix: c"/pfs/dayfly".to_owned(), last: c"dayfly".to_owned(), device: 0 }
+        let environment = dayfly_client::locate::Environment::read();
+        Setup { prefix: c"/pfs/dayfly".to_owned(), last: c"dayfly".to_owned(), device: 0, environment, temporary: "/tmp".into() }
     }
 
     #[test]

@@ -1,13 +1,17 @@
 //! The session that the environment names. Read once, before the program's `main`; it does not attach to the session.
 //!
+//! Everything that this library wants to know from the environment later is read here, because a signal handler may have
+//! interrupted a change of the environment.
+//!
 //! Without a session in the environment nothing is set up, and every hook passes every call on.
 
 use std::env;
 use std::ffi::{CString, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use dayfly_client::locate::{PREFIX_VARIABLE, SESSION_VARIABLE};
+use dayfly_client::locate::{Environment, PREFIX_VARIABLE};
 
 /// What the environment said when the process began.
 pub(crate) struct Setup {
@@ -17,6 +21,10 @@ pub(crate) struct Setup {
     pub(crate) last: CString,
     /// `st_dev` of every file in the namespace.
     pub(crate) device: u64,
+    /// The session and this process's node.
+    pub(crate) environment: Environment,
+    /// The folder for temporary files.
+    pub(crate) temporary: PathBuf,
 }
 
 static SETUP: OnceLock<Setup> = OnceLock::new();
@@ -27,15 +35,22 @@ pub(crate) fn read_environment() -> bool {
 }
 
 fn read() -> Option<Setup> {
-    let (session, prefix) = (variable(SESSION_VARIABLE)?, variable(PREFIX_VARIABLE)?.into_vec());
+    let prefix = variable(PREFIX_VARIABLE)?.into_vec();
+    let environment = Environment::read();
+    let session = environment.session().as_bytes();
+    if session.is_empty() {
+        return None;
+    }
     let prefix = prefix.strip_suffix(b"/").unwrap_or(&prefix);
     let slash = prefix.iter().rposition(|&byte| byte == b'/').filter(|_| prefix.starts_with(b"/"))?;
     // Major number 0, as the kernel gives to file systems without a block device.
-    let device = session.as_bytes().iter().fold(0_u64, |hash, &byte| hash.wrapping_mul(31) + u64::from(byte));
+    let device = session.iter().fold(0_u64, |hash, &byte| hash.wrapping_mul(31) + u64::from(byte));
     Some(Setup {
         prefix: CString::new(prefix).ok()?,
         last: CString::new(&prefix[slash + 1..]).ok()?,
         device: libc::makedev(0, 0x8_0000 | (device as u32 & 0x7_ffff)),
+        environment,
+        temporary: env::temp_dir(),
     })
 }
 

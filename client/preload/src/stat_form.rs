@@ -1,6 +1,6 @@
 //! A view's attributes in the form of C's `struct stat`.
 
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use dayfly_client::Stat;
 
@@ -12,9 +12,16 @@ pub(crate) const IO_SIZE: u32 = 128 << 10;
 
 /// Returns this process's user and group, to which every file of the namespace belongs.
 pub(crate) fn owner() -> (u32, u32) {
-    static OWNER: OnceLock<(u32, u32)> = OnceLock::new();
-    // SAFETY: both only ask for a number.
-    *OWNER.get_or_init(|| unsafe { (libc::geteuid(), libc::getegid()) })
+    /// The user in the upper half, the group in the lower. No user has the highest number.
+    static OWNER: AtomicU64 = AtomicU64::new(UNKNOWN);
+    const UNKNOWN: u64 = u64::MAX;
+    let mut owner = OWNER.load(Ordering::Relaxed);
+    if owner == UNKNOWN {
+        // SAFETY: both only ask for a number.
+        owner = unsafe { u64::from(libc::geteuid()) << 32 | u64::from(libc::getegid()) };
+        OWNER.store(owner, Ordering::Relaxed);
+    }
+    ((owner >> 32) as u32, owner as u32)
 }
 
 /// Returns `st_dev` of every file of the namespace.

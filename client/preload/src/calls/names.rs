@@ -3,7 +3,6 @@
 use std::ffi::{CString, c_char, c_int};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use dayfly_client::locate::SessionFolder;
 use dayfly_client::{FileKind, Stat, View, cancellation};
 use libc::size_t;
 
@@ -11,6 +10,7 @@ use super::change::{mkdir, rmdir};
 use super::hook;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
+use crate::setup::setup;
 use crate::{cwd, path, table};
 
 hook! {
@@ -154,8 +154,9 @@ fn left(result: c_int) -> c_int {
 fn put_kernel_nowhere() {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let before = memory::errno();
-    let session = SessionFolder::of_environment().ok().map(|location| location.folder);
-    let folders = session.into_iter().chain([std::env::temp_dir(), "/dev/shm".into(), "/tmp".into()]);
+    let session = setup().and_then(|setup| setup.environment.folder().ok()).map(|location| location.folder);
+    let temporary = setup().map(|setup| setup.temporary.clone());
+    let folders = session.into_iter().chain(temporary).chain(["/dev/shm".into(), "/tmp".into()]);
     for folder in folders {
         let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let Ok(path) = CString::new(name) else { continue };

@@ -1,6 +1,8 @@
 //! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO instead of
 //! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
 //! every fault that is not ours. Calls about other signals are passed on.
+//!
+//! Before the program sets its first handler, this library prepares for calls in handlers.
 
 use std::ffi::c_int;
 
@@ -9,9 +11,14 @@ use libc::{SIGBUS, sigaction as Action, sigset_t};
 
 use super::hook;
 use crate::memory::{FromC, zeroed};
+use crate::next::early;
+use crate::setup::setup;
 
 hook! {
     fn sigaction | __sigaction (number, new, old) {
+        if !new.is_null() {
+            prepare();
+        }
         if number != SIGBUS || !bus_error::is_available() {
             return sigaction::next(number, new, old);
         }
@@ -26,7 +33,8 @@ hook! {
         0
     }
 
-    fn signal | bsd_signal (number: c_int, handler: usize) -> isize {
+    fn signal | bsd_signal | ssignal (number: c_int, handler: usize) -> isize {
+        prepare();
         if number != SIGBUS || !bus_error::is_available() {
             return signal::next(number, handler);
         }
@@ -39,12 +47,29 @@ hook! {
         }
     }
 
+    fn sysv_signal | __sysv_signal (number: c_int, handler: usize) -> isize {
+        prepare();
+        sysv_signal::next(number, handler)
+    }
+
+    fn sigset(number: c_int, handler: usize) -> isize {
+        prepare();
+        sigset::next(number, handler)
+    }
+
     fn sigprocmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
         without_bus_errors(how, new, |new| sigprocmask::next(how, new, old))
     }
 
     fn pthread_sigmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
         without_bus_errors(how, new, |new| pthread_sigmask::next(how, new, old))
+    }
+}
+
+/// Prepares for calls in a signal handler.
+fn prepare() {
+    if setup().is_some() {
+        early::look_up_all();
     }
 }
 

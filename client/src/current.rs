@@ -1,0 +1,235 @@
+//! A value that threads replace while others read it, for readers that may be signal handlers: reading takes no lock and allocates
+//! nothing, not even on a thread's first read.
+//!
+//! A reader announces in a *slot* which value it uses, and then checks that the value is still current. A thread that replaces the
+//! value looks for the old one in all slots: for each that it finds, it clears the slot and leaves the reader a counted reference
+//! in its place. A reader that finds its slot cleared drops that reference when it is done. So an old value goes away with its last
+//! reader, and a reader costs two atomic changes of a slot that other threads rarely use.
+
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::thread_number;
+
+/// Slots are searched from the line of the thread's number on.
+const LINES: usize = 32;
+const SLOTS: usize = 8;
+
+/// Slots of one cache line.
+#[repr(align(64))]
+struct Line<T>([AtomicPtr<T>; SLOTS]);
+
+/// The current value, or none.
+pub struct Current<T> {
+    /// From `Arc::into_raw`, or null. This is one counted reference.
+    value: AtomicPtr<T>,
+    /// A value that a reader uses without a counted reference, or null.
+    slots: [Line<T>; LINES],
+    owns: PhantomData<Arc<T>>,
+}
+
+/// A value that was current when it was read, and that stays alive as long as this does.
+pub struct InUse<'a, T> {
+    value: *mut T,
+    /// The slot that holds the value, unless it is cleared: then this is a counted reference.
+    slot: &'a AtomicPtr<T>,
+}
+
+// SAFETY: like an `Arc` that is moved to another thread; a slot may be cleared by any thread.
+unsafe impl<T: Send + Sync> Send for InUse<'_, T> {}
+// SAFETY: like an `Arc` that threads share.
+unsafe impl<T: Send + Sync> Sync for InUse<'_, T> {}
+
+impl<T> Current<T> {
+    /// Creates a place without a value.
+    pub const fn none() -> Self {
+        let slots = [const { Line([const { AtomicPtr::new(null_mut()) }; SLOTS]) }; LINES];
+        Self { value: AtomicPtr::new(null_mut()), slots, owns: PhantomData }
+    }
+
+    /// Returns the current value.
+    #[inline]
+    pub fn load(&self) -> Option<InUse<'_, T>> {
+        let mut value = self.value.load(Ordering::SeqCst);
+        if value.is_null() {
+            return None;
+        }
+        let slot = self.announce(value);
+        loop {
+            let now = self.value.load(Ordering::SeqCst);
+            if now == value {
+                return Some(InUse { value, slot });
+            }
+            // If the slot has been cleared, this reader has a reference to the old value, which is good enough.
+            if slot.compare_exchange(value, now, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+                return Some(InUse { value, slot });
+            }
+            if now.is_null() {
+                return None;
+            }
+            value = now;
+        }
+    }
+
+    /// Puts a value into a free slot.
+    #[inline]
+    fn announce(&self, value: *mut T) -> &AtomicPtr<T> {
+        let first = thread_number::spread(LINES);
+        let slot = &self.slots[first].0[0];
+        if Self::take(slot, value) { slot } else { self.announce_elsewhere(first, value) }
+    }
+
+    #[cold]
+    fn announce_elsewhere(&self, first: usize, value: *mut T) -> &AtomicPtr<T> {
+        loop {
+            let lines = self.slots[first..].iter().chain(&self.slots[..first]);
+            let mut slots = lines.flat_map(|line| &line.0);
+            if let Some(slot) = slots.find(|slot| slot.load(Ordering::Relaxed).is_null() && Self::take(slot, value)) {
+                return slot;
+            }
+            // As many threads as there are slots use the value now; they do not wait for this one.
+            std::thread::yield_now();
+        }
+    }
+
+    #[inline]
+    fn take(slot: &AtomicPtr<T>, value: *mut T) -> bool {
+        slot.compare_exchange(null_mut(), value, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    /// Replaces the value.
+    pub fn store(&self, new: Option<Arc<T>>) {
+        let new = new.map_or(null_mut(), |new| Arc::into_raw(new).cast_mut());
+        let old = self.value.swap(new, Ordering::SeqCst);
+        if !old.is_null() {
+            self.leave_references(old);
+            // SAFETY: the reference that `value` was.
+            drop(unsafe { Arc::from_raw(old) });
+        }
+    }
+
+    /// Gives each reader of a value a reference of its own. The caller has a reference to the value.
+    fn leave_references(&self, value: *mut T) {
+        for slot in self.slots.iter().flat_map(|line| &line.0) {
+            if slot.load(Ordering::SeqCst) != value {
+                continue;
+            }
+            // SAFETY: from `Arc::into_raw`, and alive by the caller's reference.
+            unsafe { Arc::increment_strong_count(value) };
+            if slot.compare_exchange(value, null_mut(), Ordering::SeqCst, Ordering::Relaxed).is_err() {
+                // The reader was done first. SAFETY: the reference just made.
+                unsafe { Arc::decrement_strong_count(value) };
+            }
+        }
+    }
+
+    /// Frees the slots that threads hold which a forked child does not have. Call it in the child. Such a thread's reference to the
+    /// value stays forever.
+    pub fn after_fork(&self) {
+        let value = self.value.load(Ordering::SeqCst);
+        if !value.is_null() {
+            self.leave_references(value);
+        }
+    }
+}
+
+impl<T> Drop for Current<T> {
+    fn drop(&mut self) {
+        self.store(None);
+    }
+}
+
+impl<T> Deref for InUse<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: alive, because the slot holds the value, or in its place a reference is ours.
+        unsafe { &*self.value }
+    }
+}
+
+impl<T> Drop for InUse<'_, T> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            // The slot was cleared. If another reader of the same value has taken it since, the exchange succeeds, and the other
+            // reader takes our reference for its own.
+            self.drop_reference();
+        }
+    }
+}
+
+impl<T> InUse<'_, T> {
+    #[cold]
+    fn drop_reference(&self) {
+        // SAFETY: from `Arc::into_raw`, and the reference is this value's own, because its slot was cleared.
+        drop(unsafe { Arc::from_raw(self.value) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+    use super::*;
+
+    static ALIVE: AtomicUsize = AtomicUsize::new(0);
+
+    struct Counted(u64);
+
+    impl Counted {
+        fn new(value: u64) -> Arc<Self> {
+            ALIVE.fetch_add(1, Ordering::SeqCst);
+            Arc::new(Self(value))
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.0 = u64::MAX;
+            ALIVE.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn readers_see_values_that_are_alive_and_each_value_goes_away_with_its_last_reader() {
+        let current = Current::none();
+        assert!(current.load().is_none());
+        current.store(Some(Counted::new(0)));
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let mut last = 0;
+                    while !is_over.load(Ordering::Relaxed) {
+                        let [first, second] = [current.load().unwrap(), current.load().unwrap()];
+                        assert!(last <= first.0 && first.0 <= second.0 && second.0 != u64::MAX);
+                        last = second.0;
+                    }
+                });
+            }
+            for value in 1..20_000 {
+                current.store(Some(Counted::new(value)));
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(ALIVE.load(Ordering::SeqCst), 1);
+        let kept = current.load().unwrap();
+        current.after_fork();
+        current.store(None);
+        assert_eq!((kept.0, ALIVE.load(Ordering::SeqCst)), (19_999, 1));
+        drop(kept);
+        assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn more_readers_than_slots_of_a_line_read_at_once() {
+        let current = Current::none();
+        current.store(Some(Arc::new(7)));
+        let all: Vec<_> = (0..3 * SLOTS).map(|_| current.load().unwrap()).collect();
+        assert!(all.iter().all(|value| **value == 7));
+    }
+}
