@@ -134,6 +134,7 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/calls/directory.rs",
         "client/preload/src/calls/exec.rs",
         "client/preload/src/calls/fts.rs",
+        "client/preload/src/calls/kernel_reads.rs",
         "client/preload/src/calls/map.rs",
         "client/preload/src/calls/scan.rs",
         "client/preload/src/calls/signal.rs",

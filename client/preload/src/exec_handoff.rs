@@ -32,9 +32,10 @@ use dayfly_meta::limits::MEMORY_COPY_LEN_MAX;
 
 use crate::attach::{known_view, view};
 use crate::fault::Fault;
-use crate::kernel_copy::{copy_of, empty, errno_of, fill};
+use crate::kernel_copy::{copy_of, empty, errno_of, fill, named_copy_of};
 use crate::offset::{EMPTY, FILLED};
-use crate::table::{self, Reference};
+use crate::place::Place;
+use crate::table::{self, Object, Reference};
 use crate::{memory, next, placeholder, vfork};
 
 /// The most kernel copies that one fork prepares, and only of files that fit in memory. More would slow down programs that fork
@@ -72,7 +73,10 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     }
     let result = fill(view, file, copy);
     match result {
-        Ok(()) => description.offset.hand_over(copy.as_raw_fd()),
+        Ok(()) => {
+            put_flags(copy, description.flags.load(Ordering::Acquire));
+            description.offset.hand_over(copy.as_raw_fd());
+        }
         // Not `filled`: a fork may have moved the state to shared memory in the meantime.
         Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
     }
@@ -133,6 +137,16 @@ fn candidates(child: Option<i32>) -> Vec<RawFd> {
     numbers
 }
 
+/// Puts a kernel copy in place of a number of ours that has a placeholder, and leaves the number's close-on-exec flag as it is.
+/// Does nothing in a `vfork` child, which must not change its parent's records.
+pub(crate) fn give_kernel_file(view: &View, number: RawFd) -> Result<(), Fault> {
+    if vfork::child().is_some() || !placeholder::is_at(number) {
+        return Ok(());
+    }
+    let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
+    hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 })
+}
+
 /// Puts a kernel copy in place of standard input, if the number that has just become ours is standard input. libc's own stream
 /// reads it without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
 pub(crate) fn serve_standard_input(number: RawFd) {
@@ -140,9 +154,8 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
     if is_small() {
         let before = memory::errno();
-        let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
         // A file that cannot be copied now gives its error to the program when it reads.
-        let _ = hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 });
+        let _ = give_kernel_file(view, number);
         memory::set_errno(before);
     }
 }
@@ -155,9 +168,17 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
         None => table::find(number),
     };
     let Some(description) = description else { return Ok(()) };
+    if let Object::Place(Place::File(file)) = &description.object {
+        return put(named_copy_of(view, file)?.as_raw_fd(), number, flags);
+    }
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_none() {
-        return put(filled_copy(view, &description)?.as_raw_fd(), number, flags);
+        return match filled_copy(view, &description) {
+            Ok(copy) => put(copy.as_raw_fd(), number, flags),
+            // The copy was prepared where /proc was mounted, and cannot be filled here. The other program gets its own offset.
+            Err(Fault::Errno(libc::EBADF)) => put(copy_with_offset(view, &description, file)?.as_raw_fd(), number, flags),
+            Err(fault) => Err(fault),
+        };
     }
     if let Some(copy) = description.offset.kernel() {
         return put(copy, number, flags);
@@ -174,12 +195,39 @@ fn put(file: RawFd, number: RawFd, flags: i32) -> Result<(), Fault> {
 fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::OpenFile) -> Result<File, Fault> {
     let mut copy = copy_of(view, file)?;
     copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
+    put_flags(&copy, description.flags.load(Ordering::Acquire));
     Ok(copy)
 }
 
-/// Creates a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
-/// not ours.
+/// Gives a kernel copy the flags of its description that a program can change.
+fn put_flags(copy: &File, flags: i32) {
+    let flags = flags & (libc::O_APPEND | libc::O_NOATIME | libc::O_NONBLOCK);
+    next::fcntl_number(copy.as_raw_fd(), libc::F_SETFL, flags);
+}
+
+/// Gives a description's kernel copy, if there is one, the description's flags.
+pub(crate) fn copy_flags(description: &Reference) {
+    if let Some(copy) = description.offset.kernel_copy() {
+        put_flags(copy, description.flags.load(Ordering::Acquire));
+    }
+}
+
+/// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. `None` if the
+/// number is not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
     let Some(description) = table::find(number) else { return Ok(None) };
-    Ok(Some(copy_with_offset(&*view()?, &description, description.file()?)?))
+    let view = view()?;
+    if let Object::Place(Place::File(file)) = &description.object {
+        return Ok(Some(named_copy_of(&view, file)?));
+    }
+    let file = description.file()?;
+    // A `vfork` child must not change its parent's records.
+    if vfork::child().is_some() {
+        return Ok(Some(copy_with_offset(&view, &description, file)?));
+    }
+    match filled_copy(&view, &description) {
+        Ok(copy) => Ok(Some(copy.try_clone().map_err(|error| errno_of(&error))?)),
+        Err(Fault::Errno(libc::EBADF)) => Ok(Some(copy_with_offset(&view, &description, file)?)),
+        Err(fault) => Err(fault),
+    }
 }

@@ -4,7 +4,7 @@
 //! costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
-//! directory of ours, or if it is `/dev/fd/N` or the like and the number N is ours. This module compares text: it does not
+//! directory of ours, or if it is `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours. This module compares text: it does not
 //! resolve symlinks of the kernel's file systems that point into the namespace.
 
 use std::borrow::Cow;
@@ -53,12 +53,8 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     if !table::is_ours(directory) {
         return None;
     }
-    let description = table::find(directory)?;
-    match description.directory() {
-        Ok(directory) => Some(directory.path().to_vec()),
-        // Nothing is below a file. With the file's path prepended, the view finds the right error.
-        Err(_) => known_view().and_then(|view| description.file().ok()?.path(view).ok()),
-    }
+    // Nothing is below a file. With the file's path prepended, the view finds the right error.
+    path_of(&*table::find(directory).filter(|open| !open.is_symlink())?)
 }
 
 #[inline]
@@ -67,8 +63,8 @@ fn absolute<'a>(setup: &Setup, path: &'a CStr) -> Side<'a> {
     if is_below(setup, bytes) {
         return Side::Ours(Cow::Borrowed(bytes));
     }
-    if let Some(number) = descriptor_link(bytes) {
-        return by_descriptor(number);
+    if let Some((number, rest)) = descriptor_link(bytes) {
+        return by_descriptor(number, rest);
     }
     if mentions_prefix(setup, path) { not_plain(setup, bytes) } else { Side::Kernel }
 }
@@ -132,23 +128,82 @@ fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Side<'a> {
     }
 }
 
-/// Returns the number in `/dev/fd/N`, `/dev/stdin` or `/proc/self/fd/N`.
+/// Splits a path that leads through a link to a descriptor of this process: into the number, and the rest of the path, which is
+/// empty or begins with a slash. Such links are `/dev/stdin`, `/dev/fd/N`, `/proc/self/fd/N`, and `/proc/thread-self/fd/N`,
+/// `/proc/PID/fd/N` and the same below `task/TID`.
 #[inline]
-fn descriptor_link(path: &[u8]) -> Option<RawFd> {
-    let rest = match path.get(..5)? {
-        b"/dev/" => match &path[5..] {
-            b"stdin" => return Some(0),
-            rest => rest.strip_prefix(b"fd/")?,
-        },
-        b"/proc" => path.strip_prefix(b"/proc/self/fd/")?,
-        _ => return None,
-    };
-    std::str::from_utf8(rest).ok()?.parse().ok()
+fn descriptor_link(path: &[u8]) -> Option<(RawFd, &[u8])> {
+    match path.get(..5)? {
+        b"/dev/" if &path[5..] == b"stdin" => Some((0, b"")),
+        b"/dev/" | b"/proc" => link_number(path),
+        _ => None,
+    }
 }
 
-fn by_descriptor<'a>(number: RawFd) -> Side<'a> {
+/// Returns the description that a path's last name is a link to, if the number is ours: the path is `/proc/self/fd/N` or the like.
+pub(crate) fn linked(path: FromC<*const c_char>) -> Option<table::Reference> {
+    setup()?;
+    match link_number(path.string()?.to_bytes())? {
+        (number, b"") => table::find(number),
+        _ => None,
+    }
+}
+
+/// Like [`descriptor_link`], but without `/dev/stdin`, which is a link to a link.
+fn link_number(path: &[u8]) -> Option<(RawFd, &[u8])> {
+    let rest = match path.strip_prefix(b"/dev/fd/") {
+        Some(rest) => rest,
+        None => fd_folder(path.strip_prefix(b"/proc/")?)?,
+    };
+    let end = rest.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(rest.len());
+    let (number, rest) = rest.split_at(end);
+    // The kernel does not know a number with a zero in front.
+    if number.starts_with(b"0") && number.len() > 1 || !(rest.is_empty() || rest.starts_with(b"/")) {
+        return None;
+    }
+    Some((std::str::from_utf8(number).ok()?.parse().ok()?, rest))
+}
+
+/// Returns what follows `fd/` in a path below /proc, if the path leads to the descriptors of this process.
+fn fd_folder(path: &[u8]) -> Option<&[u8]> {
+    let (process, rest) = split_name(path)?;
+    let (name, below) = split_name(rest)?;
+    // Threads share the process's descriptors.
+    let (thread, name, below) = match name {
+        b"task" => {
+            let (thread, rest) = split_name(below)?;
+            let (name, below) = split_name(rest)?;
+            (Some(thread), name, below)
+        }
+        _ => (None, name, below),
+    };
+    if name != b"fd" {
+        return None;
+    }
+    let is_here = |name: &[u8]| is_of_this_process(name);
+    let is_ours = matches!(process, b"self" | b"thread-self") || is_here(process);
+    (is_ours && thread.is_none_or(is_here)).then_some(below)
+}
+
+fn split_name(path: &[u8]) -> Option<(&[u8], &[u8])> {
+    let slash = path.iter().position(|&byte| byte == b'/')?;
+    Some((&path[..slash], &path[slash + 1..]))
+}
+
+/// Returns whether a name is the number of this process or of one of its threads.
+fn is_of_this_process(name: &[u8]) -> bool {
+    let number = std::str::from_utf8(name).ok().filter(|name| !name.starts_with(['0', '+', '-']));
+    let Some(number) = number.and_then(|number| number.parse::<libc::pid_t>().ok()) else { return false };
+    let before = memory::errno();
+    // SAFETY: signal 0 is never delivered; the call only asks whether this process has such a thread.
+    let is_thread = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), number, 0) } == 0;
+    memory::set_errno(before);
+    is_thread
+}
+
+fn by_descriptor<'a>(number: RawFd, rest: &[u8]) -> Side<'a> {
     let path = table::find(number).and_then(|description| path_of(&description));
-    path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned(path)))
+    path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned([&path, rest].concat())))
 }
 
 /// Returns the path of an open file or directory.
@@ -156,6 +211,7 @@ pub(crate) fn path_of(description: &table::Description) -> Option<Vec<u8>> {
     match &description.object {
         table::Object::Directory(directory) => Some(directory.path().to_vec()),
         table::Object::File(file) => file.path(known_view()?).ok(),
+        table::Object::Place(place) => place.path(known_view()?),
     }
 }
 
@@ -188,7 +244,7 @@ pub(crate) fn at_or_itself<R: Failed>(
     kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
     let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.string().is_some_and(CStr::is_empty);
-    match table::find(directory).filter(|_| is_itself).and_then(|open| path_of(&open)) {
+    match table::find(directory).filter(|open| is_itself && !open.is_symlink()).and_then(|open| path_of(&open)) {
         Some(path) => in_namespace(&path, &ours, &kernel),
         None => at(directory, path, ours, kernel),
     }
@@ -256,10 +312,25 @@ mod tests {
 
     #[test]
     fn paths_of_descriptors_are_recognized() {
-        let check = |path: &str, expect| assert_eq!(descriptor_link(path.as_bytes()), expect, "{path}");
-        check("/dev/fd/7", Some(7));
-        check("/dev/stdin", Some(0));
-        check("/proc/self/fd/12", Some(12));
+        let check = |path: &str, expect: Option<(RawFd, &str)>| {
+            let expect = expect.map(|(number, rest)| (number, rest.as_bytes()));
+            assert_eq!(descriptor_link(path.as_bytes()), expect, "{path}");
+        };
+        let process = std::process::id();
+        check("/dev/fd/7", Some((7, "")));
+        check("/dev/stdin", Some((0, "")));
+        check("/proc/self/fd/12", Some((12, "")));
+        check("/proc/self/fd/0", Some((0, "")));
+        check("/proc/self/fd/12/a/b", Some((12, "/a/b")));
+        check("/proc/thread-self/fd/12", Some((12, "")));
+        check(&format!("/proc/{process}/fd/12"), Some((12, "")));
+        check(&format!("/proc/{process}/task/{process}/fd/12/"), Some((12, "/")));
+        check(&format!("/proc/self/task/{process}/fd/12"), Some((12, "")));
+        check(&format!("/proc/0{process}/fd/12"), None);
+        check("/proc/1/fd/12", None);
+        check("/proc/self/fd/012", None);
+        check("/proc/self/fd/+12", None);
+        check("/proc/self/fd/12a", None);
         check("/proc/self/fd/", None);
         check("/proc/self/fdinfo/1", None);
         check("/dev/null", None);

@@ -59,7 +59,7 @@ hook! {
     }
 
     fn fgetxattr(descriptor: c_int, name: FromC<*const c_char>, value: FromC<*mut c_void>, len: size_t) -> isize {
-        if table::is_ours(descriptor) { fail(libc::ENODATA) } else { fgetxattr::next(descriptor, name, value, len) }
+        if table::is_open(descriptor) { fail(libc::ENODATA) } else { fgetxattr::next(descriptor, name, value, len) }
     }
 
     fn listxattr(path: FromC<*const c_char>, list: FromC<*mut c_char>, len: size_t) -> isize {
@@ -71,7 +71,7 @@ hook! {
     }
 
     fn flistxattr(descriptor: c_int, list: FromC<*mut c_char>, len: size_t) -> isize {
-        if table::is_ours(descriptor) { 0 } else { flistxattr::next(descriptor, list, len) }
+        if table::is_open(descriptor) { 0 } else { flistxattr::next(descriptor, list, len) }
     }
 }
 

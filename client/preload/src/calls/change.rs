@@ -66,7 +66,7 @@ fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
 }
 
 fn descriptor(number: c_int, errno: c_int, kernel: impl FnOnce() -> c_int) -> c_int {
-    if table::is_ours(number) { fail(errno) } else { kernel() }
+    if table::is_open(number) { fail(errno) } else { kernel() }
 }
 
 /// Defines the hooks of the table. `HERE` in a policy means that the path is relative to the working directory; otherwise the
@@ -173,7 +173,7 @@ hook! {
     }
 
     fn utimensat(directory: c_int, path: Text, times: FromC<*const timespec>, flags: c_int) -> c_int {
-        if path.is_null() && table::is_ours(directory) {
+        if path.is_null() && table::is_open(directory) {
             return fail(libc::EROFS);
         }
         let policy = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 { followed } else { existing };

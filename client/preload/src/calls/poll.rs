@@ -70,18 +70,18 @@ hook! {
 
     fn epoll_ctl(epoll: c_int, operation: c_int, descriptor: c_int, event: FromC<*mut libc::epoll_event>) -> c_int {
         // Linux refuses regular files and directories in the same way.
-        if table::is_ours(descriptor) { fail(libc::EPERM) } else { epoll_ctl::next(epoll, operation, descriptor, event) }
+        if table::is_open(descriptor) { fail(libc::EPERM) } else { epoll_ctl::next(epoll, operation, descriptor, event) }
     }
 }
 
 /// Polls. `kernel` polls the other descriptors; its argument says whether one of ours is ready, so that it must not wait.
 fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce(bool) -> c_int) -> c_int {
     let all = descriptors.slice_mut(count as usize);
-    if !all.iter().any(|entry| table::is_ours(entry.fd)) {
+    if !all.iter().any(|entry| table::is_open(entry.fd)) {
         return kernel(false);
     }
     let ours: Vec<(usize, RawFd)> =
-        all.iter().enumerate().filter(|(_, entry)| table::is_ours(entry.fd)).map(|(at, entry)| (at, entry.fd)).collect();
+        all.iter().enumerate().filter(|(_, entry)| table::is_open(entry.fd)).map(|(at, entry)| (at, entry.fd)).collect();
     let is_ready = ours.iter().any(|&(at, _)| all[at].events & READY != 0);
     // The kernel skips negative numbers.
     ours.iter().for_each(|&(at, _)| all[at].fd = -1);
@@ -110,7 +110,8 @@ fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int)
     let take = |set: Set| -> Vec<RawFd> {
         let members = words(set, count);
         let is_member = |number: RawFd| members.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1);
-        let ours: Vec<RawFd> = table::numbers(0, count - 1).filter(|&number| is_member(number)).collect();
+        let ours: Vec<RawFd> =
+            table::numbers(0, count - 1).filter(|&number| is_member(number) && table::is_open(number)).collect();
         ours.iter().for_each(|&number| members[number as usize / 64] &= !(1 << (number % 64)));
         ours
     };

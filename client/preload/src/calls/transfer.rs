@@ -5,10 +5,10 @@ use std::ffi::{c_int, c_uint};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
-use libc::{cmsghdr, msghdr, off_t, size_t};
+use libc::{cmsghdr, mmsghdr, msghdr, off_t, size_t};
 
 use super::hook;
-use crate::attach::view;
+use crate::attach::{known_view, view};
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
 use crate::table::{self, Reference};
@@ -68,6 +68,26 @@ hook! {
         match put_copies(&passed) {
             Ok(copies) => {
                 let sent = sendmsg::next(socket, message, flags);
+                restore(&copies);
+                sent
+            }
+            Err(errno) => fail(errno),
+        }
+    }
+
+    fn sendmmsg(socket: c_int, messages: FromC<*mut mmsghdr>, count: c_uint, flags: c_int) -> c_int {
+        if known_view().is_none() {
+            return sendmmsg::next(socket, messages, count, flags);
+        }
+        // Linux sends at most this many.
+        let headers = messages.as_const().slice((count as usize).min(libc::UIO_MAXIOV as usize));
+        let passed: Vec<_> = headers.iter().flat_map(|message| passed(&message.msg_hdr)).collect();
+        if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
+            return sendmmsg::next(socket, messages, count, flags);
+        }
+        match put_copies(&passed) {
+            Ok(copies) => {
+                let sent = sendmmsg::next(socket, messages, count, flags);
                 restore(&copies);
                 sent
             }
