@@ -773,12 +773,17 @@ static void links(void) {
     pthread_create(&thread, NULL, links_in_thread, &file);
     pthread_join(thread, NULL);
     /* Another process's descriptors are not this one's. */
+    int ready[2];
+    char byte = 0;
+    PRINT(pipe(ready));
+    fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
         dup2(open("/etc/hostname", O_RDONLY), file);
-        pause();
+        if (write(ready[1], &byte, 1) == 1) pause();
+        _exit(1);
     }
-    usleep(100000);
+    PRINT(read(ready[0], &byte, 1));
     look_through("/proc/%2$d/fd/%1$d", file, child);
     kill(child, SIGKILL);
     waitpid(child, NULL, 0);

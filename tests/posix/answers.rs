@@ -30,7 +30,7 @@ fn tree(root: &Path) {
 }
 
 fn shared_library(ground: &Ground, name: &str, options: &[&OsStr]) -> PathBuf {
-    let (source, library) = (here(&format!("{name}.c")), ground.at(&format!("{name}.so")));
+    let (source, library) = (here(&format!("{name}.c")), ground.at(format!("{name}.so")));
     let fixed = ["-O1", "-Wall", "-shared", "-fPIC", "-o"].map(OsStr::new).into_iter();
     tool("gcc", &fixed.chain([library.as_os_str(), source.as_os_str()]).chain(options.iter().copied()).collect::<Vec<_>>());
     library
@@ -52,7 +52,8 @@ fn compare(commands: &[&str]) {
     });
     let mut differences = Vec::new();
     for (command, expected) in commands.iter().zip(&expected) {
-        assert!(expected.lines().count() > 5, "{command} printed too little: {expected}");
+        // A machine may not allow rings; then only that is compared.
+        assert!(expected.lines().count() > 5 || command.starts_with("kernel_"), "{command} printed too little: {expected}");
         for node in 0..2 {
             let found = run(&twin, node, command);
             let pairs = expected.lines().map(Some).chain([None]).zip(found.lines().map(Some).chain([None]));

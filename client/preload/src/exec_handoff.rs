@@ -174,6 +174,8 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_none() {
         return match filled_copy(view, &description) {
+            // Another thread closed the number meanwhile, and the kernel may have given it to another file.
+            Ok(_) if !placeholder::is_at(number) => Ok(()),
             Ok(copy) => put(copy.as_raw_fd(), number, flags),
             // The copy was prepared where /proc was mounted, and cannot be filled here. The other program gets its own offset.
             Err(Fault::Errno(libc::EBADF)) => put(copy_with_offset(view, &description, file)?.as_raw_fd(), number, flags),
