@@ -464,6 +464,8 @@ static void inherited(void) {
     start("fork", number);
     number = open(at("data"), O_PATH);
     start("posix_spawn", number);
+    start("fork", number);
+    start("vfork", open(at("script"), O_PATH));
     close(0);
     PRINT(open(at("small"), O_RDONLY));
     show_passed("standard input", 0);

@@ -169,7 +169,16 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
     };
     let Some(description) = description else { return Ok(()) };
     if let Object::Place(Place::File(file)) = &description.object {
-        return put(named_copy_of(view, file)?.as_raw_fd(), number, flags);
+        if description.offset.kernel_copy().is_none() {
+            let copy = named_copy_of(view, file)?;
+            if child.is_some() {
+                return put(copy.as_raw_fd(), number, flags);
+            }
+            // Never filled, because nothing is read through it: it is what the table expects at the number from now on.
+            description.offset.set_kernel_copy(ReservedFd::new(copy));
+        }
+        let copy = description.offset.kernel_copy().ok_or(libc::EIO)?;
+        return put(copy.as_raw_fd(), number, flags);
     }
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_none() {

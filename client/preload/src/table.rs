@@ -247,7 +247,7 @@ pub(crate) fn find(number: RawFd) -> Option<Reference> {
 /// Returns whether a number is ours and open for reading. The kernel answers for all others, also for a place (`O_PATH`), whose
 /// placeholder it refuses to use in the same way.
 pub(crate) fn is_open(number: RawFd) -> bool {
-    is_ours(number) && find(number).is_some_and(|open| !open.is_place())
+    find(number).is_some_and(|open| !open.is_place())
 }
 
 /// Returns the description for a word that a `vfork` child has sent.
