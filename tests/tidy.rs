@@ -122,6 +122,7 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/exec_handoff.rs",
         "client/preload/src/exec_handoff/vfork_channel.rs",
         "client/preload/src/kernel_copy.rs",
+        "client/preload/src/descriptor_link.rs",
         "client/preload/src/memory.rs",
         "client/preload/src/next.rs",
         "client/preload/src/offset.rs",

@@ -15,6 +15,7 @@
 //! | `vfork` | which process runs in this memory |
 //! | `offset`, `table` | open file descriptions, their offsets, and the numbers that name them |
 //! | `attach` | the view on the session |
+//! | `descriptor_link` | paths such as `/proc/self/fd/N` |
 //! | `cwd`, `path` | the working directory; which paths are ours |
 //! | `stat_form` | a view's attributes as `struct stat` |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
@@ -40,6 +41,7 @@ mod atfork;
 mod attach;
 mod calls;
 mod cwd;
+mod descriptor_link;
 mod exec_handoff;
 mod fault;
 mod kernel_copy;
