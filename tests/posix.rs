@@ -5,6 +5,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+#[path = "posix/answers.rs"]
+mod answers;
 #[path = "posix/border.rs"]
 mod border;
 mod harness;
@@ -181,7 +183,7 @@ fn sorted_walks(text: &str) -> Vec<&str> {
 /// SEMANTICS: "Standard input that comes from the namespace becomes such a kernel file at once, because the C library's own streams
 /// read it."
 /// SEMANTICS: "The working directory may be in the namespace; programs started from there begin there."
-/// SEMANTICS: "mmap works for reading and for private mappings."
+/// SEMANTICS: "mmap works for reading and for private mappings"
 #[test]
 fn every_call_returns_what_it_returns_on_a_plain_directory() {
     for options in [&[][..], &["-D_FORTIFY_SOURCE=2", "-O2"], &["-D_FILE_OFFSET_BITS=64"]] {
@@ -333,7 +335,7 @@ fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_d
 }
 
 /// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place is SIGBUS, and copied data stays."
-/// SEMANTICS: "For every other fault, the program's own handling of SIGBUS applies."
+/// SEMANTICS: "For every other fault, the program's own handling of SIGBUS applies"
 /// SEMANTICS: "down frees all blocks at once, even while processes still have files open: their reads fail with EIO."
 #[test]
 fn after_down_reads_and_mappings_fail_and_never_return_zeros() {

@@ -6,42 +6,134 @@
 //! batch notices by the count of zeroed pages that the program may have seen zeros.
 //!
 //! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes
-//! to the handler that the program or the system had set.
+//! to the handler that the program or the system had set, with the mask and the flags that the program chose.
+//!
+//! The kernel ends a process that raises a blocked SIGBUS. A thread that blocks it therefore reads with `pread`, and gets no
+//! views: see [`is_blocked_here`].
 
+use std::cell::Cell;
 use std::io;
 use std::mem::{MaybeUninit, transmute};
-use std::ptr::null;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
 use dayfly_meta::limits::{PAGE_SIZE, SEGMENT_MAP_BYTES_MAX, SEGMENT_WINDOW_LEN};
-use nix::libc::{self, SA_NODEFER, SA_ONSTACK, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS, c_int, c_void, sigaction, siginfo_t};
+use nix::libc::{
+    self, SA_NODEFER, SA_ONSTACK, SA_RESETHAND, SA_RESTART, SA_SIGINFO, SIG_DFL, SIG_IGN, SIGBUS, c_int, c_void, sigaction,
+    siginfo_t,
+};
 
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
 /// The action for SIGBUS before `install`, or the action that the program has requested since then:
-/// the handler and the flags of its `sigaction`.
+/// the handler, the flags and the mask of its `sigaction`.
 static HANDLER: AtomicUsize = AtomicUsize::new(SIG_DFL);
 static FLAGS: AtomicUsize = AtomicUsize::new(0);
+static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// How the program wants SIGBUS handled: a handler (or `SIG_DFL`, `SIG_IGN`) and the flags of
-/// `sigaction`.
+/// The system's `sigaction`. A library that interposes this function passes the next one.
+pub type SetAction = unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction) -> c_int;
+
+/// How the program wants SIGBUS handled: a handler (or `SIG_DFL`, `SIG_IGN`), and the flags and the
+/// mask of `sigaction`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Disposition {
     /// As in `sa_sigaction`.
     pub handler: usize,
     /// As in `sa_flags`.
     pub flags: c_int,
+    /// The signals of `sa_mask`, one bit each, as the kernel stores them.
+    pub mask: u64,
 }
 
-/// Records how the program wants SIGBUS handled from now on, and returns what it wanted before.
-pub fn replace_disposition(new: Disposition) -> Disposition {
-    let flags = FLAGS.swap(new.flags as usize, Ordering::AcqRel) as c_int;
-    Disposition { handler: HANDLER.swap(new.handler, Ordering::AcqRel), flags }
+/// Signals that the kernel removes from every mask: SIGKILL and SIGSTOP.
+const NEVER_BLOCKED: u64 = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
+
+impl Disposition {
+    /// Returns what an action asks for.
+    #[must_use]
+    pub fn of(action: &sigaction) -> Self {
+        // SAFETY: the kernel's set of signals is the first word of C's.
+        let mask = unsafe { (&raw const action.sa_mask).cast::<u64>().read() };
+        Self { handler: action.sa_sigaction, flags: action.sa_flags, mask: mask & !NEVER_BLOCKED }
+    }
+
+    /// Stores this disposition in an action, and leaves the other fields as they are.
+    pub fn put_in(&self, action: &mut sigaction) {
+        (action.sa_sigaction, action.sa_flags) = (self.handler, self.flags);
+        // SAFETY: as in `of`.
+        unsafe { (&raw mut action.sa_mask).cast::<u64>().write(self.mask) };
+    }
+
+    /// Returns the action that the kernel must take: our handler first, under the conditions that the program wants for its own.
+    fn kernel_action(&self) -> sigaction {
+        let asked = match self.handler {
+            SIG_DFL | SIG_IGN => Self { handler: 0, flags: SA_ONSTACK | SA_NODEFER | SA_RESTART, mask: 0 },
+            _ => *self,
+        };
+        // SAFETY: all-zero bytes are a valid `sigaction`.
+        let mut action: sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
+        let (handler, flags) = (on_bus_error as *const () as usize, asked.flags & !SA_RESETHAND | SA_SIGINFO);
+        Self { handler, flags, mask: asked.mask }.put_in(&mut action);
+        action
+    }
+}
+
+/// Makes SIGBUS do what the program wants from now on, for all faults that are not ours. Returns what it wanted before.
+///
+/// # Errors
+///
+/// If `sigaction` fails.
+pub fn replace_disposition(new: Disposition, set: SetAction) -> io::Result<Disposition> {
+    // SAFETY: a live object, and a handler that is async-signal-safe and has the signature that SA_SIGINFO asks for.
+    if unsafe { set(SIGBUS, &new.kernel_action(), null_mut()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(record(new))
+}
+
+fn record(new: Disposition) -> Disposition {
+    let flags = FLAGS.swap(new.flags as u32 as usize, Ordering::AcqRel) as c_int;
+    let mask = MASK.swap(new.mask, Ordering::AcqRel);
+    Disposition { handler: HANDLER.swap(new.handler, Ordering::AcqRel), flags, mask }
 }
 
 /// Returns how the program wants SIGBUS handled.
 pub fn disposition() -> Disposition {
-    Disposition { handler: HANDLER.load(Ordering::Acquire), flags: FLAGS.load(Ordering::Acquire) as c_int }
+    let flags = FLAGS.load(Ordering::Acquire) as c_int;
+    Disposition { handler: HANDLER.load(Ordering::Acquire), flags, mask: MASK.load(Ordering::Acquire) }
+}
+
+/// Whether a thread of this process may block SIGBUS.
+static MAY_BE_BLOCKED: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    /// Whether this thread is known not to block SIGBUS. A new thread inherits its mask, and asks the kernel once.
+    static IS_UNBLOCKED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Records that this thread's mask has changed, and may contain SIGBUS.
+pub fn note_mask() {
+    MAY_BE_BLOCKED.store(true, Ordering::Release);
+    IS_UNBLOCKED.set(false);
+}
+
+/// Returns whether this thread blocks SIGBUS, so that it must not touch mapped bytes. Costs one load in a process in which no
+/// thread ever did. A change of the mask that this library does not see (`siglongjmp`, the mask of a handler) goes unnoticed: such a
+/// thread dies if the drive fails under it, as the program would without this library.
+#[inline]
+pub(crate) fn is_blocked_here() -> bool {
+    MAY_BE_BLOCKED.load(Ordering::Relaxed) && !IS_UNBLOCKED.get() && ask_kernel()
+}
+
+#[cold]
+fn ask_kernel() -> bool {
+    let mut mask = 0_u64;
+    // SAFETY: without a new mask the call only stores the current one, in a live object of the size that it is told.
+    let asked = unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, null::<u64>(), &raw mut mask, 8) };
+    let is_blocked = asked != 0 || mask >> (SIGBUS - 1) & 1 == 1;
+    IS_UNBLOCKED.set(!is_blocked);
+    is_blocked
 }
 
 /// Returns whether the handler is installed, so that segments may be mapped.
@@ -55,26 +147,29 @@ pub fn is_available() -> bool {
 /// # Errors
 ///
 /// If `sigaction` fails.
-pub fn install(set: unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction) -> c_int) -> io::Result<()> {
+pub fn install(set: SetAction) -> io::Result<()> {
     if !cfg!(target_arch = "x86_64") || INSTALLED.swap(true, Ordering::AcqRel) {
         return Ok(());
     }
     let mut before = MaybeUninit::<sigaction>::zeroed();
-    // SAFETY: all-zero bytes are a valid `sigaction`. The handler has the signature that SA_SIGINFO
-    // asks for and is async-signal-safe. Both pointers are to live objects.
-    let result = unsafe {
-        let mut ours: sigaction = MaybeUninit::zeroed().assume_init();
-        ours.sa_sigaction = on_bus_error as *const () as usize;
-        ours.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-        set(SIGBUS, &raw const ours, before.as_mut_ptr())
-    };
+    // SAFETY: asks for the current action, and stores it in a live object.
+    let mut result = unsafe { set(SIGBUS, null(), before.as_mut_ptr()) };
+    if result == 0 {
+        // SAFETY: `sigaction` succeeded and has filled it in.
+        let before = Disposition::of(unsafe { before.assume_init_ref() });
+        // Recorded first: from the moment that the handler is installed, it asks for the disposition.
+        record(before);
+        // SAFETY: as in `replace_disposition`.
+        result = unsafe { set(SIGBUS, &before.kernel_action(), null_mut()) };
+    }
     if result != 0 {
         INSTALLED.store(false, Ordering::Release);
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: `sigaction` succeeded and has filled it in.
-    let before = unsafe { before.assume_init() };
-    replace_disposition(Disposition { handler: before.sa_sigaction, flags: before.sa_flags });
+    // A program may begin with SIGBUS blocked, by whoever started it.
+    if ask_kernel() {
+        note_mask();
+    }
     Ok(())
 }
 
@@ -242,7 +337,14 @@ unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: 
     if put_zeros(unsafe { (*info).si_addr() } as usize) {
         return;
     }
-    let Disposition { handler, flags } = disposition();
+    let Disposition { handler, flags, .. } = disposition();
+    if !matches!(handler, SIG_DFL | SIG_IGN) {
+        if flags & SA_RESETHAND != 0 {
+            HANDLER.store(SIG_DFL, Ordering::Release);
+        }
+        // While the program's handler runs, the signals that it asked for are blocked, perhaps SIGBUS among them.
+        note_mask();
+    }
     match handler {
         // Restores the default action and returns: the instruction faults again and ends the
         // process as it would have.

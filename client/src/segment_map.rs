@@ -43,7 +43,7 @@ struct Window {
 pub(crate) enum Copied {
     /// All bytes were copied.
     Yes,
-    /// The range is not mapped or was not read before: use `pread`.
+    /// The range is not mapped or was not read before, or this thread blocks SIGBUS: use `pread`.
     No,
     /// The copy met memory without bytes: in the segment, because the file system failed or the segment was given up, or at the
     /// program's buffer.
@@ -65,7 +65,7 @@ impl SegmentMap {
             return Copied::No;
         }
         let Some(window) = self.window(segment, offset) else { return Copied::No };
-        if !window.touch(within, buffer.len() as u64) {
+        if !window.touch(within, buffer.len() as u64) || fault::is_blocked_here() {
             return Copied::No;
         }
         let copied = fault::copy(window.map.as_ptr().wrapping_add(within as usize), buffer);
@@ -82,7 +82,7 @@ impl SegmentMap {
     /// If the segment is given up later, or the drive fails, they turn into zeros.
     pub(crate) fn view(&self, segment: &ReservedFd, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
-        if within + len > SEGMENT_WINDOW_LEN || len == 0 {
+        if within + len > SEGMENT_WINDOW_LEN || len == 0 || fault::is_blocked_here() {
             return None;
         }
         let window = self.window(segment, offset).filter(|window| !window.mapped.is_poisoned())?;

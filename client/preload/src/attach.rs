@@ -100,7 +100,7 @@ fn no_server(location: &SessionFolder, node: NodeId) -> Fault {
 }
 
 /// The `sigaction` behind our hook, which keeps the program's own handler for SIGBUS.
-unsafe extern "C" fn next_sigaction(number: i32, new: *const libc::sigaction, old: *mut libc::sigaction) -> i32 {
+pub(crate) unsafe extern "C" fn next_sigaction(number: i32, new: *const libc::sigaction, old: *mut libc::sigaction) -> i32 {
     // SAFETY: the client library passes its own live structures.
     let (new, old) = unsafe { (FromC::new(new), FromC::new(old)) };
     next::sigaction(number, new, old)

@@ -31,6 +31,7 @@ mod directory;
 mod exec;
 mod fts;
 mod ftw;
+mod kernel_reads;
 mod map;
 mod names;
 mod open;

@@ -32,9 +32,10 @@ use dayfly_meta::limits::MEMORY_COPY_LEN_MAX;
 
 use crate::attach::{known_view, view};
 use crate::fault::Fault;
-use crate::kernel_copy::{copy_of, empty, errno_of, fill};
+use crate::kernel_copy::{copy_of, empty, errno_of, fill, named_copy_of};
 use crate::offset::{EMPTY, FILLED};
-use crate::table::{self, Reference};
+use crate::place::Place;
+use crate::table::{self, Object, Reference};
 use crate::{memory, next, placeholder, vfork};
 
 /// The most kernel copies that one fork prepares, and only of files that fit in memory. More would slow down programs that fork
@@ -72,6 +73,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     }
     let result = copy.get().map_err(|_| Fault::Errno(libc::EIO)).and_then(|copy| {
         fill(view, file, &copy)?;
+        put_flags(&copy, description.flags.load(Ordering::Acquire));
         description.offset.hand_over(copy.as_raw_fd());
         Ok(())
     });
@@ -128,6 +130,16 @@ fn candidates(child: Option<i32>) -> Vec<RawFd> {
     numbers
 }
 
+/// Puts a kernel copy in place of a number of ours that has a placeholder, and leaves the number's close-on-exec flag as it is.
+/// Does nothing in a `vfork` child, which must not change its parent's records.
+pub(crate) fn give_kernel_file(view: &View, number: RawFd) -> Result<(), Fault> {
+    if vfork::child().is_some() || !placeholder::is_at(number) {
+        return Ok(());
+    }
+    let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
+    hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 })
+}
+
 /// Puts a kernel copy in place of standard input, if the number that has just become ours is standard input. libc's own stream
 /// reads it without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
 pub(crate) fn serve_standard_input(number: RawFd) {
@@ -136,9 +148,8 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     if is_small() {
         let _deferral = cancellation::defer();
         let before = memory::errno();
-        let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
         // A file that cannot be copied now gives its error to the program when it reads.
-        let _ = hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 });
+        let _ = give_kernel_file(view, number);
         memory::set_errno(before);
     }
 }
@@ -152,9 +163,28 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
         None => table::find(number),
     };
     let Some(description) = description else { return Ok(()) };
+    if let Object::Place(Place::File(file)) = &description.object {
+        if description.offset.kernel_copy().is_none() {
+            let copy = named_copy_of(view, file)?;
+            if child.is_some() {
+                return put_file(&copy, number, flags);
+            }
+            // Never filled, because nothing is read through it: it is what the table expects at the number from now on.
+            description.offset.set_kernel_copy(ReservedFd::new(copy));
+        }
+        let copy = description.offset.kernel_copy().ok_or(libc::EIO)?;
+        return put(copy, number, flags);
+    }
     let Ok(file) = description.file() else { return Ok(()) };
     if child.is_none() {
-        return put(filled_copy(view, &description)?, number, flags);
+        return match filled_copy(view, &description) {
+            // Another thread closed the number meanwhile, and the kernel may have given it to another file.
+            Ok(_) if !placeholder::is_at(number) => Ok(()),
+            Ok(copy) => put(copy, number, flags),
+            // The copy was prepared where /proc was mounted, and cannot be filled here. The other program gets its own offset.
+            Err(Fault::Errno(libc::EBADF)) => put_file(&copy_with_offset(view, &description, file)?, number, flags),
+            Err(fault) => Err(fault),
+        };
     }
     if let Some(copy) = description.offset.kernel() {
         return put(copy, number, flags);
@@ -175,13 +205,40 @@ fn put_file(file: &File, number: RawFd, flags: i32) -> Result<(), Fault> {
 fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::OpenFile) -> Result<File, Fault> {
     let mut copy = copy_of(view, file)?;
     copy.seek(SeekFrom::Start(description.offset.load())).map_err(|error| errno_of(&error))?;
+    put_flags(&copy, description.flags.load(Ordering::Acquire));
     Ok(copy)
 }
 
-/// Creates a kernel copy of the file open at a number, with its offset, to be sent to another process. `None` if the number is
-/// not ours.
+/// Gives a kernel copy the flags of its description that a program can change.
+fn put_flags(copy: &File, flags: i32) {
+    let flags = flags & (libc::O_APPEND | libc::O_NOATIME | libc::O_NONBLOCK);
+    next::fcntl_number(copy.as_raw_fd(), libc::F_SETFL, flags);
+}
+
+/// Gives a description's kernel copy, if there is one, the description's flags.
+pub(crate) fn copy_flags(description: &Reference) {
+    if let Some(copy) = description.offset.kernel_copy().and_then(|copy| copy.get().ok()) {
+        put_flags(&copy, description.flags.load(Ordering::Acquire));
+    }
+}
+
+/// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. `None` if the
+/// number is not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
     let _deferral = cancellation::defer();
     let Some(description) = table::find(number) else { return Ok(None) };
-    Ok(Some(copy_with_offset(&*view()?, &description, description.file()?)?))
+    let view = view()?;
+    if let Object::Place(Place::File(file)) = &description.object {
+        return Ok(Some(named_copy_of(&view, file)?));
+    }
+    let file = description.file()?;
+    // A `vfork` child must not change its parent's records.
+    if vfork::child().is_some() {
+        return Ok(Some(copy_with_offset(&view, &description, file)?));
+    }
+    match filled_copy(&view, &description) {
+        Ok(copy) => Ok(Some(copy.get().and_then(|copy| copy.try_clone()).map_err(|error| errno_of(&error))?)),
+        Err(Fault::Errno(libc::EBADF)) => Ok(Some(copy_with_offset(&view, &description, file)?)),
+        Err(fault) => Err(fault),
+    }
 }

@@ -82,7 +82,12 @@ pub(crate) fn answer_from_memory<R: Failed>(work: impl FnOnce() -> Result<R, Fau
 /// only, unless `DAYFLY_LOG` is set.
 pub(crate) fn complain(message: &str) {
     static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
-    let is_first = !HAS_COMPLAINED.swap(true, Ordering::Relaxed);
+    tell_once(&HAS_COMPLAINED, message);
+}
+
+/// Prints the first line of one kind, unless `DAYFLY_LOG` is set, which makes all of them appear.
+pub(crate) fn tell_once(has_told: &AtomicBool, message: &str) {
+    let is_first = !has_told.swap(true, Ordering::Relaxed);
     if is_first || is_logging() {
         write_line(message);
     }

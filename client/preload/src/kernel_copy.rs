@@ -3,13 +3,17 @@
 //!
 //! A copy of up to `MEMORY_COPY_LEN_MAX` bytes is a memfd, which is sealed once it is complete. A larger one would take too
 //! much memory: it is a file without a name on the node's data dir.
+//!
+//! A program gets a descriptor that is open for reading only, as every file of the namespace is. The kernel itself then refuses to
+//! write to the file, to truncate it, or to make a mapping of it writable.
 
 use std::ffi::CString;
-use std::fs::File;
+use std::fs::{File, FileTimes, OpenOptions, Permissions};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
+use std::time::{Duration, SystemTime};
 
-use dayfly_client::{OpenFile, View};
+use dayfly_client::{OpenFile, Stat, View};
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX};
 
 use crate::fault::Fault;
@@ -25,12 +29,12 @@ pub(crate) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// Creates an empty file that has room for all of a file.
+/// Creates an empty file that has room for all of a file. The descriptor is open for reading; [`fill`] opens the file again.
 pub(crate) fn empty(view: &View, file: &OpenFile) -> Result<File, Fault> {
-    empty_of(view, file, file.stat().size)
+    Ok(read_only(empty_of(view, file, file.stat().size)?))
 }
 
-/// Creates an empty file that has room for `len` bytes of a file.
+/// Creates an empty file that has room for `len` bytes of a file. The descriptor is open for reading and writing.
 pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, Fault> {
     if len > MEMORY_COPY_LEN_MAX {
         return Ok(view.session().spill(len)?);
@@ -43,14 +47,35 @@ pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, F
     Ok(memory::owned(descriptor)?)
 }
 
-/// Copies all of a file. Afterward, nobody can change an in-memory copy.
+/// Copies all of a file, with its mode and its time. Afterward, nobody can change an in-memory copy.
+///
+/// # Errors
+///
+/// EBADF if the copy was opened for reading and /proc is not mounted anymore, so it cannot be opened for writing.
 pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Fault> {
-    copy_range(view, file, 0, file.stat().size, copy, 0)?;
-    if file.stat().size <= MEMORY_COPY_LEN_MAX {
+    let stat = file.stat();
+    let writer = again(copy, OpenOptions::new().write(true));
+    let writer = writer.as_ref().unwrap_or(copy);
+    copy_range(view, file, 0, stat.size, writer, 0)?;
+    // Without them the copy has the right bytes, which matters more.
+    let _ = copy.set_permissions(Permissions::from_mode(stat.permissions));
+    let _ = times(&stat).map(|times| writer.set_times(times));
+    if stat.size <= MEMORY_COPY_LEN_MAX {
         let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-        next::fcntl_number(copy.as_raw_fd(), libc::F_ADD_SEALS, seals);
+        next::fcntl_number(writer.as_raw_fd(), libc::F_ADD_SEALS, seals);
     }
     Ok(())
+}
+
+/// Returns a file's one time, for both times that can be set. `None` if C has no such time.
+fn times(stat: &Stat) -> Option<FileTimes> {
+    let seconds = Duration::from_secs(stat.mtime_s.unsigned_abs());
+    let whole = match stat.mtime_s < 0 {
+        true => SystemTime::UNIX_EPOCH.checked_sub(seconds),
+        false => SystemTime::UNIX_EPOCH.checked_add(seconds),
+    };
+    let time = whole?.checked_add(Duration::from_nanos(stat.mtime_ns.into()))?;
+    Some(FileTimes::new().set_accessed(time).set_modified(time))
 }
 
 /// Copies `len` bytes at offset `from` of a file to offset `at` of another.
@@ -72,12 +97,32 @@ pub(crate) fn copy_range(view: &View, file: &OpenFile, from: u64, len: u64, to: 
 
 /// Creates a complete copy of a file, with offset 0.
 pub(crate) fn copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
-    let copy = empty(view, file)?;
+    let writable = empty_of(view, file, file.stat().size)?;
+    // Opened before the file gets its own mode, which may not allow it.
+    let copy = read_only(writable);
     fill(view, file, &copy)?;
-    Ok(read_only(copy))
+    Ok(copy)
+}
+
+/// Creates a complete copy of a file, behind a descriptor that only names it (`O_PATH`).
+pub(crate) fn named_copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    let copy = copy_of(view, file)?;
+    Ok(again(&copy, OpenOptions::new().read(true).custom_flags(libc::O_PATH)).unwrap_or(copy))
+}
+
+/// Returns a descriptor for mapping a file that is complete. No mapping made from it can become writable for other processes.
+pub(crate) fn for_mapping(file: File) -> File {
+    // For where /proc is not mounted. A file that is not in memory has no seals.
+    next::fcntl_number(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE);
+    read_only(file)
 }
 
 /// Opens a file again for reading only. Where /proc is not mounted, the descriptor stays writable.
 fn read_only(file: File) -> File {
-    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap_or(file)
+    again(&file, OpenOptions::new().read(true)).unwrap_or(file)
+}
+
+/// Opens a file again, with other flags. `None` where /proc is not mounted.
+fn again(file: &File, options: &OpenOptions) -> Option<File> {
+    options.open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }

@@ -13,12 +13,15 @@
 //! | `fault` | why a call fails, how C learns of it, the line on standard error |
 //! | `setup` | the session that the environment names |
 //! | `placeholder` | the kernel descriptor behind each of our numbers |
+//! | `place` | what a descriptor opened with `O_PATH` stands for |
 //! | `vfork` | which process runs in this memory |
 //! | `offset`, `table` | open file descriptions, their offsets, and the numbers that name them |
 //! | `attach` | the view on the session |
+//! | `descriptor_link` | paths such as `/proc/self/fd/N` |
 //! | `cwd`, `path` | the working directory; which paths are ours |
 //! | `stat_form` | a view's attributes as `struct stat` |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
+//! | `kernel_reads` | kernel copies at once, for interfaces that name descriptors to the kernel |
 //! | `atfork` | what happens around a fork |
 //! | `calls` | the hooks: functions with C's names |
 //! | `api` | the functions of `dayfly.h` |
@@ -45,15 +48,18 @@ mod atfork;
 mod attach;
 mod calls;
 mod cwd;
+mod descriptor_link;
 mod exec_handoff;
 mod fault;
 mod heap;
 mod kernel_copy;
+mod kernel_reads;
 mod memory;
 mod next;
 mod offset;
 mod pages;
 mod path;
+mod place;
 mod placeholder;
 mod setup;
 mod stat_form;

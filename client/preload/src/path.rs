@@ -4,7 +4,7 @@
 //! costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
-//! directory of ours, or if it is `/dev/fd/N` or the like and the number N is ours. This module compares text: it does not
+//! directory of ours, or if it is `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours. This module compares text: it does not
 //! resolve symlinks of the kernel's file systems that point into the namespace.
 
 use std::borrow::Cow;
@@ -15,6 +15,7 @@ use dayfly_client::View;
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
 
 use crate::attach::{known_view, view};
+use crate::descriptor_link::{descriptor_link, link_number};
 use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
@@ -52,12 +53,8 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     if directory == libc::AT_FDCWD {
         return cwd::current();
     }
-    let description = table::find(directory)?;
-    match description.directory() {
-        Ok(directory) => Some(directory.path().to_vec()),
-        // Nothing is below a file. With the file's path prepended, the view finds the right error.
-        Err(_) => known_view().and_then(|view| description.file().ok()?.path(view).ok()),
-    }
+    // Nothing is below a file. With the file's path prepended, the view finds the right error.
+    path_of(&*table::find(directory).filter(|open| !open.is_symlink())?)
 }
 
 #[inline]
@@ -66,8 +63,8 @@ fn absolute<'a>(setup: &Setup, path: &'a CStr) -> Side<'a> {
     if is_below(setup, bytes) {
         return Side::Ours(Cow::Borrowed(bytes));
     }
-    if let Some(number) = descriptor_link(bytes) {
-        return by_descriptor(number);
+    if let Some((number, rest)) = descriptor_link(bytes) {
+        return by_descriptor(number, rest);
     }
     if mentions_prefix(setup, path) { not_plain(setup, bytes) } else { Side::Kernel }
 }
@@ -131,23 +128,18 @@ fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Side<'a> {
     }
 }
 
-/// Returns the number in `/dev/fd/N`, `/dev/stdin` or `/proc/self/fd/N`.
-#[inline]
-fn descriptor_link(path: &[u8]) -> Option<RawFd> {
-    let rest = match path.get(..5)? {
-        b"/dev/" => match &path[5..] {
-            b"stdin" => return Some(0),
-            rest => rest.strip_prefix(b"fd/")?,
-        },
-        b"/proc" => path.strip_prefix(b"/proc/self/fd/")?,
-        _ => return None,
-    };
-    std::str::from_utf8(rest).ok()?.parse().ok()
+/// Returns the description that a path's last name is a link to, if the number is ours: the path is `/proc/self/fd/N` or the like.
+pub(crate) fn linked(path: FromC<*const c_char>) -> Option<table::Reference> {
+    setup()?;
+    match link_number(path.string()?.to_bytes())? {
+        (number, b"") => table::find(number),
+        _ => None,
+    }
 }
 
-fn by_descriptor<'a>(number: RawFd) -> Side<'a> {
+fn by_descriptor<'a>(number: RawFd, rest: &[u8]) -> Side<'a> {
     let path = table::find(number).and_then(|description| path_of(&description));
-    path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned(path)))
+    path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned([&path, rest].concat())))
 }
 
 /// Returns the path of an open file or directory.
@@ -155,6 +147,7 @@ pub(crate) fn path_of(description: &table::Description) -> Option<Vec<u8>> {
     match &description.object {
         table::Object::Directory(directory) => Some(directory.path().to_vec()),
         table::Object::File(file) => file.path(known_view()?).ok(),
+        table::Object::Place(place) => place.path(known_view()?),
     }
 }
 
@@ -187,7 +180,7 @@ pub(crate) fn at_or_itself<R: Failed>(
     kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
     let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.path().is_some_and(CStr::is_empty);
-    match table::find(directory).filter(|_| is_itself).and_then(|open| path_of(&open)) {
+    match table::find(directory).filter(|open| is_itself && !open.is_symlink()).and_then(|open| path_of(&open)) {
         Some(path) => in_namespace(&path, &ours, &kernel),
         None => at(directory, path, ours, kernel),
     }
@@ -252,17 +245,5 @@ mod tests {
         check("/pfs/dayfly-x", None);
         check("/x/pfs/dayfly", None);
         check("/", None);
-    }
-
-    #[test]
-    fn paths_of_descriptors_are_recognized() {
-        let check = |path: &str, expect| assert_eq!(descriptor_link(path.as_bytes()), expect, "{path}");
-        check("/dev/fd/7", Some(7));
-        check("/dev/stdin", Some(0));
-        check("/proc/self/fd/12", Some(12));
-        check("/proc/self/fd/", None);
-        check("/proc/self/fdinfo/1", None);
-        check("/dev/null", None);
-        check("/de", None);
     }
 }

@@ -34,6 +34,7 @@ use dayfly_client::{Directory, OpenFile, Stat, raw_call, reserved_fd};
 
 use crate::memory::{self, Errno};
 use crate::offset::Offset;
+use crate::place::Place;
 use crate::{placeholder, vfork};
 
 /// One more than the highest descriptor number that can be ours. The kernel provides memory only for pages that are used.
@@ -68,6 +69,8 @@ const LOST: u8 = BELIEVED_MAX + 2;
 pub(crate) enum Object {
     File(OpenFile),
     Directory(Directory),
+    /// Opened with `O_PATH`.
+    Place(Place),
 }
 
 /// An open file description.
@@ -93,25 +96,46 @@ impl Description {
         match &self.object {
             Object::File(file) => file.stat(),
             Object::Directory(directory) => directory.stat(),
+            Object::Place(place) => place.stat(),
         }
     }
 
-    /// Returns the open file, or EISDIR for a directory.
+    /// Returns the open file; EISDIR for a directory, EBADF for a place.
     pub(crate) fn file(&self) -> Result<&OpenFile, Errno> {
         match &self.object {
             _ if self.trust() == LOST => Err(libc::EIO),
             Object::File(file) => Ok(file),
             Object::Directory(_) => Err(libc::EISDIR),
+            Object::Place(_) => Err(libc::EBADF),
         }
     }
 
-    /// Returns the open directory, or ENOTDIR for a file.
+    /// Returns the open directory; ENOTDIR for a file, EBADF for a place.
     pub(crate) fn directory(&self) -> Result<&Directory, Errno> {
         match &self.object {
             _ if self.trust() == LOST => Err(libc::EIO),
             Object::Directory(directory) => Ok(directory),
             Object::File(_) => Err(libc::ENOTDIR),
+            Object::Place(_) => Err(libc::EBADF),
         }
+    }
+
+    /// Returns the directory that the description leads to, open or as a place; ENOTDIR for everything else.
+    pub(crate) fn reached_directory(&self) -> Result<&Directory, Errno> {
+        match &self.object {
+            Object::Directory(directory) | Object::Place(Place::Directory(directory)) => Ok(directory),
+            _ => Err(libc::ENOTDIR),
+        }
+    }
+
+    /// Returns whether this stands for a symlink itself. The kernel answers calls about what is below it, and about itself.
+    pub(crate) fn is_symlink(&self) -> bool {
+        matches!(self.object, Object::Place(Place::Symlink(..)))
+    }
+
+    /// Returns whether this only stands for a place (`O_PATH`).
+    pub(crate) fn is_place(&self) -> bool {
+        matches!(self.object, Object::Place(_))
     }
 }
 
@@ -330,6 +354,12 @@ fn forget_created(number: RawFd) {
         placeholder::note_given(number);
         reserved_fd::note_given(number);
     }
+}
+
+/// Returns whether a number is ours and open for reading. The kernel answers for all others, also for a place (`O_PATH`), whose
+/// placeholder it refuses to use in the same way.
+pub(crate) fn is_open(number: RawFd) -> bool {
+    find(number).is_some_and(|open| !open.is_place())
 }
 
 /// Returns the description for a word that a `vfork` child has sent.

@@ -59,7 +59,7 @@ hook! {
     }
 
     fn fgetxattr(descriptor: c_int, name: FromC<*const c_char>, value: FromC<*mut c_void>, len: size_t) -> isize {
-        match table::is_ours(descriptor) {
+        match table::is_open(descriptor) {
             true => answer(|| no_data(name, Ok(()))),
             false => fgetxattr::next(descriptor, name, value, len),
         }
@@ -74,7 +74,7 @@ hook! {
     }
 
     fn flistxattr(descriptor: c_int, list: FromC<*mut c_char>, len: size_t) -> isize {
-        if table::is_ours(descriptor) { 0 } else { flistxattr::next(descriptor, list, len) }
+        if table::is_open(descriptor) { 0 } else { flistxattr::next(descriptor, list, len) }
     }
 }
 

@@ -76,7 +76,7 @@ fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
 }
 
 fn descriptor(number: c_int, errno: c_int, read: impl FnOnce() -> Result<(), Errno>, kernel: impl FnOnce() -> c_int) -> c_int {
-    if table::is_ours(number) { fail(read().err().unwrap_or(errno)) } else { kernel() }
+    if table::is_open(number) { fail(read().err().unwrap_or(errno)) } else { kernel() }
 }
 
 /// An argument that the kernel reads before it looks at the file.
@@ -224,7 +224,7 @@ hook! {
     }
 
     fn utimensat(directory: c_int, path: Text, times: FromC<*const timespec>, flags: c_int) -> c_int {
-        if path.is_null() && table::is_ours(directory) {
+        if path.is_null() && table::is_open(directory) {
             return fail(times.read().err().unwrap_or(libc::EROFS));
         }
         let policy = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 { followed } else { existing };

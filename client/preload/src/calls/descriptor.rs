@@ -18,7 +18,7 @@ use crate::table::{self, Reference};
 use crate::{exec_handoff, next, placeholder, vfork};
 
 /// Flags that `F_SETFL` can change.
-const CHANGEABLE: c_int = libc::O_APPEND | libc::O_ASYNC | libc::O_DIRECT | libc::O_NOATIME | libc::O_NONBLOCK;
+const CHANGEABLE: c_int = libc::O_APPEND | libc::O_DIRECT | libc::O_NOATIME | libc::O_NONBLOCK;
 /// FICLONE, `_IOW(0x94, 9, int)`.
 const CLONE: c_ulong = 0x4004_9409;
 /// FICLONERANGE, `_IOW(0x94, 13, struct file_clone_range)`.
@@ -111,9 +111,9 @@ hook! {
             }
             libc::F_GETFD | libc::F_SETFD => fcntl::next(descriptor, command, argument),
             libc::F_GETFL => open.flags.load(Ordering::Acquire),
+            _ if open.is_place() => fcntl::next(descriptor, command, argument),
             libc::F_SETFL => {
-                let fixed = open.flags.load(Ordering::Acquire) & !CHANGEABLE;
-                open.flags.store(fixed | argument.raw() as c_int & CHANGEABLE, Ordering::Release);
+                change_flags(&open, CHANGEABLE, argument.raw() as c_int);
                 0
             }
             libc::F_SETLK | libc::F_SETLKW | libc::F_OFD_SETLK | libc::F_OFD_SETLKW => {
@@ -141,12 +141,13 @@ hook! {
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
             None => ioctl::next(descriptor, request, argument),
+            Some(open) if open.is_place() => ioctl::next(descriptor, request, argument),
             Some(open) => control(&open, descriptor, request, argument),
         }
     }
 
     fn isatty(descriptor: c_int) -> c_int {
-        if table::find_early(descriptor).is_none() {
+        if table::find_early(descriptor).is_none_or(|open| open.is_place()) {
             return isatty::next(descriptor);
         }
         memory::set_errno(libc::ENOTTY);
@@ -155,12 +156,12 @@ hook! {
 
     fn flock(descriptor: c_int, operation: c_int) -> c_int {
         // There are no writers, so every lock can be granted.
-        if table::is_ours(descriptor) { 0 } else { flock::next(descriptor, operation) }
+        if table::is_open(descriptor) { 0 } else { flock::next(descriptor, operation) }
     }
 
     fn lockf | lockf64 (descriptor: c_int, command: c_int, len: libc::off_t) -> c_int {
         match command {
-            _ if !table::is_ours(descriptor) => lockf::next(descriptor, command, len),
+            _ if !table::is_open(descriptor) => lockf::next(descriptor, command, len),
             libc::F_ULOCK | libc::F_TEST => 0,
             // A write lock through a descriptor that is open only for reading.
             _ => fail(libc::EBADF),
@@ -169,16 +170,16 @@ hook! {
 
     fn fsync(descriptor: c_int) -> c_int {
         next::act_on_cancel();
-        if table::is_ours(descriptor) { 0 } else { fsync::next(descriptor) }
+        if table::is_open(descriptor) { 0 } else { fsync::next(descriptor) }
     }
 
     fn fdatasync(descriptor: c_int) -> c_int {
         next::act_on_cancel();
-        if table::is_ours(descriptor) { 0 } else { fdatasync::next(descriptor) }
+        if table::is_open(descriptor) { 0 } else { fdatasync::next(descriptor) }
     }
 
     fn syncfs(descriptor: c_int) -> c_int {
-        if table::is_ours(descriptor) { 0 } else { syncfs::next(descriptor) }
+        if table::is_open(descriptor) { 0 } else { syncfs::next(descriptor) }
     }
 }
 
@@ -241,6 +242,13 @@ fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     copy
 }
 
+/// Changes some of a description's flags, also those of its kernel copy, which the programs that inherited it see.
+fn change_flags(open: &Reference, which: c_int, flags: c_int) {
+    let change = |before: c_int| Some(before & !which | flags & which);
+    let _ = open.flags.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);
+    exec_handoff::copy_flags(open);
+}
+
 /// Decides about a lock. There are no writers, so a read lock is always granted. A write lock never is, because the descriptor is
 /// open only for reading.
 fn lock(requested: Option<libc::flock>) -> Result<c_int, Fault> {
@@ -263,15 +271,23 @@ fn control(open: &Reference, descriptor: c_int, request: c_ulong, argument: From
     let number: FromC<*mut c_int> = unsafe { argument.pointer() };
     answer(|| match request {
         libc::FIONREAD => {
-            let left = open.stat().size.saturating_sub(open.offset.load());
-            Ok(number.put(left.min(c_int::MAX as u64) as c_int).map(|()| 0)?)
+            let file = open.file().map_err(|_| libc::ENOTTY)?;
+            // The kernel cuts the number off in the same way.
+            let left = (file.stat().size as i64).wrapping_sub(open.offset.load() as i64);
+            Ok(number.put(left as c_int).map(|()| 0)?)
         }
         GET_BLOCK_SIZE => Ok(number.put(4096).map(|()| 0)?),
         libc::FIOCLEX | libc::FIONCLEX => {
             let flag = if request == libc::FIOCLEX { libc::FD_CLOEXEC } else { 0 };
             Ok(next::fcntl_number(descriptor, libc::F_SETFD, flag))
         }
-        libc::FIONBIO => Ok(0),
+        libc::FIONBIO => {
+            let flag = if number.get().ok_or(libc::EFAULT)? != 0 { libc::O_NONBLOCK } else { 0 };
+            change_flags(open, libc::O_NONBLOCK, flag);
+            Ok(0)
+        }
+        // Files send no signals.
+        libc::FIOASYNC if number.get().ok_or(libc::EFAULT)? == 0 => Ok(0),
         CLONE | CLONE_RANGE => Err(Fault::Errno(libc::EBADF)),
         DEDUPE_RANGE => Err(Fault::Errno(libc::EOPNOTSUPP)),
         _ => Err(Fault::Errno(libc::ENOTTY)),

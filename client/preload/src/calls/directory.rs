@@ -68,7 +68,7 @@ hook! {
         match table::find(descriptor) {
             None => fdopendir::next(descriptor),
             Some(open) => answer(|| {
-                open.directory()?;
+                open.reached_directory()?;
                 fcntl::next(descriptor, libc::F_SETFD, FromC::number(libc::FD_CLOEXEC as u64));
                 Ok(new_stream(open, Some(descriptor)))
             }),
@@ -78,6 +78,7 @@ hook! {
     fn readdir | readdir64 (pointer: FromC<*mut DIR>) -> *mut dirent {
         match stream(pointer) {
             None => readdir::next(pointer),
+            Some(stream) if stream.open.is_place() => memory::fail(libc::EBADF),
             Some(stream) => match stream.read() {
                 true => &raw mut stream.entry,
                 false => std::ptr::null_mut(),

@@ -6,9 +6,10 @@
 //! script's own path, as the kernel would do.
 
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 
 use dayfly_client::locate::CWD_VARIABLE;
 use dayfly_client::{OpenFile, View, cancellation};
@@ -184,7 +185,12 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
 ///
 /// EACCES if the file is not executable.
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
-    kernel_copy::copy_of(view, &executable(view, path)?)
+    let file = executable(view, path)?;
+    let copy = kernel_copy::copy_of(view, &file)?;
+    // The kernel enforces the mode, and the namespace does not.
+    let mode = file.stat().permissions & 0o777 | 0o500;
+    copy.set_permissions(Permissions::from_mode(mode)).map_err(|error| kernel_copy::errno_of(&error))?;
+    Ok(copy)
 }
 
 fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {

@@ -54,7 +54,7 @@ hook! {
             Some(open) => answer(|| {
                 let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
                 let request = MapRequest { address, len, protection, flags, offset };
-                let file = open.file().map_err(|_| libc::ENODEV)?;
+                let file = open.file().map_err(|errno| if errno == libc::EISDIR { libc::ENODEV } else { errno })?;
                 let mapped = map(&*view()?, file, &request)?;
                 pages::forget(mapped as usize, len);
                 Ok(Mapped(mapped))
@@ -179,6 +179,11 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
     let mut at = 0;
     for part in &copied {
         kernel_copy::copy_range(view, file, request.offset + part.start, part.len, &copy, at)?;
+        at += part.len.next_multiple_of(PAGE_SIZE);
+    }
+    let copy = kernel_copy::for_mapping(copy);
+    at = 0;
+    for part in &copied {
         put(request, base, part.start, part.len, copy.as_raw_fd(), at)?;
         at += part.len.next_multiple_of(PAGE_SIZE);
     }

@@ -1,6 +1,6 @@
 //! Operations on paths themselves: symlinks, access rights, and the working directory.
 
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use dayfly_client::{FileKind, Stat, View, cancellation};
@@ -8,8 +8,10 @@ use libc::size_t;
 
 use super::change::{mkdir, rmdir};
 use super::hook;
+use crate::attach::known_view;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
+use crate::place::Place;
 use crate::setup::setup;
 use crate::{cwd, path, table};
 
@@ -40,7 +42,7 @@ hook! {
 
     fn readlinkat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut c_char>, len: size_t) -> isize {
         let ours = |view: &View, path: &[u8]| Ok(copy_cut(&view.read_link(path)?, out, len)?);
-        match target_of_descriptor(path) {
+        match target_of_descriptor(path).or_else(|| target_of_place(directory, path)) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
             None => path::at(directory, path, ours, |directory, path| readlinkat::next(directory, path, out, len)),
         }
@@ -85,7 +87,7 @@ hook! {
     fn fchdir(descriptor: c_int) -> c_int {
         match table::find(descriptor) {
             Some(open) => answer(|| {
-                enter(open.directory()?.path().to_vec());
+                enter(open.reached_directory()?.path().to_vec());
                 Ok(0)
             }),
             None => left(fchdir::next(descriptor)),
@@ -173,10 +175,18 @@ fn put_kernel_nowhere() {
     memory::set_errno(before);
 }
 
-/// Returns the path that `/proc/self/fd/N` refers to, if N is ours.
+/// Returns the path that a link to a descriptor of this process refers to, if the descriptor is ours.
 fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
-    let number = path.path()?.to_bytes().strip_prefix(b"/proc/self/fd/")?;
-    path::path_of(&*table::find(std::str::from_utf8(number).ok()?.parse().ok()?)?)
+    path::path_of(&*path::linked(path)?)
+}
+
+/// Returns the target of the symlink that a directory's descriptor stands for, if the path is empty (`O_PATH`, `O_NOFOLLOW`).
+fn target_of_place(directory: c_int, path: FromC<*const c_char>) -> Option<Vec<u8>> {
+    let is_empty = table::is_ours(directory) && path.path().is_some_and(CStr::is_empty);
+    match &table::find(directory).filter(|_| is_empty)?.object {
+        table::Object::Place(Place::Symlink(path, _)) => known_view()?.read_link(path).ok(),
+        _ => None,
+    }
 }
 
 /// Stores a symlink's target as `readlink` does: without a NUL, and truncated if there is no room.

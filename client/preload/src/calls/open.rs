@@ -11,11 +11,14 @@ use super::hook;
 use crate::fault::Fault;
 use crate::memory::{Errno, FromC};
 use crate::next::act_on_cancel;
+use crate::place::Place;
 use crate::table::{self, Description, Object, Reference};
-use crate::{exec_handoff, kernel_copy, next, path, placeholder, vfork};
+use crate::{exec_handoff, kernel_copy, kernel_reads, next, path, placeholder, vfork};
 
 /// The kernel's `O_LARGEFILE`, which `F_GETFL` shows for every descriptor. C's constant of that name is 0 on 64-bit systems.
 const LARGE_FILE: c_int = 0o100_000;
+/// The flags that have a meaning together with `O_PATH`.
+const FLAGS_OF_PLACE: c_int = libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC;
 
 hook! {
     fn open | open64 | __open | __open64 (path, flags, mode) {
@@ -48,13 +51,19 @@ hook! {
 
 /// Opens a path of the namespace with the flags of `open`.
 pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, Fault> {
+    // With O_PATH, Linux ignores all flags but these.
+    let flags = if flags & libc::O_PATH != 0 { flags & FLAGS_OF_PLACE } else { flags | LARGE_FILE };
     let object = look_up(view, path, flags)?;
     let close_on_exec = flags & libc::O_CLOEXEC != 0;
     if vfork::child().is_some() {
         // Our records belong to the parent, so the child gets a kernel file.
         let _deferral = cancellation::defer();
-        let Object::File(file) = &object else { return Err(Fault::Errno(libc::EMFILE)) };
-        let copy = kernel_copy::copy_of(view, file)?.into_raw_fd();
+        let copy = match &object {
+            Object::File(file) => kernel_copy::copy_of(view, file)?,
+            Object::Place(Place::File(file)) => kernel_copy::named_copy_of(view, file)?,
+            _ => return Err(Fault::Errno(libc::EMFILE)),
+        };
+        let copy = copy.into_raw_fd();
         next::fcntl_number(copy, libc::F_SETFD, c_int::from(close_on_exec));
         return Ok(copy);
     }
@@ -62,7 +71,7 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
         file.prefetch();
     }
     let only_at_open = libc::O_CLOEXEC | libc::O_CREAT | libc::O_EXCL | libc::O_NOCTTY | libc::O_TRUNC;
-    let flags = flags & !only_at_open | LARGE_FILE;
+    let flags = flags & !only_at_open;
     let description = table::describe(Description::new(object, flags))?;
     Ok(give_number(&description, close_on_exec)?)
 }
@@ -72,6 +81,7 @@ pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Resul
     let number = placeholder::new_number(close_on_exec)?;
     if table::name(number, description) {
         exec_handoff::serve_standard_input(number);
+        kernel_reads::note_open(number);
         return Ok(number);
     }
     let _deferral = cancellation::defer();
@@ -82,10 +92,20 @@ pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Resul
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
     let has = |flag| flags & flag == flag;
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    if has(libc::O_NOFOLLOW) && view.lstat(path).is_ok_and(|stat| stat.kind == FileKind::Symlink) {
-        return Err(Fault::Errno(libc::ELOOP));
+    if has(libc::O_NOFOLLOW)
+        && let Ok(stat) = view.lstat(path)
+        && stat.kind == FileKind::Symlink
+    {
+        return match has(libc::O_PATH) {
+            true if has(libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
+            true => Ok(Object::Place(Place::Symlink(path.to_vec(), stat))),
+            false => Err(Fault::Errno(libc::ELOOP)),
+        };
     }
     match view.open_any(path) {
+        Ok(Opened::File(_)) if has(libc::O_PATH | libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
+        Ok(Opened::File(file)) if has(libc::O_PATH) => Ok(Object::Place(Place::File(file))),
+        Ok(Opened::Directory(directory)) if has(libc::O_PATH) => Ok(Object::Place(Place::Directory(directory))),
         Ok(_) if has(libc::O_CREAT | libc::O_EXCL) => Err(Fault::Errno(libc::EEXIST)),
         Ok(Opened::Directory(_)) if has(libc::O_TMPFILE) => Err(Fault::Errno(libc::EROFS)),
         Ok(Opened::Directory(_)) if writes || has(libc::O_CREAT) => Err(Fault::Errno(libc::EISDIR)),

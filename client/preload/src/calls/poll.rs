@@ -69,7 +69,7 @@ hook! {
     }
 
     fn epoll_ctl(epoll: c_int, operation: c_int, descriptor: c_int, event: FromC<*mut libc::epoll_event>) -> c_int {
-        if !table::is_ours(descriptor) {
+        if !table::is_open(descriptor) {
             return epoll_ctl::next(epoll, operation, descriptor, event);
         }
         // Linux refuses regular files and directories in the same way, after it has read the event.
@@ -99,10 +99,10 @@ fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce
     let count = count as usize;
     // The kernel fails for an array that cannot be read.
     let Ok(all) = descriptors.as_const().values(count) else { return kernel(false) };
-    if !all.clone().any(|entry| table::is_ours(entry.fd)) {
+    if !all.clone().any(|entry| table::is_open(entry.fd)) {
         return kernel(false);
     }
-    let ours: Vec<(usize, pollfd)> = all.enumerate().filter(|(_, entry)| table::is_ours(entry.fd)).collect();
+    let ours: Vec<(usize, pollfd)> = all.enumerate().filter(|(_, entry)| table::is_open(entry.fd)).collect();
     let ready = ours.iter().filter(|(_, entry)| entry.events & READY != 0).count() as c_int;
     if let Err(errno) = descriptors.check_writable(count) {
         return fail(errno);
@@ -148,7 +148,7 @@ fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int)
         set.check_writable(last as usize / 64 + 1)?;
         let word = |number: RawFd| set.at(number as usize / 64);
         let is_member = |number: &RawFd| word(*number).get().is_some_and(|word| word >> (number % 64) & 1 == 1);
-        let ours: Vec<RawFd> = table::numbers(0, last).filter(|number| is_member(number) && table::is_ours(*number)).collect();
+        let ours: Vec<RawFd> = table::numbers(0, last).filter(|number| is_member(number) && table::is_open(*number)).collect();
         for &number in &ours {
             word(number).put(word(number).get().unwrap_or(0) & !(1 << (number % 64)))?;
         }

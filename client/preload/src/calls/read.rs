@@ -183,6 +183,9 @@ fn read_all_from(open: &Description, vector: Parts, count: c_int, offset: off_t)
 }
 
 fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault> {
+    if open.is_place() {
+        return Err(Fault::Errno(libc::EBADF));
+    }
     let size = open.stat().size as i64;
     let base = match whence {
         libc::SEEK_SET => 0,
@@ -203,5 +206,9 @@ fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault
 /// descriptor.
 fn advise(descriptor: c_int) -> Option<c_int> {
     let open = table::find_early(descriptor)?;
-    Some(if open.file().is_ok() { 0 } else { libc::EINVAL })
+    Some(match open.file() {
+        Ok(_) => 0,
+        Err(libc::EBADF) => libc::EBADF,
+        Err(_) => libc::EINVAL,
+    })
 }

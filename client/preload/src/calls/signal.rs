@@ -1,6 +1,8 @@
 //! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO instead of
 //! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
-//! every fault that is not ours. Calls about other signals are passed on.
+//! every fault that is not ours, with its mask and its flags. Calls about other signals are passed on.
+//!
+//! A program may block SIGBUS, as any signal. It is only noted: a thread that blocks the signal reads without mapped memory.
 //!
 //! Before the program sets its first handler, this library prepares for calls in handlers.
 
@@ -10,9 +12,16 @@ use dayfly_client::fault::{self as bus_error, Disposition};
 use libc::{SIGBUS, sigaction as Action, sigset_t};
 
 use super::hook;
-use crate::memory::{FromC, zeroed};
-use crate::next::early;
+use crate::attach::next_sigaction;
+use crate::memory::{FromC, errno, fail, zeroed};
+use crate::next::{self, early};
 use crate::setup::setup;
+
+/// The kernel's flag for an action with a return address, which glibc sets in every action, and which programs see.
+#[cfg(target_arch = "x86_64")]
+const HAS_RESTORER: c_int = 0x0400_0000;
+#[cfg(not(target_arch = "x86_64"))]
+const HAS_RESTORER: c_int = 0;
 
 hook! {
     fn sigaction | __sigaction (number, new, old) {
@@ -22,14 +31,26 @@ hook! {
         if number != SIGBUS || !bus_error::is_available() {
             return sigaction::next(number, new, old);
         }
-        let before = match new.get() {
-            Some(new) => bus_error::replace_disposition(Disposition { handler: new.sa_sigaction, flags: new.sa_flags }),
+        let before = match new.get().map(|new| Disposition::of(&new)) {
+            Some(new) => {
+                let new = Disposition { flags: new.flags | HAS_RESTORER, ..new };
+                let Ok(before) = bus_error::replace_disposition(new, next_sigaction) else { return fail(errno()) };
+                before
+            }
             None => bus_error::disposition(),
         };
-        let mut known: Action = zeroed();
-        (known.sa_sigaction, known.sa_flags) = (before.handler, before.flags);
-        // A program that does not ask for the old action passes the null pointer.
-        let _ = old.put(known);
+        if !old.is_null() {
+            // For the fields that are not the program's: those that the kernel returns.
+            let result = next::sigaction(number, FromC::<*mut Action>::null().as_const(), old);
+            if result != 0 {
+                return result;
+            }
+            if let Some(mut known) = old.get() {
+                before.put_in(&mut known);
+                // Cannot fail: the pointer is not null.
+                let _ = old.put(known);
+            }
+        }
         0
     }
 
@@ -38,18 +59,15 @@ hook! {
         if number != SIGBUS || !bus_error::is_available() {
             return signal::next(number, handler);
         }
-        let mut new: Action = zeroed();
-        (new.sa_sigaction, new.sa_flags) = (handler, libc::SA_RESTART);
-        let mut old: Action = zeroed();
-        match sigaction(number, (&new).into(), (&mut old).into()) {
-            0 => old.sa_sigaction as isize,
-            _ => libc::SIG_ERR as isize,
-        }
+        replace(handler, 1 << (SIGBUS - 1), libc::SA_RESTART)
     }
 
     fn sysv_signal | __sysv_signal (number: c_int, handler: usize) -> isize {
         prepare();
-        sysv_signal::next(number, handler)
+        if number != SIGBUS || !bus_error::is_available() {
+            return sysv_signal::next(number, handler);
+        }
+        replace(handler, 0, libc::SA_RESETHAND | libc::SA_NODEFER)
     }
 
     fn sigset(number: c_int, handler: usize) -> isize {
@@ -58,11 +76,13 @@ hook! {
     }
 
     fn sigprocmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
-        without_bus_errors(how, new, |new| sigprocmask::next(how, new, old))
+        let result = sigprocmask::next(how, new, old);
+        note(how, new, result)
     }
 
     fn pthread_sigmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
-        without_bus_errors(how, new, |new| pthread_sigmask::next(how, new, old))
+        let result = pthread_sigmask::next(how, new, old);
+        note(how, new, result)
     }
 }
 
@@ -73,15 +93,22 @@ fn prepare() {
     }
 }
 
-/// Changes a thread's signal mask, but never blocks SIGBUS: the kernel ends a process that raises a blocked SIGBUS, even if it
-/// does so in one of our copies.
-fn without_bus_errors(how: c_int, new: FromC<*const sigset_t>, change: impl FnOnce(FromC<*const sigset_t>) -> c_int) -> c_int {
-    match new.get() {
-        Some(mut changed) if how != libc::SIG_UNBLOCK && bus_error::is_available() => {
-            // SAFETY: a live set.
-            unsafe { libc::sigdelset(&raw mut changed, SIGBUS) };
-            change((&changed).into())
-        }
-        _ => change(new),
+/// Sets the program's handler for SIGBUS, and returns the one before.
+fn replace(handler: usize, mask: u64, flags: c_int) -> isize {
+    let (mut new, mut old): (Action, Action) = (zeroed(), zeroed());
+    Disposition { handler, flags, mask }.put_in(&mut new);
+    match sigaction(SIGBUS, (&new).into(), (&mut old).into()) {
+        0 => old.sa_sigaction as isize,
+        _ => libc::SIG_ERR as isize,
     }
+}
+
+/// Notes that the calling thread may now block SIGBUS. Returns the result for the program.
+fn note(how: c_int, new: FromC<*const sigset_t>, result: c_int) -> c_int {
+    // SAFETY: the kernel has just read these 8 bytes, which are its whole set.
+    let blocks = || unsafe { FromC::new(new.raw().cast::<u64>()) }.get().is_some_and(|set| set >> (SIGBUS - 1) & 1 == 1);
+    if result == 0 && how != libc::SIG_UNBLOCK && blocks() {
+        bus_error::note_mask();
+    }
+    result
 }

@@ -151,7 +151,7 @@ hook! {
         let Some(open) = table::find(descriptor) else {
             return left(actions, posix_spawn_file_actions_addfchdir_np::next(actions, descriptor));
         };
-        match open.directory() {
+        match open.reached_directory() {
             Ok(directory) => {
                 record(actions, Need::Directory(Some(directory.path().to_vec())));
                 0

@@ -38,6 +38,9 @@ hook! {
                 None => next::fstatat(directory, path, out, flags),
             };
         }
+        if let Some(mode) = mode_of_link(path, flags) {
+            return with_mode(next::fstatat(directory, path, out, flags), out, |form| form.st_mode |= mode);
+        }
         let ours = |view: &View, path: &[u8]| Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?);
         path::at(directory, path, ours, |directory, path| next::fstatat(directory, path, out, flags))
     }
@@ -71,6 +74,9 @@ hook! {
                 None => statx::next(directory, path, flags, mask, out),
             };
         }
+        if let Some(mode) = mode_of_link(path, flags) {
+            return with_mode(statx::next(directory, path, flags, mask, out), out, |form| form.stx_mode |= mode as u16);
+        }
         let ours = |view: &View, path: &[u8]| Ok(out.put(extended_form(&look_up(view, path, flags)?)).map(|()| 0)?);
         path::at(directory, path, ours, |directory, path| statx::next(directory, path, flags, mask, out))
     }
@@ -78,6 +84,27 @@ hook! {
 
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {
     if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) }
+}
+
+/// Returns the permissions that a link to a descriptor of ours has in /proc, if the call is about the link itself. The kernel has
+/// the link, but gives it the permissions of the placeholder.
+fn mode_of_link(path: FromC<*const c_char>, flags: c_int) -> Option<u32> {
+    if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
+        return None;
+    }
+    Some(if path::linked(path)?.is_place() { 0 } else { 0o500 })
+}
+
+/// Corrects what the kernel has stored, if it has. Returns the result for the program.
+fn with_mode<T: Copy>(result: c_int, out: FromC<*mut T>, correct: impl FnOnce(&mut T)) -> c_int {
+    if result == 0
+        && let Some(mut form) = out.get()
+    {
+        correct(&mut form);
+        // Cannot fail: the pointer is not null.
+        let _ = out.put(form);
+    }
+    result
 }
 
 /// Returns whether the call is about the descriptor itself. Newer kernels take the null pointer for an empty path.

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use libc::msghdr;
 
 use crate::memory::{self, FromC};
-use crate::{cwd, next, path, table};
+use crate::{cwd, kernel_reads, next, path, table};
 
 /// One more than the highest number that can be of interest.
 const NUMBERS_MAX: usize = 512;
@@ -304,6 +304,21 @@ impl Call {
             0 => 0,
             errno => memory::fail(errno),
         }
+    }
+
+    /// Passes a call of libaio on, after the descriptors that it names have got kernel copies.
+    fn submits(&self) -> c_long {
+        super::kernel_reads::serve_submitted(self.get(1), self.get(2));
+        self.kernel()
+    }
+
+    /// Passes a call on that sets up a ring of io_uring. From then on, every open file has a kernel copy.
+    fn sets_up_ring(&self) -> c_long {
+        let number = self.creates();
+        if number >= 0 {
+            kernel_reads::serve_all();
+        }
+        number
     }
 
     fn address(mapped: *mut c_void) -> c_long {

@@ -6,10 +6,10 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
 use dayfly_client::cancellation;
-use libc::{cmsghdr, msghdr, off_t, size_t};
+use libc::{cmsghdr, mmsghdr, msghdr, off_t, size_t};
 
 use super::hook;
-use crate::attach::view;
+use crate::attach::{known_view, view};
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
 use crate::pages;
@@ -68,13 +68,7 @@ hook! {
     }
 
     fn sendmsg(socket, message, flags) {
-        // What cannot be read, or is longer than the kernel takes, fails in the kernel.
-        let has_control = |header: &msghdr| {
-            header.msg_controllen <= CONTROL_LEN_MAX && pages::is_readable(header.msg_control as usize, header.msg_controllen)
-        };
-        let Some(header) = message.get().filter(|header| !header.msg_control.is_null() && has_control(header)) else {
-            return sendmsg::next(socket, message, flags);
-        };
+        let Some(header) = message.get().filter(has_control) else { return sendmsg::next(socket, message, flags) };
         let passed = passed(&header);
         if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
             return sendmsg::next(socket, message, flags);
@@ -90,11 +84,41 @@ hook! {
             Err(errno) => fail(errno),
         }
     }
+
+    fn sendmmsg(socket: c_int, messages: FromC<*mut mmsghdr>, count: c_uint, flags: c_int) -> c_int {
+        // Linux sends at most this many.
+        let count_max = count.min(libc::UIO_MAXIOV as c_uint);
+        let headers = messages.as_const().values(if known_view().is_some() { count_max as usize } else { 0 });
+        // The kernel fails for an array that cannot be read.
+        let Ok(headers) = headers else { return sendmmsg::next(socket, messages, count, flags) };
+        let headers: Vec<msghdr> = headers.map(|message| message.msg_hdr).filter(has_control).collect();
+        let passed: Vec<_> = headers.iter().flat_map(passed).collect();
+        if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
+            return sendmmsg::next(socket, messages, count, flags);
+        }
+        match put_copies(&passed) {
+            Ok(copies) => {
+                let copies = Restored(copies);
+                let sent = sendmmsg::next(socket, messages, count, flags);
+                let _deferral = cancellation::defer();
+                drop(copies);
+                sent
+            }
+            Err(errno) => fail(errno),
+        }
+    }
+}
+
+/// Returns whether a message has control data that can be read, and no more than the kernel takes. The kernel fails for the rest.
+fn has_control(header: &msghdr) -> bool {
+    !header.msg_control.is_null()
+        && header.msg_controllen <= CONTROL_LEN_MAX
+        && pages::is_readable(header.msg_control as usize, header.msg_controllen)
 }
 
 /// Returns whether a message passes descriptors of ours.
 pub(super) fn passes_ours(message: FromC<*const msghdr>) -> bool {
-    let header = message.get().filter(|header| !header.msg_control.is_null());
+    let header = message.get().filter(has_control);
     header.is_some_and(|header| passed(&header).iter().any(|number| number.get().is_some_and(table::is_ours)))
 }
 

@@ -93,6 +93,10 @@ rules! {
         => copy_file_range(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
     SYS_splice: c if c.is_ours(0) => splice(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
 
+    // Reads by the kernel, which cannot read a placeholder.
+    SYS_io_submit: c => c.submits();
+    SYS_io_uring_setup: c => c.sets_up_ring();
+
     // Memory, so that the library forgets which pages it may touch.
     SYS_munmap: c => munmap(c.get(0), c.get(1));
     SYS_mremap: c => Call::address(mremap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4)));
@@ -170,7 +174,6 @@ rules! {
     SYS_fsopen: c => c.creates();
     SYS_fspick: c => c.creates();
     SYS_inotify_init1: c => c.creates();
-    SYS_io_uring_setup: c => c.creates();
     SYS_memfd_create: c => c.creates();
     SYS_mq_open: c => c.creates();
     SYS_open_by_handle_at: c => c.creates();
