@@ -28,6 +28,7 @@ mod directory;
 mod exec;
 mod fts;
 mod ftw;
+mod loader;
 mod map;
 mod names;
 mod open;
@@ -40,6 +41,8 @@ mod stat;
 mod stdio;
 mod transfer;
 mod vfork;
+
+pub(crate) use loader::prepare;
 
 /// Defines hooks. `fn NAME | ALIAS... (ARGUMENT: TYPE, ...) -> TYPE { BODY }` defines
 ///

@@ -17,6 +17,7 @@
 //! | `cwd`, `path` | the working directory; which paths are ours |
 //! | `stat_form` | a view's attributes as `struct stat` |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
+//! | `elf`, `library` | libraries of the namespace, for the dynamic linker |
 //! | `atfork` | what happens around a fork |
 //! | `calls` | the hooks: functions with C's names |
 //! | `api` | the functions of `dayfly.h` |
@@ -38,9 +39,11 @@ mod atfork;
 mod attach;
 mod calls;
 mod cwd;
+mod elf;
 mod exec_handoff;
 mod fault;
 mod kernel_copy;
+mod library;
 mod memory;
 mod next;
 mod offset;
@@ -59,6 +62,7 @@ static START: extern "C" fn() = start;
 
 #[cfg(not(test))]
 extern "C" fn start() {
+    calls::prepare();
     if setup::read_environment() {
         vfork::set_home();
         cwd::inherit();

@@ -1,0 +1,94 @@
+//! What the dynamic linker loads, and programs for which this library is not made: they start, and are told.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::Path;
+
+use super::harness::twin::twin;
+use super::harness::{output_of, text, tool};
+use super::{compile, is_there, plainly};
+
+fn shared(folder: &Path, name: &str, source: &str, options: &[&str]) {
+    let file = folder.join(format!("{}.c", name.replace('/', "-")));
+    let library = folder.join(name);
+    fs::create_dir_all(library.parent().unwrap()).unwrap();
+    fs::write(&file, source).unwrap();
+    let mut arguments: Vec<&OsStr> = vec!["-shared".as_ref(), "-fPIC".as_ref(), "-o".as_ref(), library.as_os_str(), file.as_os_str()];
+    arguments.extend(options.iter().map(OsStr::new));
+    tool("gcc", &arguments);
+    fs::remove_file(file).unwrap();
+}
+
+/// Creates the libraries that `loaders.c` loads.
+fn libraries(root: &Path) {
+    shared(root, "one.so", "static int count; int count_one(void) { return ++count; }", &["-Wl,-soname,one.so"]);
+    shared(root, "alone.so", "int alone(void) { return 7; }", &["-nostdlib"]);
+    std::os::unix::fs::symlink("one.so", root.join("link.so")).unwrap();
+    fs::write(root.join("not-a-library"), "some words\n").unwrap();
+    let needed = root.join("needed");
+    let (here, folder) = (format!("-L{}", needed.display()), "-Wl,-rpath,$ORIGIN");
+    let link = |name: &str| format!("-Wl,-soname,{name}");
+    shared(&needed, "libthree.so", "int three(void) { return 3; }", &[&link("libthree.so")]);
+    let source = "int three(void); int two(void) { return three() - 1; }";
+    shared(&needed, "libtwo.so", source, &[&link("libtwo.so"), &here, "-lthree", folder]);
+    let source = "int two(void); int three(void); int sum(void) { return 10 * two() + three(); }";
+    shared(root, "sub/user.so", source, &[&here, "-ltwo", "-Wl,-rpath-link", &needed.display().to_string(), "-lthree", "-Wl,-rpath,$ORIGIN/../needed"]);
+}
+
+/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those in
+/// the namespace in folders that DT_RUNPATH or DT_RPATH names."
+#[test]
+fn dlopen_loads_libraries_from_the_namespace_as_from_a_plain_directory() {
+    let outside = |folder: &Path| {
+        shared(folder, "libneighbor.so", "int neighbor(void) { return 41; }", &[]);
+        let source = "#include <dlfcn.h>\n int load_neighbor(void) { void *handle = dlopen(\"libneighbor.so\", RTLD_NOW);\n\
+                      return handle ? ((int (*)(void))dlsym(handle, \"neighbor\"))() + 1 : -2; }";
+        shared(folder, "outside.so", source, &["-Wl,-rpath,$ORIGIN"]);
+        folder.join("outside.so")
+    };
+    let (twin, expected) = twin(libraries, |ground, root| {
+        let program = compile(ground, "loaders.c", &["-ldl"]);
+        let found = plainly(ground, &[program.as_os_str(), root.as_os_str(), outside(ground.work.path()).as_os_str()]);
+        text(&found.stdout)
+    });
+    assert!(expected.contains("counts 1 2") || expected.contains("counts 2 1"), "{expected}");
+    assert!(expected.contains("of the needed ones 23") && expected.contains("from outside 42"), "{expected}");
+    let program = twin.cluster.at("loaders");
+    for node in 0..2 {
+        let mut command = twin.exec_command(node);
+        let found = output_of(command.arg(&program).arg(&twin.root).arg(twin.cluster.at("outside.so")));
+        assert_eq!(text(&found.stdout), expected, "node {node}: {}", text(&found.stderr));
+    }
+    twin.cluster.down();
+}
+
+/// SEMANTICS: "Python imports modules from the namespace, extension modules included."
+#[test]
+fn python_imports_extension_modules_from_the_namespace() {
+    if !is_there("python3") {
+        return;
+    }
+    // Copies extension modules of the interpreter's own library, under which they are not found again.
+    let copy = "import sys, sysconfig, glob, shutil\n\
+                folder = sysconfig.get_config_var('DESTSHARED')\n\
+                for name in ['_csv', '_json', '_struct', '_heapq']:\n\
+                \x20   for path in glob.glob(f'{folder}/{name}.*.so'): shutil.copy(path, sys.argv[1])\n\
+                open(sys.argv[1] + '/plain.py', 'w').write('answer = 42\\n')";
+    let script = "import sys, sysconfig\n\
+                  sys.path = [sys.argv[1]] + [path for path in sys.path if 'lib-dynload' not in path]\n\
+                  for name in ['_csv', '_json', '_struct', '_heapq', 'plain']:\n\
+                  \x20   sys.modules.pop(name, None)\n\
+                  \x20   module = __import__(name)\n\
+                  \x20   print(name, getattr(module, '__file__', None), len(dir(module)))\n";
+    let (twin, expected) = twin(
+        |root| tool("python3", &["-c".as_ref(), copy.as_ref(), root.as_os_str()]),
+        |ground, root| text(&plainly(ground, &["python3".as_ref(), "-Bc".as_ref(), script.as_ref(), root.as_os_str()]).stdout),
+    );
+    assert!(expected.contains("plain.py"), "{expected}");
+    if !expected.contains("_csv.") {
+        eprintln!("this Python has no extension modules as files");
+    }
+    let found = twin.exec(&["python3".as_ref(), "-Bc".as_ref(), script.as_ref(), twin.root.as_os_str()]);
+    assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
+    twin.cluster.down();
+}
