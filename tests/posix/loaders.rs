@@ -2,18 +2,20 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use super::harness::twin::twin;
+use super::harness::twin::{Twin, twin};
 use super::harness::{output_of, text, tool};
-use super::{compile, is_there, plainly};
+use super::{ALL_PROGRAMS, compile, is_there, plainly};
 
 fn shared(folder: &Path, name: &str, source: &str, options: &[&str]) {
     let file = folder.join(format!("{}.c", name.replace('/', "-")));
     let library = folder.join(name);
     fs::create_dir_all(library.parent().unwrap()).unwrap();
     fs::write(&file, source).unwrap();
-    let mut arguments: Vec<&OsStr> = vec!["-shared".as_ref(), "-fPIC".as_ref(), "-o".as_ref(), library.as_os_str(), file.as_os_str()];
+    let mut arguments: Vec<&OsStr> =
+        vec!["-shared".as_ref(), "-fPIC".as_ref(), "-o".as_ref(), library.as_os_str(), file.as_os_str()];
     arguments.extend(options.iter().map(OsStr::new));
     tool("gcc", &arguments);
     fs::remove_file(file).unwrap();
@@ -32,7 +34,12 @@ fn libraries(root: &Path) {
     let source = "int three(void); int two(void) { return three() - 1; }";
     shared(&needed, "libtwo.so", source, &[&link("libtwo.so"), &here, "-lthree", folder]);
     let source = "int two(void); int three(void); int sum(void) { return 10 * two() + three(); }";
-    shared(root, "sub/user.so", source, &[&here, "-ltwo", "-Wl,-rpath-link", &needed.display().to_string(), "-lthree", "-Wl,-rpath,$ORIGIN/../needed"]);
+    shared(
+        root,
+        "sub/user.so",
+        source,
+        &[&here, "-ltwo", "-Wl,-rpath-link", &needed.display().to_string(), "-lthree", "-Wl,-rpath,$ORIGIN/../needed"],
+    );
 }
 
 /// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those in
@@ -90,5 +97,80 @@ fn python_imports_extension_modules_from_the_namespace() {
     }
     let found = twin.exec(&["python3".as_ref(), "-Bc".as_ref(), script.as_ref(), twin.root.as_os_str()]);
     assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
+    twin.cluster.down();
+}
+
+/// A program that reads a file and lists a folder, with its mistakes in memory found by a sanitizer, if it has one.
+const READER: &str = "#include <dirent.h>\n#include <fcntl.h>\n#include <stdio.h>\n#include <string.h>\n#include <unistd.h>\n\
+    int main(int count, char **arguments) {\n\
+        char line[100] = \"\";\n\
+        int file = open(arguments[1], O_RDONLY);\n\
+        if (read(file, line, sizeof line - 1) < 0) perror(\"read\");\n\
+        printf(\"%s\", line);\n\
+        FILE *stream = fopen(arguments[1], \"r\");\n\
+        printf(\"%s\", stream && fgets(line, sizeof line, stream) ? line : \"no stream\\n\");\n\
+        DIR *folder = opendir(count > 2 ? arguments[2] : \"/\");\n\
+        printf(\"%d\\n\", folder && readdir(folder));\n\
+        return 0;\n\
+    }\n";
+
+/// Compiles [`READER`]; `None` if the compiler cannot.
+fn reader(twin: &Twin, compiler: &str, options: &[&str]) -> Option<PathBuf> {
+    let (source, program) = (twin.cluster.at("reader.c"), twin.cluster.at(format!("reader-{compiler}{}", options.concat())));
+    fs::write(&source, READER).unwrap();
+    let built = Command::new(compiler).args(options).arg("-o").args([&program, &source]).output();
+    let is_built = built.is_ok_and(|output| output.status.success());
+    if !is_built {
+        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{compiler} {options:?} does not work");
+        eprintln!("skipped, because it does not work here: {compiler} {options:?}");
+    }
+    is_built.then_some(program)
+}
+
+fn words_in(root: &Path) {
+    fs::write(root.join("words"), "some words\n").unwrap();
+}
+
+/// SEMANTICS: "Programs of musl and 32-bit programs run as they would without the library, without a message, and do not see the
+/// namespace. As CMD they cause a warning."
+#[test]
+fn programs_of_musl_and_32_bit_programs_run_as_without_the_library() {
+    let (twin, ()) = twin(words_in, |_, _| ());
+    for (compiler, options, reason) in [("musl-gcc", &[][..], "musl"), ("gcc", &["-m32"], "a 32-bit program")] {
+        let Some(program) = reader(&twin, compiler, options) else { continue };
+        let outside = twin.plain.join("words");
+        let script = format!("{} {}; echo $?; cat {}/words", program.display(), outside.display(), twin.root.display());
+        let found = twin.exec(&["sh".as_ref(), "-c".as_ref(), script.as_ref()]);
+        assert_eq!(text(&found.stdout), "some words\nsome words\n1\n0\nsome words\n");
+        assert_eq!(text(&found.stderr), "", "a shell's children print nothing");
+        let found = twin.exec(&[program.as_os_str(), outside.as_os_str()]);
+        assert_eq!(text(&found.stdout), "some words\nsome words\n1\n");
+        let warning = text(&found.stderr);
+        assert!(
+            warning.contains(reason) && warning.contains("will not see the namespace") && warning.lines().count() == 1,
+            "{warning}"
+        );
+    }
+    twin.cluster.down();
+}
+
+/// SEMANTICS: "Programs built with a sanitizer of gcc (address, leak, thread, undefined) start, and see the namespace."
+#[test]
+fn programs_built_with_sanitizers_read_the_namespace() {
+    let (twin, ()) = twin(words_in, |_, _| ());
+    for sanitizer in ["address", "leak", "thread", "undefined"] {
+        let Some(program) = reader(&twin, "gcc", &[&format!("-fsanitize={sanitizer}")]) else { continue };
+        let file = twin.root.join("words");
+        // The program leaves its stream and folder open.
+        let mut command = twin.exec_command(0);
+        command
+            .arg(&program)
+            .args([&file, &twin.root])
+            .env("ASAN_OPTIONS", "detect_leaks=0")
+            .env("LSAN_OPTIONS", "detect_leaks=0");
+        let found = output_of(&mut command);
+        assert_eq!(text(&found.stdout), "some words\nsome words\n1\n", "{sanitizer}: {}", text(&found.stderr));
+        assert!(found.status.success() && found.stderr.is_empty(), "{sanitizer}: {}", text(&found.stderr));
+    }
     twin.cluster.down();
 }

@@ -28,8 +28,9 @@ test_thread test_threadedtempfile test_threading test_threading_local test_threa
 test_urllib test_urllib2_localnet test_uuid test_venv test_wait3 test_wait4 test_xmlrpc test_zipapp test_zipfile test_zipimport test_zlib
 """.split()
 
-# test_asyncio has parts, each of which takes long enough to be a group of its own.
 SECONDS_MAX = 900
+# In some virtual machines, a connection to the host never comes: these tests hang without the library too.
+IGNORED = ["*VSOCK*"]
 
 
 def missing():
@@ -56,7 +57,8 @@ def run(session, comparison):
             if home:
                 environment["PYTHONHOME"] = str(session.tree(way))
             report = Path(work) / "report.xml"
-            arguments = [PYTHON, "-m", "test", "--junit-xml", report, "--timeout", SECONDS_MAX - 60, module]
+            arguments = [PYTHON, "-m", "test", "--junit-xml", report, "--timeout", SECONDS_MAX - 60]
+            arguments += [word for pattern in IGNORED for word in ["-i", pattern]] + [module]
             status, output = session.run(way, arguments, SECONDS_MAX, environment, work)
             return results(module, report, status, output)
 
@@ -65,12 +67,12 @@ def run(session, comparison):
 
 
 def results(module, report, status, output):
-    """Returns the result of each case, and that of the module as a whole."""
-    found = {module: ("pass" if status == 0 else f"status {status}", output)}
+    """Returns the result of each case; that of the module as a whole if it ended before it reported any."""
+    found = {}
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             failure = next((part for part in case if part.tag in ("failure", "error")), None)
             skipped = case.find("skipped") is not None
             result = "fail" if failure is not None else "skip" if skipped else "pass"
             found[case.get("name").split(" ")[0]] = (result, "" if failure is None else failure.text or "")
-    return found
+    return found or {module: ("pass" if status == 0 else f"status {status}", output)}

@@ -73,7 +73,8 @@ fn segment(header: &[u8]) -> Segment {
 
 /// Returns the offset in the file of what will be at an address.
 fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
-    let within = |segment: &&Segment| segment.kind == LOADED && address.checked_sub(segment.address).is_some_and(|at| at < segment.len);
+    let within =
+        |segment: &&Segment| segment.kind == LOADED && address.checked_sub(segment.address).is_some_and(|at| at < segment.len);
     let segment = segments.iter().find(within)?;
     (address - segment.address).checked_add(segment.offset)
 }

@@ -9,6 +9,7 @@
 //! | `memory` | the border to C: pointers from C (`FromC`), `errno` |
 //! | `next` | the functions of the next library, found by name on first use |
 //! | `fault` | why a call fails, how C learns of it, the line on standard error |
+//! | `sanitizer` | options for AddressSanitizer |
 //! | `setup` | the session that the environment names |
 //! | `placeholder` | the kernel descriptor behind each of our numbers |
 //! | `vfork` | which process runs in this memory |
@@ -49,6 +50,7 @@ mod next;
 mod offset;
 mod path;
 mod placeholder;
+mod sanitizer;
 mod setup;
 mod stat_form;
 mod table;
