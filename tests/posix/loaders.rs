@@ -174,3 +174,31 @@ fn programs_built_with_sanitizers_read_the_namespace() {
     }
     twin.cluster.down();
 }
+
+/// SEMANTICS: "Other preloaded libraries, before this one or after it, see the calls that lead outside the namespace."
+#[test]
+fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
+    if !is_there("python3") {
+        return;
+    }
+    let (twin, ()) = twin(words_in, |_, _| ());
+    let interposer = twin.cluster.at("interposer.so");
+    let source = super::here("interposer.c");
+    tool("gcc", &["-shared".as_ref(), "-fPIC".as_ref(), "-o".as_ref(), interposer.as_os_str(), source.as_os_str()]);
+    let script = "import os, sys\n\
+                  outside, inside = open(sys.argv[1]), open(sys.argv[2])\n\
+                  print(os.fstat(outside.fileno()).st_uid, os.stat(sys.argv[1]).st_uid, os.stat('words', dir_fd=os.open(sys.argv[3], 0)).st_uid)\n\
+                  print(os.fstat(inside.fileno()).st_size, os.stat(sys.argv[2]).st_size, inside.read(), end='')\n";
+    let me = nix::unistd::getuid();
+    for order in ["$0:$LD_PRELOAD", "$LD_PRELOAD:$0"] {
+        let run = format!("LD_PRELOAD={order} exec \"$@\"");
+        let mut command = twin.exec_command(0);
+        command.args(["sh", "-c", &run]).arg(&interposer).args(["python3", "-c", script]);
+        command.args([twin.plain.join("words"), twin.root.join("words"), twin.plain.clone()]);
+        let found = output_of(&mut command);
+        let owner = me.as_raw() + 1000;
+        let expected = format!("{owner} {owner} {owner}\n11 11 some words\n");
+        assert_eq!(text(&found.stdout), expected, "{order}: {:?} {}", found.status, text(&found.stderr));
+    }
+    twin.cluster.down();
+}

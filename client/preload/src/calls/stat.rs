@@ -9,56 +9,78 @@ use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
 use crate::memory::{FromC, zeroed};
+use crate::next::exists;
 use crate::stat_form::{IO_SIZE, device, kernel_form, owner};
 use crate::{cwd, next, path, table};
 
 hook! {
     fn stat | stat64 (path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        fstatat(libc::AT_FDCWD, path, out, 0)
+        let kernel = |directory, path: FromC<*const c_char>| match directory == libc::AT_FDCWD && exists!(stat) {
+            true => stat::next(path, out),
+            false => next::fstatat(directory, path, out, 0),
+        };
+        path::at(libc::AT_FDCWD, path, |view, path| found(view, path, 0, out), kernel)
     }
 
     fn lstat | lstat64 (path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        fstatat(libc::AT_FDCWD, path, out, libc::AT_SYMLINK_NOFOLLOW)
+        let flags = libc::AT_SYMLINK_NOFOLLOW;
+        let kernel = |directory, path: FromC<*const c_char>| match directory == libc::AT_FDCWD && exists!(lstat) {
+            true => lstat::next(path, out),
+            false => next::fstatat(directory, path, out, flags),
+        };
+        path::at(libc::AT_FDCWD, path, |view, path| found(view, path, flags, out), kernel)
     }
 
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
         match table::find(descriptor) {
+            None if exists!(fstat) => fstat::next(descriptor, out),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
         }
     }
 
     fn fstatat | fstatat64 (directory: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>, flags: c_int) -> c_int {
-        if means_descriptor(path, flags) {
-            return match of_directory(directory) {
-                Some(found) => answer(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
-                None => next::fstatat(directory, path, out, flags),
-            };
+        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| next::fstatat(directory, path, out, flags))
+    }
+
+    // The names that programs have for old C libraries. Each calls the next function of its own name: fakeroot's `fstatat` calls
+    // `__fxstatat`, which would call `fstatat` again.
+
+    fn __xstat | __xstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+        let kernel = |directory, path: FromC<*const c_char>| match directory == libc::AT_FDCWD && exists!(__xstat) {
+            true => __xstat::next(version, path, out),
+            false => next::fstatat(directory, path, out, 0),
+        };
+        path::at(libc::AT_FDCWD, path, |view, path| found(view, path, 0, out), kernel)
+    }
+
+    fn __lxstat | __lxstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+        let flags = libc::AT_SYMLINK_NOFOLLOW;
+        let kernel = |directory, path: FromC<*const c_char>| match directory == libc::AT_FDCWD && exists!(__lxstat) {
+            true => __lxstat::next(version, path, out),
+            false => next::fstatat(directory, path, out, flags),
+        };
+        path::at(libc::AT_FDCWD, path, |view, path| found(view, path, flags, out), kernel)
+    }
+
+    fn __fxstat | __fxstat64 (version: c_int, descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
+        match table::is_ours(descriptor) || !exists!(__fxstat) {
+            true => fstat(descriptor, out),
+            false => __fxstat::next(version, descriptor, out),
         }
-        let ours = |view: &View, path: &[u8]| Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?);
-        path::at(directory, path, ours, |directory, path| next::fstatat(directory, path, out, flags))
-    }
-
-    fn __xstat | __xstat64 (_version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        stat(path, out)
-    }
-
-    fn __lxstat | __lxstat64 (_version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        lstat(path, out)
-    }
-
-    fn __fxstat | __fxstat64 (_version: c_int, descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
-        fstat(descriptor, out)
     }
 
     fn __fxstatat | __fxstatat64 (
-        _version: c_int,
+        version: c_int,
         directory: c_int,
         path: FromC<*const c_char>,
         out: FromC<*mut KernelStat>,
         flags: c_int,
     ) -> c_int {
-        fstatat(directory, path, out, flags)
+        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| match exists!(__fxstatat) {
+            true => __fxstatat::next(version, directory, path, out, flags),
+            false => next::fstatat(directory, path, out, flags),
+        })
     }
 
     fn statx(directory: c_int, path: FromC<*const c_char>, flags: c_int, mask: c_uint, out: FromC<*mut KernelStatx>) -> c_int {
@@ -71,6 +93,29 @@ hook! {
         let ours = |view: &View, path: &[u8]| Ok(out.put(extended_form(&look_up(view, path, flags)?)).map(|()| 0)?);
         path::at(directory, path, ours, |directory, path| statx::next(directory, path, flags, mask, out))
     }
+}
+
+/// Answers `stat` of a path of the namespace.
+fn found(view: &View, path: &[u8], flags: c_int, out: FromC<*mut KernelStat>) -> Result<c_int, Fault> {
+    Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?)
+}
+
+/// Answers `fstatat`, or passes it on to `kernel`.
+#[inline]
+fn relative(
+    directory: c_int,
+    path: FromC<*const c_char>,
+    out: FromC<*mut KernelStat>,
+    flags: c_int,
+    kernel: impl Fn(c_int, FromC<*const c_char>) -> c_int,
+) -> c_int {
+    if means_descriptor(path, flags) {
+        return match of_directory(directory) {
+            Some(found) => answer(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
+            None => kernel(directory, path),
+        };
+    }
+    path::at(directory, path, |view, path| found(view, path, flags, out), kernel)
 }
 
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {
