@@ -74,5 +74,5 @@ def results(module, report, status, output):
             failure = next((part for part in case if part.tag in ("failure", "error")), None)
             skipped = case.find("skipped") is not None
             result = "fail" if failure is not None else "skip" if skipped else "pass"
-            found[case.get("name").split(" ")[0]] = (result, "" if failure is None else failure.text or "")
+            found[(case.get("name") or module).split(" ")[0]] = (result, "" if failure is None else failure.text or "")
     return found or {module: ("pass" if status == 0 else f"status {status}", output)}

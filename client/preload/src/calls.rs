@@ -42,6 +42,7 @@ mod stdio;
 mod transfer;
 mod vfork;
 
+#[cfg(not(test))]
 pub(crate) use loader::prepare;
 
 /// Defines hooks. `fn NAME | ALIAS... (ARGUMENT: TYPE, ...) -> TYPE { BODY }` defines
