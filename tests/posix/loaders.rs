@@ -100,6 +100,34 @@ fn python_imports_extension_modules_from_the_namespace() {
     twin.cluster.down();
 }
 
+/// SEMANTICS: "Python imports modules from the namespace, extension modules included."
+#[test]
+fn python_imports_packages_that_bring_their_own_libraries() {
+    if !is_there("python3 -c 'import numpy, PIL'") {
+        return;
+    }
+    let copy = "import os, shutil, sys, numpy, PIL\n\
+                for module in [numpy, PIL]:\n\
+                \x20   folder = os.path.dirname(module.__file__)\n\
+                \x20   for name in [folder, folder.replace('PIL', 'pillow') + '.libs']:\n\
+                \x20       if os.path.isdir(name): shutil.copytree(name, os.path.join(sys.argv[1], os.path.basename(name)))\n";
+    let script = "import sys; sys.path.insert(0, sys.argv[1])\n\
+                  import numpy\n\
+                  from PIL import Image\n\
+                  matrix = numpy.eye(100) * 4\n\
+                  print(numpy.__file__, Image.__file__, numpy.linalg.inv(matrix).sum(), (matrix @ matrix).trace())\n\
+                  picture = Image.linear_gradient('L')\n\
+                  print(len(picture.tobytes('jpeg', 'L')), picture.resize((9, 9)).getpixel((4, 4)))\n";
+    let (twin, expected) = twin(
+        |root| tool("python3", &["-c".as_ref(), copy.as_ref(), root.as_os_str()]),
+        |ground, root| text(&plainly(ground, &["python3".as_ref(), "-SBc".as_ref(), script.as_ref(), root.as_os_str()]).stdout),
+    );
+    assert!(expected.contains("numpy/__init__.py"), "{expected}");
+    let found = twin.exec(&["python3".as_ref(), "-SBc".as_ref(), script.as_ref(), twin.root.as_os_str()]);
+    assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
+    twin.cluster.down();
+}
+
 /// A program that reads a file and lists a folder, with its mistakes in memory found by a sanitizer, if it has one.
 const READER: &str = "#include <dirent.h>\n#include <fcntl.h>\n#include <stdio.h>\n#include <string.h>\n#include <unistd.h>\n\
     int main(int count, char **arguments) {\n\

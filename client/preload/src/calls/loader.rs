@@ -132,11 +132,12 @@ fn is_loaded(name: &CStr) -> bool {
     if handle.is_null() {
         return false;
     }
-    // SAFETY: `dlopen` has returned the handle, and counted this use of it.
-    unsafe { libc::dlclose(handle) };
+    // SAFETY: the linker has just returned the handle, and counted this use of it.
+    unload(unsafe { FromC::new(handle) });
     true
 }
 
+forward! { unload calls dlclose(handle: FromC<*mut c_void>) -> c_int }
 forward! { load calls dlopen(path: FromC<*const c_char>, flags: c_int) -> *mut c_void }
 
 /// Returns the linker's message about the last failure, and forgets it.
