@@ -135,7 +135,7 @@ fn reason_of(path: &Path) -> Option<&'static str> {
         let header = table.checked_add(at * len)?;
         // Headers that are cut off count as an interpreter.
         if number(header, 4)? as u32 == INTERPRETER {
-            let (offset, len) = (number(header + 8, 8)? as usize, number(header + 32, 8)? as usize);
+            let (offset, len) = (number(header.saturating_add(8), 8)? as usize, number(header.saturating_add(32), 8)? as usize);
             let interpreter = start.get(offset..offset.checked_add(len)?)?;
             let is_musl = interpreter.windows(8).any(|window| window == b"ld-musl-");
             return is_musl.then_some("a program of another C library, musl");

@@ -127,7 +127,7 @@ mod tests {
             bytes[at..at + 8].copy_from_slice(&tag.to_le_bytes());
             bytes[at + 8..at + 16].copy_from_slice(&value.to_le_bytes());
         }
-        bytes[400..430].copy_from_slice(b"\0libone.so\0libtwo.so\0/a:$ORIGIN");
+        bytes[400..431].copy_from_slice(b"\0libone.so\0libtwo.so\0/a:$ORIGIN");
         bytes
     }
 
