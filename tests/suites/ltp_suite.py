@@ -6,7 +6,7 @@ Each test runs in PID, mount, IPC and UTS namespaces of its own, so that it meet
 import os
 import re
 import shlex
-import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -53,6 +53,15 @@ def tests():
     return found
 
 
+def detach(work):
+    """Detaches the loop devices that a test has left behind because it was ended."""
+    listed = subprocess.run(["losetup", "-nO", "NAME,BACK-FILE"], capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        device, _, file = line.strip().partition(" ")
+        if file.strip().startswith(f"{work}/"):
+            subprocess.run(["losetup", "-d", device], check=False)
+
+
 def run(session, comparison):
     session.start()
     found = tests()
@@ -68,8 +77,7 @@ def run(session, comparison):
             }  # fmt: skip
             isolated = ["unshare", "-mpiu", "--fork", "--mount-proc", "--kill-child", "sh", "-c", found[name]]
             status, output = session.run(way, isolated, SECONDS_MAX, environment, work)
-            shutil.rmtree(work, ignore_errors=True)
-            os.makedirs(work, exist_ok=True)
+            detach(work)
             result = {0: "pass", 32: "not for this machine", None: "timed out"}.get(status, f"status {status}")
             return {name: (result, output)}
 
