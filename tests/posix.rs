@@ -10,6 +10,8 @@ mod answers;
 #[path = "posix/border.rs"]
 mod border;
 mod harness;
+#[path = "posix/loaders.rs"]
+mod loaders;
 #[path = "posix/programs.rs"]
 mod programs;
 #[path = "posix/raw.rs"]
@@ -491,8 +493,8 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program in the namespace runs from such a copy, and a script is run by its interpreter; the loader does not find
-/// libraries in the namespace. A static CMD causes a warning."
+/// SEMANTICS: "A program in the namespace runs from such a copy, and a script is run by its interpreter. A static CMD causes a
+/// warning."
 #[test]
 fn a_static_program_causes_a_warning_and_a_script_in_the_namespace_runs() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());

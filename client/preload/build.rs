@@ -11,6 +11,8 @@ fn main() {
     for name in WRAPPED {
         println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap={name}");
     }
+    // A hook that calls another one means ours, also if a library before this one has a function of that name.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
     // Before glibc 2.34 the wrapped functions are in these two libraries.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2");
 }

@@ -4,6 +4,8 @@
 //! If a library is missing or broken, the loader skips it with at most a warning, and the program
 //! would then see no namespace. So this program tries to load it first.
 
+mod entry;
+
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -21,8 +23,15 @@ const NAME: &str = "libdayfly_preload.so";
 /// The variable that makes the loader load a library before all others.
 pub(crate) const VARIABLE: &str = "LD_PRELOAD";
 
+/// The library, and how `LD_PRELOAD` names it.
+pub(crate) struct Preload {
+    /// The library's path.
+    pub(crate) library: PathBuf,
+    entry: OsString,
+}
+
 /// Finds the library, and checks that it can be loaded.
-pub(crate) fn library() -> Result<PathBuf, Failure> {
+pub(crate) fn library() -> Result<Preload, Failure> {
     let program = env::current_exe()?;
     let folder = program.parent().unwrap_or(Path::new("/"));
     let places = [folder.join("deps"), folder.to_owned(), folder.join("../lib/dayfly")].map(|place| place.join(NAME));
@@ -35,27 +44,31 @@ pub(crate) fn library() -> Result<PathBuf, Failure> {
         )));
     };
     let library = fs::canonicalize(library)?;
-    if library.as_os_str().as_bytes().iter().any(|&byte| byte == b':' || byte.is_ascii_whitespace()) {
+    if library.as_os_str().as_bytes().iter().any(|&byte| byte == b':' || byte == b'$' || byte.is_ascii_whitespace()) {
         let path = library.display();
         return Err(Failure::new(format!(
-            "the path '{path}' contains a space or a colon, where the loader would split it; move the library"
+            "the path '{path}' contains a space, a colon or a dollar sign, which the loader would not take literally; move the \
+             library"
         )));
     }
-    try_to_load(&program, &library)?;
-    Ok(library)
-}
-
-/// Runs this program with the library, and has it check whether the library is loaded.
-fn try_to_load(program: &Path, library: &Path) -> Result<(), Failure> {
-    let mut trial = Command::new(program);
-    trial.arg(TRIAL).env(VARIABLE, library).env_remove(SESSION_VARIABLE).env_remove(PREFIX_VARIABLE);
-    let output = trial.stdin(Stdio::null()).output()?;
-    if output.status.success() {
-        return Ok(());
+    let mut reason = String::new();
+    for entry in entry::entries(&library) {
+        match try_to_load(&program, &entry)? {
+            None => return Ok(Preload { library, entry }),
+            Some(again) => reason = again,
+        }
     }
-    let reason = String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
     let path = library.display();
     Err(Failure::new(format!("cannot load '{path}', without which CMD would not see the namespace: {reason}")))
+}
+
+/// Runs this program with an entry of `LD_PRELOAD`, and has it check whether the library is loaded. Returns why it is not.
+fn try_to_load(program: &Path, entry: &OsStr) -> Result<Option<String>, Failure> {
+    let mut trial = Command::new(program);
+    trial.arg(TRIAL).env(VARIABLE, entry).env_remove(SESSION_VARIABLE).env_remove(PREFIX_VARIABLE);
+    let output = trial.stdin(Stdio::null()).output()?;
+    let reason = || String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
+    Ok((!output.status.success()).then(reason))
 }
 
 /// The hidden command that [`try_to_load`] runs.
@@ -67,48 +80,68 @@ pub(crate) fn is_loaded() -> bool {
     maps.windows(NAME.len()).any(|window| window == NAME.as_bytes())
 }
 
-/// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked
-/// for.
-pub(crate) fn value(library: &Path) -> OsString {
-    let mut value = library.as_os_str().to_owned();
-    let before = env::var_os(VARIABLE).unwrap_or_default();
-    let others = before.as_bytes().split(|&byte| byte == b':' || byte == b' ');
-    for other in others.filter(|other| !other.is_empty() && *other != library.as_os_str().as_bytes()) {
-        value.push(":");
-        value.push(OsStr::from_bytes(other));
+impl Preload {
+    /// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked
+    /// for.
+    pub(crate) fn value(&self) -> OsString {
+        self.value_with(&self.entry)
     }
-    value
+
+    /// Returns the value for programs that handle `$` in their own way.
+    pub(crate) fn plain_value(&self) -> OsString {
+        self.value_with(self.library.as_os_str())
+    }
+
+    fn value_with(&self, entry: &OsStr) -> OsString {
+        let mut value = entry.to_owned();
+        let before = env::var_os(VARIABLE).unwrap_or_default();
+        let others = before.as_bytes().split(|&byte| byte == b':' || byte == b' ').map(OsStr::from_bytes);
+        for other in others.filter(|other| !other.is_empty() && !entry::names(other, &self.library)) {
+            value.push(":");
+            value.push(other);
+        }
+        value
+    }
 }
 
-/// Returns whether a program is a static ELF file, into which no library can be preloaded. `false`
-/// if that is unknown.
-pub(crate) fn is_static(program: &OsStr) -> bool {
+/// Returns why the library cannot be loaded into a program, in words that complete "is ...". `None` if it can, or if that is
+/// unknown.
+pub(crate) fn unreachable(program: &OsStr) -> Option<&'static str> {
     let path = Path::new(program);
     let in_path =
         env::var_os("PATH").map(|folders| env::split_paths(&folders).map(|folder| folder.join(path)).collect::<Vec<_>>());
     let candidates = if program.as_bytes().contains(&b'/') { vec![path.to_owned()] } else { in_path.unwrap_or_default() };
     let found = candidates.into_iter().find(|candidate| candidate.is_file());
-    found.and_then(|path| has_no_interpreter(&path)).unwrap_or(false)
+    found.and_then(|path| reason_of(&path))
 }
 
-/// Searches the program headers of a 64-bit ELF file, which are in its first 8 KiB, for an
-/// interpreter. `None` if the file is not such a file.
-fn has_no_interpreter(path: &Path) -> Option<bool> {
+/// Looks at the program headers of a 64-bit ELF file, which are in its first 8 KiB, and at the interpreter that they name.
+fn reason_of(path: &Path) -> Option<&'static str> {
     const INTERPRETER: u32 = 3;
     let mut start = Vec::new();
     fs::File::open(path).ok()?.take(8192).read_to_end(&mut start).ok()?;
-    let half = |at: usize| Some(u16::from_le_bytes(start.get(at..at + 2)?.try_into().ok()?));
+    if start.starts_with(b"\x7fELF\x01") {
+        return Some("a 32-bit program");
+    }
     if !start.starts_with(b"\x7fELF\x02\x01") {
         return None;
     }
-    let table = usize::try_from(u64::from_le_bytes(start.get(32..40)?.try_into().ok()?)).ok()?;
-    let (len, count) = (usize::from(half(54)?), usize::from(half(56)?));
-    let mut kinds = (0..count).map(|number| {
-        let at = table.checked_add(number * len)?;
-        Some(u32::from_le_bytes(start.get(at..at.checked_add(4)?)?.try_into().ok()?))
-    });
-    // Headers that are cut off count as an interpreter.
-    Some(!kinds.any(|kind| kind.is_none_or(|kind| kind == INTERPRETER)))
+    let number = |at: usize, len: usize| {
+        let bytes = start.get(at..at.checked_add(len)?)?;
+        Some(bytes.iter().rev().fold(0_u64, |number, &byte| number << 8 | u64::from(byte)))
+    };
+    let (table, len, count) = (number(32, 8)? as usize, number(54, 2)? as usize, number(56, 2)? as usize);
+    for at in 0..count {
+        let header = table.checked_add(at * len)?;
+        // Headers that are cut off count as an interpreter.
+        if number(header, 4)? as u32 == INTERPRETER {
+            let (offset, len) = (number(header.saturating_add(8), 8)? as usize, number(header.saturating_add(32), 8)? as usize);
+            let interpreter = start.get(offset..offset.checked_add(len)?)?;
+            let is_musl = interpreter.windows(8).any(|window| window == b"ld-musl-");
+            return is_musl.then_some("a program of another C library, musl");
+        }
+    }
+    Some("a static program")
 }
 
 #[cfg(test)]
@@ -116,19 +149,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_without_an_interpreter_is_static() {
-        let folder = std::env::temp_dir().join(format!("dayfly-static-{}", std::process::id()));
-        let fake = |kind: u8| {
-            let mut elf = vec![0; 128];
+    fn programs_that_cannot_load_the_library_are_recognized() {
+        let file = std::env::temp_dir().join(format!("dayfly-static-{}", std::process::id()));
+        let fake = |kind: u8, interpreter: &[u8]| {
+            let mut elf = vec![0; 160];
             elf[..6].copy_from_slice(b"\x7fELF\x02\x01");
             (elf[32], elf[54], elf[56], elf[64]) = (64, 56, 1, kind);
-            fs::write(&folder, elf).unwrap();
-            is_static(folder.as_os_str())
+            (elf[72], elf[96]) = (120, interpreter.len() as u8);
+            elf[120..120 + interpreter.len()].copy_from_slice(interpreter);
+            fs::write(&file, elf).unwrap();
+            unreachable(file.as_os_str())
         };
-        assert!(fake(1) && !fake(3));
-        fs::write(&folder, "#!/bin/sh\n").unwrap();
-        assert!(!is_static(folder.as_os_str()) && !is_static(OsStr::new("no-such-program")));
-        assert!(!is_static(OsStr::new("sh")));
-        fs::remove_file(&folder).unwrap();
+        assert_eq!(fake(1, b""), Some("a static program"));
+        assert_eq!(fake(3, b"/lib64/ld-linux-x86-64.so.2\0"), None);
+        assert_eq!(fake(3, b"/lib/ld-musl-x86_64.so.1\0"), Some("a program of another C library, musl"));
+        fs::write(&file, b"\x7fELF\x01\x01").unwrap();
+        assert_eq!(unreachable(file.as_os_str()), Some("a 32-bit program"));
+        fs::write(&file, "#!/bin/sh\n").unwrap();
+        assert!(unreachable(file.as_os_str()).is_none() && unreachable(OsStr::new("no-such-program")).is_none());
+        assert!(unreachable(OsStr::new("sh")).is_none());
+        fs::remove_file(&file).unwrap();
     }
 }

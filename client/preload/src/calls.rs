@@ -32,6 +32,7 @@ mod exec;
 mod fts;
 mod ftw;
 mod kernel_reads;
+mod loader;
 mod map;
 mod names;
 mod open;
@@ -45,6 +46,9 @@ mod stdio;
 pub(crate) mod syscall;
 mod transfer;
 mod vfork;
+
+#[cfg(not(test))]
+pub(crate) use loader::prepare;
 
 /// Defines hooks. `fn NAME | ALIAS... (ARGUMENT: TYPE, ...) -> TYPE { BODY }` defines
 ///

@@ -11,6 +11,7 @@
 //! | `memory` | the border to C: pointers from C (`FromC`), `errno` |
 //! | `next` | the functions of the next library, found by name on first use |
 //! | `fault` | why a call fails, how C learns of it, the line on standard error |
+//! | `sanitizer` | options for AddressSanitizer |
 //! | `setup` | the session that the environment names |
 //! | `placeholder` | the kernel descriptor behind each of our numbers |
 //! | `place` | what a descriptor opened with `O_PATH` stands for |
@@ -22,6 +23,7 @@
 //! | `stat_form` | a view's attributes as `struct stat` |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
 //! | `kernel_reads` | kernel copies at once, for interfaces that name descriptors to the kernel |
+//! | `elf`, `library` | libraries of the namespace, for the dynamic linker |
 //! | `atfork` | what happens around a fork |
 //! | `calls` | the hooks: functions with C's names |
 //! | `api` | the functions of `dayfly.h` |
@@ -49,11 +51,13 @@ mod attach;
 mod calls;
 mod cwd;
 mod descriptor_link;
+mod elf;
 mod exec_handoff;
 mod fault;
 mod heap;
 mod kernel_copy;
 mod kernel_reads;
+mod library;
 mod memory;
 mod next;
 mod offset;
@@ -61,6 +65,7 @@ mod pages;
 mod path;
 mod place;
 mod placeholder;
+mod sanitizer;
 mod setup;
 mod stat_form;
 mod table;
@@ -78,6 +83,7 @@ static HEAP: heap::Heap = heap::Heap;
 #[cfg(not(test))]
 extern "C" fn start() {
     fault::read_environment();
+    calls::prepare();
     if setup::read_environment() {
         vfork::set_home();
         cwd::inherit();

@@ -65,6 +65,12 @@ pub(crate) fn fail<R: Failed>(value: Errno) -> R {
     R::FAILED
 }
 
+/// Returns libc's text for an error number.
+pub(crate) fn reason(value: Errno) -> &'static CStr {
+    // SAFETY: libc returns a string that lives until this thread asks for the text of an unknown number, which no kernel returns.
+    unsafe { CStr::from_ptr(libc::strerror(value)) }
+}
+
 /// Takes ownership of a descriptor that the kernel has just made, or returns the `errno` of the call that failed to make it.
 pub(crate) fn owned(descriptor: RawFd) -> Result<File, Errno> {
     if descriptor < 0 {

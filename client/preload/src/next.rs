@@ -88,6 +88,14 @@ macro_rules! c_name {
     };
 }
 
+/// Returns whether a next library has the function.
+macro_rules! exists {
+    ($symbol:ident) => {{
+        static NEXT: $crate::next::Next = $crate::next::Next::new();
+        NEXT.address($crate::next::c_name!($symbol)).is_some()
+    }};
+}
+
 /// Defines `$function`, which calls the next library's `$symbol`. Where no library has it, the call fails with ENOSYS.
 macro_rules! forward {
     ($function:ident calls $symbol:ident($($argument:ident: $kind:ty),*) -> $result:ty) => {
@@ -120,7 +128,7 @@ macro_rules! declare {
     };
 }
 
-pub(crate) use {c_name, forward};
+pub(crate) use {c_name, exists, forward};
 
 declare! { $
     fn dup(descriptor: c_int) -> c_int;

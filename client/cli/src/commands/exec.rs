@@ -41,11 +41,9 @@ pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> R
     if prefix.is_some_and(|prefix| is_in_namespace(program, prefix)) {
         return Ok(("env".into(), command.to_vec()));
     }
-    if preload::is_static(program) {
+    if let Some(reason) = preload::unreachable(program) {
         let program = Path::new(program).display();
-        complain(format_args!(
-            "'{program}' is a static program: the preload library cannot reach it, so it will not see the namespace"
-        ));
+        complain(format_args!("'{program}' is {reason}: the preload library cannot reach it, so it will not see the namespace"));
     }
     Ok((program.clone(), rest.to_vec()))
 }
@@ -73,14 +71,14 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
             .ok_or_else(|| Failure::usage(format!("session {} has no live node {node} on this machine", location.session)))?,
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
-    let library = preload::library()?;
+    let preload = preload::library()?;
     // The variable is set only if needed, because CMD may start processes on other machines, which
     // have other nodes.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
         (PREFIX_VARIABLE, OsString::from_vec(prefix)),
-        (preload::VARIABLE, preload::value(&library)),
+        (preload::VARIABLE, preload.value()),
     ];
     if is_one_of_many {
         variables.push((NODE_VARIABLE, node.to_string().into()));
@@ -88,8 +86,12 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     if let Some(folder) = env::var_os(RUNTIME_DIR_VARIABLE).filter(|folder| !folder.is_empty()) {
         variables.push((RUNTIME_DIR_VARIABLE, std::path::absolute(folder)?.into()));
     }
-    let inside = |(name, value): &(&str, OsString)| CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()));
-    let for_containers: Vec<_> = variables.iter().flat_map(inside).chain(binds(&[&library, &location.folder])).collect();
+    let inside = |(name, value): &(&str, OsString)| {
+        // A container has only what is bound into it, and its shell may expand what the loader should.
+        let value = if *name == preload::VARIABLE { preload.plain_value() } else { value.clone() };
+        CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()))
+    };
+    let for_containers: Vec<_> = variables.iter().flat_map(inside).chain(binds(&[&preload.library, &location.folder])).collect();
     variables.push(("PATH", search_path()?));
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }

@@ -10,61 +10,77 @@ use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{FromC, fail, zeroed};
+use crate::next::exists;
 use crate::stat_form::{IO_SIZE, device, kernel_form, owner};
 use crate::{cwd, next, path, table};
 
+const HERE: c_int = libc::AT_FDCWD;
+const NO_FOLLOW: c_int = libc::AT_SYMLINK_NOFOLLOW;
+
 hook! {
     fn stat | stat64 (path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        fstatat(libc::AT_FDCWD, path, out, 0)
+        relative(HERE, path, out, 0, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(stat) {
+            true => stat::next(path, out),
+            false => next::fstatat(directory, path, out, 0),
+        })
     }
 
     fn lstat | lstat64 (path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        fstatat(libc::AT_FDCWD, path, out, libc::AT_SYMLINK_NOFOLLOW)
+        relative(HERE, path, out, NO_FOLLOW, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(lstat) {
+            true => lstat::next(path, out),
+            false => next::fstatat(directory, path, out, NO_FOLLOW),
+        })
     }
 
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
         match table::find_early(descriptor) {
-            // The call below would take AT_FDCWD for the working directory.
+            // `fstatat` would take AT_FDCWD for the working directory.
             None if descriptor < 0 || is_reserved(descriptor) => fail(libc::EBADF),
+            None if exists!(fstat) => fstat::next(descriptor, out),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer_from_memory(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
         }
     }
 
     fn fstatat | fstatat64 (directory: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>, flags: c_int) -> c_int {
-        if means_descriptor(path, flags) {
-            return match of_directory(directory) {
-                Some(found) => answer_from_memory(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
-                None => next::fstatat(directory, path, out, flags),
-            };
+        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| next::fstatat(directory, path, out, flags))
+    }
+
+    // The names that programs have for old C libraries. Each calls the next function of its own name: fakeroot's `fstatat` calls
+    // `__fxstatat`, which would call `fstatat` again.
+
+    fn __xstat | __xstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+        relative(HERE, path, out, 0, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(__xstat) {
+            true => __xstat::next(version, path, out),
+            false => next::fstatat(directory, path, out, 0),
+        })
+    }
+
+    fn __lxstat | __lxstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
+        relative(HERE, path, out, NO_FOLLOW, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(__lxstat) {
+            true => __lxstat::next(version, path, out),
+            false => next::fstatat(directory, path, out, NO_FOLLOW),
+        })
+    }
+
+    fn __fxstat | __fxstat64 (version: c_int, descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
+        match table::is_ours(descriptor) || is_reserved(descriptor) || !exists!(__fxstat) {
+            true => fstat(descriptor, out),
+            false => __fxstat::next(version, descriptor, out),
         }
-        if let Some(mode) = mode_of_link(path, flags) {
-            return with_mode(next::fstatat(directory, path, out, flags), out, |form| form.st_mode |= mode);
-        }
-        let ours = |view: &View, path: &[u8]| Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?);
-        path::at(directory, path, ours, |directory, path| next::fstatat(directory, path, out, flags))
-    }
-
-    fn __xstat | __xstat64 (_version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        stat(path, out)
-    }
-
-    fn __lxstat | __lxstat64 (_version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
-        lstat(path, out)
-    }
-
-    fn __fxstat | __fxstat64 (_version: c_int, descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
-        fstat(descriptor, out)
     }
 
     fn __fxstatat | __fxstatat64 (
-        _version: c_int,
+        version: c_int,
         directory: c_int,
         path: FromC<*const c_char>,
         out: FromC<*mut KernelStat>,
         flags: c_int,
     ) -> c_int {
-        fstatat(directory, path, out, flags)
+        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| match exists!(__fxstatat) {
+            true => __fxstatat::next(version, directory, path, out, flags),
+            false => next::fstatat(directory, path, out, flags),
+        })
     }
 
     fn statx(directory: c_int, path: FromC<*const c_char>, flags: c_int, mask: c_uint, out: FromC<*mut KernelStatx>) -> c_int {
@@ -80,6 +96,28 @@ hook! {
         let ours = |view: &View, path: &[u8]| Ok(out.put(extended_form(&look_up(view, path, flags)?)).map(|()| 0)?);
         path::at(directory, path, ours, |directory, path| statx::next(directory, path, flags, mask, out))
     }
+}
+
+/// Answers `fstatat`, or passes it on to `kernel`.
+#[inline]
+fn relative(
+    directory: c_int,
+    path: FromC<*const c_char>,
+    out: FromC<*mut KernelStat>,
+    flags: c_int,
+    kernel: impl Fn(c_int, FromC<*const c_char>) -> c_int,
+) -> c_int {
+    if means_descriptor(path, flags) {
+        return match of_directory(directory) {
+            Some(found) => answer_from_memory(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
+            None => kernel(directory, path),
+        };
+    }
+    if let Some(mode) = mode_of_link(path, flags) {
+        return with_mode(kernel(directory, path), out, |form| form.st_mode |= mode);
+    }
+    let ours = |view: &View, path: &[u8]| Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?);
+    path::at(directory, path, ours, kernel)
 }
 
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {

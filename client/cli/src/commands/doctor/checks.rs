@@ -180,7 +180,7 @@ fn nameless(path: &Path) -> io::Result<File> {
 fn preload_library() -> Finding {
     let advice = "install libdayfly_preload.so, built for this C library, next to the program or in ../lib/dayfly";
     match preload::library() {
-        Ok(library) => Finding::ok("LD_PRELOAD", library.display()).needed(),
+        Ok(preload) => Finding::ok("LD_PRELOAD", preload.library.display()).needed(),
         Err(failure) => Finding::missing("LD_PRELOAD", failure, advice).needed(),
     }
 }
