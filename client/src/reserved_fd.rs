@@ -83,6 +83,20 @@ pub struct InUse<'a> {
     record: &'a Record,
 }
 
+impl InUse<'_> {
+    /// Duplicates the descriptor, to the lowest free number. `File::try_clone` cannot: to the C library's functions, which the
+    /// preload library replaces, reserved descriptors look closed.
+    ///
+    /// # Errors
+    ///
+    /// If the process has too many open files.
+    pub fn duplicate(&self) -> io::Result<File> {
+        let number = duplicate_above(self.as_raw_fd(), 0).ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))?;
+        // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
+        Ok(File::from(unsafe { OwnedFd::from_raw_fd(number) }))
+    }
+}
+
 impl Deref for InUse<'_> {
     type Target = File;
 

@@ -237,7 +237,7 @@ pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> 
         return Ok(Some(copy_with_offset(&view, &description, file)?));
     }
     match filled_copy(&view, &description) {
-        Ok(copy) => Ok(Some(copy.get().and_then(|copy| copy.try_clone()).map_err(|error| errno_of(&error))?)),
+        Ok(copy) => Ok(Some(copy.get().and_then(|copy| copy.duplicate()).map_err(|error| errno_of(&error))?)),
         Err(Fault::Errno(libc::EBADF)) => Ok(Some(copy_with_offset(&view, &description, file)?)),
         Err(fault) => Err(fault),
     }
