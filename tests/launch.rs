@@ -123,6 +123,115 @@ fn a_node_that_does_not_join_is_named_in_time() {
     assert!(message.contains("--min-nodes asks for 2"), "{message}");
 }
 
+/// Writes a stand-in for a program that is found in the PATH of [`Hosts`].
+fn stand_in(hosts: &Hosts, program: &str, script: &str) {
+    let path = hosts.0.at("bin").join(program);
+    fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn a_list_of_hosts_that_cannot_be_used_is_wrong_usage_only_if_the_user_wrote_it() {
+    let hosts = Hosts::new();
+    stand_in(&hosts, "flux", "echo 'n[1-9999]'");
+    fs::write(hosts.0.at("nodes"), "a[\n").unwrap();
+    let nodes = hosts.0.at("nodes").to_str().unwrap().to_owned();
+    let own = |words: &'static str| (words, "");
+    for (variables, arguments, status, (words, way_out)) in [
+        ([("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "n[")], &[][..], 1, ("SLURM_JOB_NODELIST: 'n['", "with --hosts")),
+        ([("PBS_JOBID", "7"), ("PBS_NODEFILE", &nodes)], &[], 1, ("(PBS_NODEFILE): 'a['", "with --hosts")),
+        ([("LSB_JOBID", "7"), ("LSB_DJOB_HOSTFILE", &nodes)], &[], 1, ("(LSB_DJOB_HOSTFILE): 'a['", "with --hosts")),
+        ([("FLUX_URI", "x"), ("X", "")], &[], 1, ("'flux getattr hostlist': it names more than 4096", "with --hosts")),
+        ([("X", ""), ("Y", "")], &["--hosts", "n["], 2, own("--hosts: 'n['")),
+        ([("X", ""), ("Y", "")], &["--hosts", ""], 2, own("--hosts: it names no hosts")),
+        ([("X", ""), ("Y", "")], &["--hostfile", &nodes], 2, own("nodes': 'a['")),
+        ([("X", ""), ("Y", "")], &["--hostfile", "/dev/zero"], 2, own("'/dev/zero': it is longer than 64.0MiB")),
+    ] {
+        for (command, rest, status) in [("up", &[][..], status), ("run", &["--", "true"], if status == 1 { 125 } else { status })]
+        {
+            let mut command = hosts.command(&[&[command], arguments].concat());
+            let output = harness::output_of(command.args(rest).envs(variables));
+            let message = text(&output.stderr);
+            assert!(message.contains(words) && message.contains(way_out), "{message}");
+            assert_eq!(output.status.code(), Some(status), "{message}");
+        }
+    }
+}
+
+#[test]
+fn a_launcher_that_hangs_or_floods_ends_in_time_and_with_advice() {
+    let hosts = Hosts::new();
+    let fails = |arguments: &[&str]| {
+        let output = harness::output_of(&mut hosts.command(&[&["up", "--hosts", "a,b"], arguments].concat()));
+        assert_eq!(output.status.code(), Some(1));
+        text(&output.stderr)
+    };
+    let mpiexec = ["--launcher", "mpiexec", "--start-timeout", "1"];
+    stand_in(&hosts, "mpiexec", "sleep 100");
+    let message = fails(&mpiexec);
+    assert!(message.contains("'mpiexec --version' did not finish within 1 s; name the MPI with --launcher mpich"), "{message}");
+    stand_in(&hosts, "mpiexec", "exit 3");
+    let message = fails(&mpiexec);
+    assert!(message.contains("'mpiexec --version' failed: exit status: 3; name the MPI"), "{message}");
+    stand_in(&hosts, "mpiexec", "echo 'unknown option \"-ppn\"' >&2; exit 1");
+    let message = fails(&["--launcher", "mpich"]);
+    assert!(message.contains("unknown option") && message.contains("Open MPI needs --launcher openmpi"), "{message}");
+    stand_in(&hosts, "mpiexec", "head -c 100000 /dev/zero | tr '\\0' x; exit 1");
+    let message = fails(&["--launcher", "mpich"]);
+    assert!(message.len() < 1000 && message.contains("xxx") && message.contains("needs --launcher openmpi"), "{message}");
+    stand_in(&hosts, "ssh", "exit 255");
+    let message = fails(&[]);
+    assert!(message.contains("'ssh' ended without a message (exit status: 255); check that 'ssh"), "{message}");
+    // The launcher's output is shown once the start takes long.
+    stand_in(&hosts, "ssh", "exec yes junk");
+    let message = fails(&["--start-timeout", "3"]);
+    assert!(message.contains("'ssh' writes more than 100 lines"), "{message}");
+    assert!(message.lines().count() < 1000, "{} lines", message.lines().count());
+    hosts.0.assert_clean();
+}
+
+#[test]
+fn warnings_and_refusals_name_the_node_and_the_option() {
+    let ground = Ground::new();
+    let output = ground.output(&["up", "--local", "2", "--capacity", "1PiB"]);
+    assert!(text(&output.stderr).contains("warning: node 0: --capacity"), "{}", text(&output.stderr));
+    ground.ok(&["down"]);
+    assert!(ground.fails(2, &["up", "--launcher", "local", "--hosts", "a"]).contains("--launcher local starts all servers"));
+    assert!(ground.fails(2, &["up", "--local", "1", "--hosts", "a"]).contains("--local starts all servers"));
+    assert!(ground.fails(2, &["up", "--memory", "256GiB"]).contains("--memory must be at most 255.0GiB"));
+    for option in [["--prefix", "rel"], ["--memory", "0"], ["--memory", "256GiB"]] {
+        let message = ground.fails(2, &[&["run"], &option[..], &["--", "true"]].concat());
+        assert!(message.contains("--memory must be") || message.contains("'rel' cannot be the prefix"), "{message}");
+    }
+}
+
+#[test]
+fn the_files_of_a_session_are_private_whatever_the_umask() {
+    let ground = Ground::new();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "umask 000; exec \"$0\" up --local 2"]).arg(ground.dayfly().get_program());
+    for (name, value) in ground.dayfly().get_envs() {
+        if let Some(value) = value {
+            shell.env(name, value);
+        }
+    }
+    let output = harness::output_of(shell.current_dir(ground.work.path()).env("SLURM_JOB_ID", "7"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let folder = dayfly_client::locate::runtime_dir_in(ground.runtime.path()).join(text(&output.stdout).trim());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{name}");
+        names.push(name);
+    }
+    for name in ["job", "node-0.sock", "node-1.lock", "node-1.log", "supervisor.lock", "data-dirs"] {
+        assert!(names.iter().any(|found| found == name), "no {name} in {names:?}");
+    }
+    ground.ok(&["down"]);
+    ground.assert_clean();
+}
+
 #[test]
 fn a_server_that_fails_to_start_reports_why() {
     let hosts = Hosts::new();

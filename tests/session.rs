@@ -329,7 +329,11 @@ fn commands_distinguish_sessions() {
     assert!(ground.fails(1, &["down"]).contains(&first));
     let down = |session: &str| text(&output_of(ground.dayfly().arg("down").env("DAYFLY_SESSION", session)).stdout);
     assert!(down(&second).contains("1 node ended"));
-    assert!(down(&second).contains("nothing to do"));
+    // The session may be another user's, which nobody else can see.
+    assert!(down(&second).contains(&format!("you have no session '{second}' on this machine: nothing to do")));
+    let unknown = text(&output_of(ground.dayfly().arg("status").env("DAYFLY_SESSION", " x")).stderr);
+    assert!(unknown.contains("DAYFLY_SESSION is ' x', but you have no such session on this machine"), "{unknown}");
+    assert!(unknown.contains(&format!("(running: {first}); unset it")), "{unknown}");
     assert!(ground.ok(&["status"]).contains(&first));
     // `up` must not remove a session that runs elsewhere and shares the data dir, although its folders look empty.
     let other = Ground::new();
@@ -381,6 +385,21 @@ fn run_ends_the_session_whatever_its_command_does() {
     wait_until("the server has exited", || ground.output(&["status"]).status.code() == Some(1));
     ground.ok(&["down"]);
     ground.assert_clean();
+}
+
+#[test]
+fn two_commands_may_end_a_session_at_once() {
+    let ground = Ground::new();
+    for _ in 0..5 {
+        ground.ok(&["up", "--local", "3"]);
+        std::thread::scope(|scope| {
+            for ending in [0, 1].map(|_| scope.spawn(|| ground.output(&["down"]))) {
+                let output = ending.join().unwrap();
+                assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+            }
+        });
+        ground.assert_clean();
+    }
 }
 
 #[test]
@@ -451,11 +470,12 @@ fn run_forwards_signals_and_refuses_a_target_twice() {
     ground.assert_clean();
 }
 
-/// SEMANTICS: "`run` checks what it can before it starts a session. It exits with 127 if CMD does not
-/// exist and with 126 if CMD cannot be run (a CMD in the namespace is checked only later); with 2 if
-/// targets are outside of the prefix or overlap; and with 125 for bad filters, bad lists, a `--report`
-/// that cannot be written, and sources that do not exist, cannot be read or are not the archives that
-/// their names promise (checking the content of the first 256 files of each `--stage-in`)."
+/// SEMANTICS: "`run` checks what it can before it starts a session. It exits with 127 if CMD does
+/// not exist and with 126 if CMD cannot be run (a CMD in the namespace is checked only later); with
+/// 2 if options are wrong, or targets are outside of the prefix or overlap; and with 125 for bad
+/// filters, bad lists, a `--report` that cannot be written, and sources that do not exist, cannot
+/// be read or are not the archives that their names promise (checking the content of the first 256
+/// files of each `--stage-in`)."
 #[test]
 fn run_refuses_what_would_fail_later_before_it_starts_anything() {
     let ground = Ground::new();

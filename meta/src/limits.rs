@@ -217,12 +217,17 @@ pub const BULK_LINKS: usize = 2;
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
+/// Length of a file that lists hosts. A manager may list a host of [`NODES_MAX`] once for each of its
+/// cores.
+pub const HOSTS_FILE_LEN_MAX: u64 = 64 << 20;
 /// Size of a server's arena if `--memory` is not given.
 pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
 /// The arena allocates in units of a cache line, so that neighbors never share one.
 pub const ARENA_UNIT: u64 = 64;
 /// Size of the smallest arena: some chunks arrive while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
+/// Size of the largest arena: its units are counted in 32 bits.
+pub const ARENA_LEN_MAX: u64 = 255 << 30;
 /// The leases of one process take at most 1 / `LEASE_SHARE` of the arena, and the leases of all
 /// processes together leave at least that much of it free. A connection that wants more has to
 /// release leases first; one without leases always gets a chunk.
@@ -358,6 +363,7 @@ const _: () = {
         RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX,
         "one request makes the server read at most one block again"
     );
+    assert!(ARENA_LEN_MAX / ARENA_UNIT <= u32::MAX as u64, "an arena's units are counted in 32 bits");
     assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client can read one chunk while another arrives");
     assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);

@@ -17,8 +17,9 @@ mod fetch_reply;
 mod read_ahead;
 mod socket;
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -85,6 +86,7 @@ impl ClientListener {
     pub(crate) fn start(context: ClientContext) -> io::Result<Self> {
         let path = context.runtime_dir.join(format!("node-{}.sock", context.node));
         let listener = UnixListener::bind(&path)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o600))?;
         let mut tasks = JoinSet::new();
         tasks.spawn(accept_all(listener, Arc::new(context)));
         Ok(Self { path, _tasks: tasks })

@@ -43,7 +43,7 @@ pub enum StartError {
     #[error("{0}")]
     Store(#[source] io::Error),
     /// The node's shared memory cannot be created.
-    #[error("cannot create the arena: {0}")]
+    #[error("cannot create the arena, whose size --memory sets: {0}")]
     Arena(#[source] io::Error),
     /// The listener for peers cannot be bound.
     #[error("cannot listen for other nodes at {address}: {error}")]

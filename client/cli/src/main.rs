@@ -4,6 +4,7 @@
 //! the composition root, it alone may depend on every crate.
 
 mod args;
+mod closed_stdout;
 mod commands;
 mod failure;
 mod namespace;
