@@ -388,21 +388,6 @@ fn run_ends_the_session_whatever_its_command_does() {
 }
 
 #[test]
-fn two_commands_may_end_a_session_at_once() {
-    let ground = Ground::new();
-    for _ in 0..5 {
-        ground.ok(&["up", "--local", "3"]);
-        std::thread::scope(|scope| {
-            for ending in [0, 1].map(|_| scope.spawn(|| ground.output(&["down"]))) {
-                let output = ending.join().unwrap();
-                assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
-            }
-        });
-        ground.assert_clean();
-    }
-}
-
-#[test]
 fn down_and_clean_wait_for_a_session_that_is_ending() {
     let ground = Ground::new();
     for command in ["down", "clean"] {

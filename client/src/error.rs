@@ -74,7 +74,7 @@ pub enum ClientError {
     /// The server of a named node cannot be reached or does not answer in time.
     #[error("the server of node {node} does not answer: {error}")]
     NodeServer {
-        /// The node.
+        /// The number of the node.
         node: NodeId,
         /// The error of the connection.
         error: io::Error,
