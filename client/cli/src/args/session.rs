@@ -229,10 +229,10 @@ impl From<Transport> for dayfly_launch::Preference {
 pub(crate) struct RunArguments {
     #[command(flatten)]
     pub(crate) session: SessionArguments,
-    /// Stage SOURCE (a file, glob or directory) in to TARGET before CMD starts.
+    /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts.
     ///
     /// The argument is split at its last ':/'. The option may be repeated, each time with another
-    /// TARGET; use a glob to stage several archives in to one TARGET.
+    /// TARGET; use a glob to stage several archives into one TARGET.
     #[arg(long, value_name = "SOURCE:TARGET", help_heading = "Stage-in")]
     pub(crate) stage_in: Vec<OsString>,
     #[command(flatten)]

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 
 use crate::size;
 
-/// Stage sources in to the namespace, as one dataset at TARGET.
+/// Stage sources into the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
 /// relative to its own folder. Sources are placed as cp would place them: a single directory
