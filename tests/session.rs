@@ -5,8 +5,9 @@
 mod harness;
 
 use std::fs;
+use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -291,14 +292,101 @@ fn commands_answer_like_those_of_coreutils() {
         (1, &["cat", "/dayfly/t/sub"]),
         (1, &["ls", "/dayfly/none"]),
         (1, &["stat", "/etc"]),
+        (1, &["verify", "/etc"]),
         (2, &["cp", "/dayfly/t/empty", "/dayfly/t/x"]),
     ] {
-        assert!(cluster.fails(status, arguments).starts_with("dayfly: "), "{arguments:?}");
+        let message = cluster.fails(status, arguments);
+        assert!(message.starts_with("dayfly: ") && message.lines().count() == 1, "{arguments:?}: {message}");
     }
+    assert!(cluster.fails(1, &["verify", "/etc"]).contains("'/etc': it is not in the namespace, which is at '/dayfly'"));
     assert!(cluster.fails(1, &["cp", "/dayfly/t/sub", "/tmp"]).contains("-r"));
     assert!(cluster.ok(&["df"]).lines().count() == 4);
     assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 sample "));
     assert!(cluster.fails(1, &["verify", "/dayfly/none"]).contains("no such file"));
+    cluster.down();
+}
+
+#[test]
+fn cp_replaces_a_file_only_with_a_whole_copy_and_never_a_device_or_fifo() {
+    let ground = Ground::new();
+    make_tree(&ground.at("tree"));
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    let at = |name: &str| cluster.at(name);
+    let names = || {
+        let mut names: Vec<_> = fs::read_dir(at("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    fs::write(at("old"), "precious").unwrap();
+    symlink("old", at("alias")).unwrap();
+    symlink("nowhere", at("dangling")).unwrap();
+    tool("mkfifo", &[at("fifo").as_os_str()]);
+    tool("chmod", &["640".as_ref(), at("fifo").as_os_str()]);
+    let before = names();
+    // The kernel refuses to write more than the limit, as if the drive were full.
+    for target in ["old", "alias", "new"] {
+        let script = "trap '' XFSZ; ulimit -f 100; exec \"$0\" cp /dayfly/t/sub/deep/large \"$1\"";
+        let mut limited = Command::new("sh");
+        limited.args(["-c", script, env!("CARGO_BIN_EXE_dayfly"), target]);
+        limited.env("DAYFLY_RUNTIME_DIR", cluster.runtime.path()).env("DAYFLY_SESSION", &cluster.id).current_dir(at(""));
+        let output = output_of(&mut limited);
+        assert!(output.status.code() == Some(1) && text(&output.stderr).contains("too large"), "{}", text(&output.stderr));
+        assert_eq!(fs::read_to_string(at("old")).unwrap(), "precious");
+        assert_eq!(names(), before, "no part is left");
+    }
+    assert!(cluster.fails(1, &["cp", "/dayfly/t/empty", "dangling"]).contains("target does not exist"));
+    assert!(cluster.fails(1, &["cp", "-r", "/dayfly/t/link", "fifo"]).contains("does not replace"));
+    let large = fs::read(at("tree/sub/deep/large")).unwrap();
+    for takes_all in [true, false] {
+        let reader = std::thread::spawn({
+            let fifo = at("fifo");
+            move || {
+                let mut fifo = fs::File::open(fifo).unwrap();
+                let mut read = Vec::new();
+                if takes_all {
+                    fifo.read_to_end(&mut read).unwrap()
+                } else {
+                    fifo.read(&mut [0; 10]).unwrap()
+                };
+                read
+            }
+        });
+        let copied = cluster.output(&["cp", "/dayfly/t/sub/deep/large", "fifo"]);
+        assert_eq!(copied.status.success(), takes_all, "{}", text(&copied.stderr));
+        assert!(reader.join().unwrap() == if takes_all { large.clone() } else { Vec::new() });
+        let mode = fs::symlink_metadata(at("fifo")).unwrap();
+        assert!(mode.file_type().is_fifo() && mode.permissions().mode() & 0o777 == 0o640);
+    }
+    // Success replaces the file that a link names, and hard links stay hard links, also the second time.
+    cluster.ok(&["cp", "/dayfly/t/sub/deep/large", "alias"]);
+    assert!(fs::read(at("old")).unwrap() == large && at("alias").is_symlink());
+    fs::create_dir(at("copy")).unwrap();
+    for _ in 0..2 {
+        cluster.ok(&["cp", "-r", "/dayfly/t", "copy"]);
+        assert_same_tree(&read_tree(&at("tree")), &read_tree(&at("copy/t")), "cp -r");
+    }
+    cluster.down();
+}
+
+#[test]
+fn options_that_would_be_ignored_are_refused() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    fs::write(ground.at("tree/f"), "a sample").unwrap();
+    let cluster = ground.up_with(1, &["--memory", "64MiB"]);
+    assert!(
+        cluster.fails(2, &["tune", "--prefetch-memory", "1TiB"]).contains("more than each server's arena, which has 64.0MiB")
+    );
+    assert!(cluster.ok(&["tune", "--prefetch-memory", "64MiB"]).contains("64.0MiB"));
+    for (status, report, word) in
+        [(1, "no/such/page.html", "cannot write --report"), (1, "tree", "is a directory"), (2, "/dayfly/page", "read-only")]
+    {
+        let message = cluster.fails(status, &["stage-in", "--report", report, "tree", "/dayfly/t"]);
+        assert!(message.contains(word), "{message}");
+        assert_eq!(cluster.ok(&["ls"]), "", "nothing is staged in");
+    }
+    assert!(cluster.fails(1, &["clean", "--data-dir", "/no/such"]).contains("'/no/such': No such file"));
     cluster.down();
 }
 
@@ -330,6 +418,8 @@ fn commands_distinguish_sessions() {
     let down = |session: &str| text(&output_of(ground.dayfly().arg("down").env("DAYFLY_SESSION", session)).stdout);
     assert!(down(&second).contains("1 node ended"));
     assert!(down(&second).contains("nothing to do"));
+    let unknown = text(&output_of(ground.dayfly().arg("status").env("DAYFLY_SESSION", " xyz")).stderr);
+    assert!(unknown.contains("DAYFLY_SESSION names the session ' xyz'") && unknown.contains(&first), "{unknown}");
     assert!(ground.ok(&["status"]).contains(&first));
     // `up` must not remove a session that runs elsewhere and shares the data dir, although its folders look empty.
     let other = Ground::new();
@@ -484,8 +574,8 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
         (2, "targets '/dayfly/a' and '/dayfly' overlap", &["good.tar:/dayfly/a", "tree:/dayfly"], &["--", "true"]),
         (2, "a target begins with /dayfly/", &["good.tar:/dayfly/a", "tree:/elsewhere"], &["--", "true"]),
         (2, "a target begins with /data/", &["good.tar:/dayfly/a"], &["--prefix", "/data", "--", "true"]),
-        (2, "it leaves the tree by '..'", &["good.tar:/dayfly/../a"], &["--", "true"]),
-        (2, "is not SOURCE:/TARGET", &["good.tar:/dayfly/a", "tree"], &["--", "true"]),
+        (2, "it contains '..'", &["good.tar:/dayfly/../a"], &["--", "true"]),
+        (2, "as in train.tar:/dayfly/train", &["good.tar:/dayfly/a", "tree"], &["--", "true"]),
         // Sources.
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "not-there:/dayfly/b"], &["--", "true"]),
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "*.none:/dayfly/b"], &["--", "true"]),
