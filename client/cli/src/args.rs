@@ -21,8 +21,6 @@ pub(crate) use session::{
 };
 pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
-use crate::failure::Failure;
-
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
 /// A session lives as long as its job. Its servers, one per node, hold a dataset unpacked on the
@@ -60,13 +58,13 @@ impl Arguments {
     }
 
     /// Checks what the parser cannot: that options of the launch have an effect.
-    pub(crate) fn check(&self) -> Result<(), Failure> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         let launch = match &self.command {
             Command::Up(arguments) => &arguments.session.launch,
             Command::Run(arguments) => &arguments.session.launch,
             _ => return Ok(()),
         };
-        launch.check().map_err(Failure::usage)
+        launch.check()
     }
 }
 
@@ -150,7 +148,7 @@ mod tests {
         let check = |line: &str, expect: Option<&str>| {
             let words = ["dayfly"].into_iter().chain(line.split(' ')).map(Into::into);
             let parsed = Arguments::parse_line(words).map_err(|error| error.to_string());
-            let message = parsed.and_then(|arguments| arguments.check().map_err(|failure| failure.to_string())).err();
+            let message = parsed.and_then(|arguments| arguments.check()).err();
             match (&message, expect) {
                 (Some(message), Some(word)) => assert!(message.contains(word), "{line}: {message}"),
                 (message, expect) => assert_eq!(message.as_deref(), expect, "{line}"),

@@ -13,9 +13,11 @@ mod size;
 use std::env;
 use std::process::ExitCode;
 
+use failure::Failure;
+
 fn main() -> ExitCode {
     let result = match args::Arguments::parse_line(env::args_os()) {
-        Ok(arguments) => arguments.check().and_then(|()| commands::run(arguments.command)),
+        Ok(arguments) => arguments.check().map_err(Failure::usage).and_then(|()| commands::run(arguments.command)),
         Err(error) => failure::report_arguments(error),
     };
     let status = result.unwrap_or_else(|failure| failure.report());
