@@ -11,24 +11,13 @@ pub enum ClientError {
     /// This user has no session on this machine.
     #[error("no session of yours is running on this machine; start one with 'dayfly up' or 'dayfly run'")]
     NoSession,
-    /// `DAYFLY_SESSION` names a session that is not running on this machine, or one of another user
-    /// that this process cannot see.
-    #[error("DAYFLY_SESSION names the session '{name}', but no session of yours with that id is running on this machine; {}", instead(.running))]
+    /// The named session is not on this machine.
+    #[error("session {name} is not running on this machine{}", list(.running))]
     Unknown {
-        /// The value of `DAYFLY_SESSION`.
+        /// The name, which usually comes from `DAYFLY_SESSION`.
         name: String,
         /// The sessions that are running here.
         running: Vec<String>,
-    },
-    /// `DAYFLY_SESSION` names a session of another user.
-    #[error(
-        "DAYFLY_SESSION names the session '{name}' of user {owner}, and only that user can use or end it; unset DAYFLY_SESSION"
-    )]
-    Foreign {
-        /// The value of `DAYFLY_SESSION`.
-        name: String,
-        /// The number of the user.
-        owner: u32,
     },
     /// There are several sessions and none was named.
     #[error("you have {} sessions on this machine; name one with DAYFLY_SESSION{}", .0.len(), list(.0))]
@@ -50,14 +39,6 @@ pub enum ClientError {
     #[error("cannot use '{}' for sessions' sockets and locks: {error}; {}", folder.display(), way_out(.error))]
     Folder {
         /// The folder's path.
-        folder: PathBuf,
-        /// The error of the operating system.
-        error: io::Error,
-    },
-    /// A session's folder cannot be examined.
-    #[error("cannot see whether the session in '{}' is running: {error}; 'chmod 700' makes the folder accessible to you", folder.display())]
-    Unreadable {
-        /// The session's folder.
         folder: PathBuf,
         /// The error of the operating system.
         error: io::Error,
@@ -140,14 +121,6 @@ fn way_out(error: &io::Error) -> &'static str {
             "make room there, or set DAYFLY_RUNTIME_DIR to a folder that has room"
         }
         _ => "set DAYFLY_RUNTIME_DIR to a folder that you may write to",
-    }
-}
-
-/// Advice for a `DAYFLY_SESSION` that names no running session.
-fn instead(running: &[String]) -> String {
-    match running {
-        [] => "unset it, and start a session with 'dayfly up' or 'dayfly run'".to_owned(),
-        running => format!("unset it, or set it to a session that is running: {}", running.join(", ")),
     }
 }
 

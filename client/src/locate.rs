@@ -18,9 +18,8 @@ use std::time::Duration;
 
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::NODES_MAX;
-use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use nix::unistd::{AccessFlags, access, geteuid};
+use nix::unistd::geteuid;
 
 use crate::ClientError;
 pub use crate::privacy::{NotPrivate, check_private, check_stays};
@@ -203,15 +202,9 @@ pub fn all(folder: &Path) -> Result<Vec<SessionFolder>, ClientError> {
 ///
 /// # Errors
 ///
-/// Same as for [`all`], and if a session's folder cannot be examined.
+/// Same as for [`all`].
 pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
-    let mut running = Vec::new();
-    for location in all(&runtime_dir())? {
-        if location.is_running()? {
-            running.push(location);
-        }
-    }
-    Ok(running)
+    Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
 }
 
 /// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of this job,
@@ -221,19 +214,16 @@ pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
 ///
 /// If no session is running, the named one is not running, or several are possible.
 pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
+    let mut running = running()?;
     let names = |running: &[SessionFolder]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
     if let Some(name) = env::var_os(SESSION_VARIABLE).filter(|name| !name.is_empty()) {
         let name = name.to_string_lossy().into_owned();
-        let named = all(&runtime_dir())?.into_iter().find(|location| location.session.to_string() == name);
-        return match named {
-            Some(location) if location.is_running()? => Ok(location),
-            _ => Err(match foreign_owner(&name) {
-                Some(owner) => ClientError::Foreign { name, owner },
-                None => ClientError::Unknown { name, running: names(&running()?) },
-            }),
+        let found = running.iter().position(|location| location.session.to_string() == name);
+        return match found {
+            Some(found) => Ok(running.swap_remove(found)),
+            None => Err(ClientError::Unknown { name, running: names(&running) }),
         };
     }
-    let mut running = running()?;
     if job.is_some() {
         let of_job = |location: &SessionFolder| location.job().as_deref() == job;
         if running.iter().any(of_job) {
@@ -247,16 +237,6 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
         1 => Ok(running.remove(0)),
         _ => Err(ClientError::Ambiguous(names(&running))),
     }
-}
-
-/// Returns the user who has a session with this id, if that is another user and this process may see
-/// the session's folder, as root may.
-fn foreign_owner(name: &str) -> Option<u32> {
-    name.parse::<SessionId>().ok()?;
-    let users = fs::read_dir(runtime_base()).into_iter().flatten().flatten();
-    let users = users.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"));
-    let folder = users.map(|entry| entry.path().join(name)).find_map(|folder| fs::symlink_metadata(folder).ok())?;
-    (folder.uid() != geteuid().as_raw()).then(|| folder.uid())
 }
 
 impl SessionFolder {
@@ -348,19 +328,6 @@ impl SessionFolder {
         self.folder.join(format!("node-{node}.lock"))
     }
 
-    /// Returns whether a server of the session lives on this machine.
-    ///
-    /// # Errors
-    ///
-    /// If the folder cannot be examined. A live session must not be mistaken for a dead one.
-    pub fn is_running(&self) -> Result<bool, ClientError> {
-        match access(&self.folder, AccessFlags::R_OK | AccessFlags::X_OK) {
-            Ok(()) => Ok(!self.live_nodes().is_empty()),
-            Err(Errno::ENOENT) => Ok(false),
-            Err(error) => Err(ClientError::Unreadable { folder: self.folder.clone(), error: error.into() }),
-        }
-    }
-
     /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
         let names = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
@@ -438,12 +405,9 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// Same as for [`Self::remove_if_dead`].
+    /// If `remove` fails.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
-        let others = match fs::read_dir(&self.folder) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            others => others.into_iter().flatten().flatten().map(|entry| entry.path()),
-        };
+        let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
         let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(SUPERVISOR_LOCK);
         if others.filter(is_lock).any(|path| is_locked(&path)) {
             return Ok(false);
@@ -469,7 +433,7 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
     let file = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),
-        Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, error)) => Err(error.into()),
     }
 }
