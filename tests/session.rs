@@ -291,10 +291,13 @@ fn commands_answer_like_those_of_coreutils() {
         (1, &["cat", "/dayfly/t/sub"]),
         (1, &["ls", "/dayfly/none"]),
         (1, &["stat", "/etc"]),
+        (1, &["verify", "/etc"]),
         (2, &["cp", "/dayfly/t/empty", "/dayfly/t/x"]),
     ] {
-        assert!(cluster.fails(status, arguments).starts_with("dayfly: "), "{arguments:?}");
+        let message = cluster.fails(status, arguments);
+        assert!(message.starts_with("dayfly: ") && message.lines().count() == 1, "{arguments:?}: {message}");
     }
+    assert!(cluster.fails(1, &["verify", "/etc"]).contains("'/etc': it is not in the namespace, which is at '/dayfly'"));
     assert!(cluster.fails(1, &["cp", "/dayfly/t/sub", "/tmp"]).contains("-r"));
     assert!(cluster.ok(&["df"]).lines().count() == 4);
     assert!(cluster.ok(&["verify", "/dayfly/t/sub/deep"]).contains("verified 1 sample "));
@@ -366,7 +369,7 @@ fn run_ends_the_session_whatever_its_command_does() {
     ground.assert_clean();
     assert!(ground.fails(125, &["run", "--stage-in", "missing:/dayfly/x", "--", "true"]).contains("missing"));
     ground.assert_clean();
-    assert!(ground.fails(2, &["run", "--stage-in", "missing", "--", "true"]).contains("SOURCE:/TARGET"));
+    assert!(ground.fails(2, &["run", "--stage-in", "missing", "--", "true"]).contains("as in train.tar:/dayfly/train"));
     for (number, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143), (Signal::SIGHUP, 129)] {
         let mut child = ground.dayfly().args(["run", "--local", "2", "--", "sleep", "100"]).spawn().unwrap();
         wait_until("the session is up", || ground.output(&["status"]).status.success());
@@ -489,8 +492,8 @@ fn run_refuses_what_would_fail_later_before_it_starts_anything() {
         (2, "targets '/dayfly/a' and '/dayfly' overlap", &["good.tar:/dayfly/a", "tree:/dayfly"], &["--", "true"]),
         (2, "a target begins with /dayfly/", &["good.tar:/dayfly/a", "tree:/elsewhere"], &["--", "true"]),
         (2, "a target begins with /data/", &["good.tar:/dayfly/a"], &["--prefix", "/data", "--", "true"]),
-        (2, "it leaves the tree by '..'", &["good.tar:/dayfly/../a"], &["--", "true"]),
-        (2, "is not SOURCE:/TARGET", &["good.tar:/dayfly/a", "tree"], &["--", "true"]),
+        (2, "it contains '..'", &["good.tar:/dayfly/../a"], &["--", "true"]),
+        (2, "as in train.tar:/dayfly/train", &["good.tar:/dayfly/a", "tree"], &["--", "true"]),
         // Sources.
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "not-there:/dayfly/b"], &["--", "true"]),
         (125, "no file or directory matches", &["good.tar:/dayfly/a", "*.none:/dayfly/b"], &["--", "true"]),

@@ -9,7 +9,7 @@ use crate::limits::{NAME_LEN_MAX, PATH_LEN_MAX};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPath {
     /// A component is `..`.
-    #[error("it leaves the tree by '..'")]
+    #[error("it contains '..'; a path in the namespace must be written without it")]
     Leaves,
     /// A component is longer than [`NAME_LEN_MAX`] bytes.
     #[error("a name in it is longer than {NAME_LEN_MAX} bytes")]

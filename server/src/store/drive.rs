@@ -33,6 +33,7 @@ fn advice(error: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "make room there (`dayfly tune --cache off` drops cached blocks of other nodes)"
         }
+        io::ErrorKind::NotFound => "the folder was removed, so create it again (`umask 077; mkdir -p`)",
         _ => "check the drive and the kernel log (dmesg)",
     }
 }
@@ -269,6 +270,17 @@ mod tests {
         assert_eq!(drives[0].used(), 0);
         assert!(Drive::open_all(&[], 1000).is_err());
         assert!(Drive::open_all(&["/nowhere".into()], 1000).is_err());
+    }
+
+    #[test]
+    fn a_removed_data_dir_is_to_be_created_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = Drive::open_all(&[folder.path().to_owned()], 1000).unwrap();
+        std::fs::remove_dir(folder.path()).unwrap();
+        let message = drives[0].unnamed_file().unwrap_err().to_string();
+        assert!(message.contains("No such file") && message.contains("create it again"), "{message}");
+        std::fs::create_dir(folder.path()).unwrap();
+        drives[0].unnamed_file().unwrap();
     }
 
     #[test]
