@@ -218,6 +218,9 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     let (_, message, is_done) = of_job("9", &["status"]);
     assert!(!is_done && message.contains("no session of yours"), "a session of another job is not used: {message}");
     assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
+    let unknown = text(&harness::output_of(ground.dayfly().arg("status").env("DAYFLY_SESSION", " x")).stderr);
+    assert!(unknown.contains("DAYFLY_SESSION is ' x', but you have no such session on this machine (running: "), "{unknown}");
+    assert!(unknown.contains(&seven) && unknown.contains(&eight) && unknown.contains("; unset it"), "{unknown}");
     assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
     ground.assert_clean();
 }

@@ -134,6 +134,12 @@ fn another_user_sees_and_reaches_nothing() {
     // The stranger's commands find only the stranger's own sessions.
     let down = commons.dayfly(STRANGER, &["down"]);
     assert!(text(&down.stdout).contains("nothing to do"), "{}", text(&down.stderr));
+    // Root sees the session, and is told whose it is.
+    let mut down = Command::new(commons.at("dayfly"));
+    down.arg("down").env("DAYFLY_RUNTIME_DIR", commons.at("run")).env("DAYFLY_SESSION", text(&up.stdout).trim());
+    let down = output_of(&mut down);
+    assert_eq!(down.status.code(), Some(1), "{}", text(&down.stdout));
+    assert!(text(&down.stderr).contains(&format!("a session of user {OWNER}; only that user")), "{}", text(&down.stderr));
     assert!(commons.dayfly(OWNER, &["down"]).status.success());
     wait_until("nothing is left", || fs::read_dir(commons.at("run")).unwrap().next().is_none());
     assert!(fs::read_dir(commons.at("drive")).unwrap().next().is_none());

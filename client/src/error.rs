@@ -24,6 +24,14 @@ pub enum ClientError {
         /// The sessions that are running here.
         running: Vec<String>,
     },
+    /// The named session is another user's.
+    #[error("DAYFLY_SESSION is '{name}', a session of user {owner}; only that user can use or end it, so unset DAYFLY_SESSION")]
+    Foreign {
+        /// The value of `DAYFLY_SESSION`.
+        name: String,
+        /// The number of the user.
+        owner: u32,
+    },
     /// There are several sessions and none was named.
     #[error("you have {} sessions on this machine; name one with DAYFLY_SESSION{}", .0.len(), list(.0))]
     Ambiguous(Vec<String>),

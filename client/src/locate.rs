@@ -239,6 +239,9 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
         {
             return Ok(all.swap_remove(found));
         }
+        if let Some(owner) = foreign_owner(&name) {
+            return Err(ClientError::Foreign { name, owner });
+        }
         all.retain(|location| location.is_running().unwrap_or(false));
         return Err(ClientError::Unknown { name, running: names(&all) });
     }
@@ -256,6 +259,16 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
         1 => Ok(running.remove(0)),
         _ => Err(ClientError::Ambiguous(names(&running))),
     }
+}
+
+/// Returns the user who has a session with this id, if that is another user whose folder this
+/// process may search, as root may.
+fn foreign_owner(name: &str) -> Option<u32> {
+    name.parse::<SessionId>().ok()?;
+    let users = fs::read_dir(runtime_base()).into_iter().flatten().flatten();
+    let users = users.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"));
+    let folder = users.map(|entry| entry.path().join(name)).find_map(|folder| fs::symlink_metadata(folder).ok())?;
+    (folder.uid() != geteuid().as_raw()).then(|| folder.uid())
 }
 
 impl SessionFolder {

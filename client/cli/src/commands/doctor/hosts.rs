@@ -27,7 +27,8 @@ const ALL_PAIRS_MAX: usize = 8;
 
 /// Checks all hosts, and pairs of them.
 pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Failure> {
-    let hosts = expand_host_list(&arguments.hosts.join(",")).map_err(Failure::usage)?;
+    let hosts = expand_host_list(&arguments.hosts.join(","));
+    let hosts = hosts.map_err(|error| Failure::usage(format!("cannot use the list of hosts in --hosts: {error}")))?;
     if hosts.is_empty() {
         return Err(Failure::usage("--hosts names no host; write it as n1,n2 or n[1-8]"));
     }
