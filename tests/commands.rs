@@ -1,4 +1,4 @@
-//! Tests that commands of the command line lose no file of their user, and ignore no option.
+//! Tests that commands lose no file of their user, ignore no option, and report a mistake once.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -75,6 +75,20 @@ fn cp_replaces_a_file_only_with_a_whole_copy_and_never_a_device_or_fifo() {
     for _ in 0..2 {
         cluster.ok(&["cp", "-r", "/dayfly/t", "copy"]);
         assert_same_tree(&read_tree(&at("tree")), &read_tree(&at("copy/t")), "cp -r");
+    }
+    cluster.down();
+}
+
+#[test]
+fn a_wrong_path_is_reported_once_however_many_nodes_read() {
+    let ground = Ground::new();
+    fs::write(ground.at("sample"), "x").unwrap();
+    let cluster = ground.up(3);
+    cluster.stage(&[&cluster.at("sample")], "/dayfly/t");
+    for command in ["verify", "ls", "stat", "cat"] {
+        let elsewhere = cluster.fails(1, &[command, "/etc"]);
+        assert_eq!(elsewhere, "dayfly: '/etc': it is not in the namespace, which is at '/dayfly'\n", "{command}");
+        assert_eq!(cluster.fails(1, &[command, "/dayfly/none"]), "dayfly: '/dayfly/none': no such file or directory\n");
     }
     cluster.down();
 }

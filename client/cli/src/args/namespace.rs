@@ -46,6 +46,9 @@ pub(crate) struct CatArguments {
 }
 
 /// Copy out of the namespace, with permissions, times, symbolic links and hard links.
+///
+/// A file that exists is replaced once its copy is complete. The content is written into a device
+/// or FIFO, whose permissions stay as they are.
 #[derive(Args)]
 pub(crate) struct CpArguments {
     /// Copy directories with everything in them.
