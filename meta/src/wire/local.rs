@@ -47,7 +47,7 @@ pub enum FromClient {
         /// The leases, as named in `Fetched`.
         leases: Vec<u64>,
     },
-    /// Asks for an unnamed file on the node's data dir. Answer: `Spill`.
+    /// Asks for an unnamed file in a data dir of the node. Answer: `Spill`.
     Spill {
         /// The number of bytes that the file has to hold.
         len: u64,

@@ -71,7 +71,7 @@ fn identity(key: [u8; 32], node: u16) -> Identity {
     Identity { session, key: Arc::new(Key::new(key)), node: NodeId(node), purpose, deadlines }
 }
 
-/// Answers probes by nodes that hold the key, at the returned address.
+/// Answers probes from nodes that hold the key, at the returned address.
 ///
 /// # Errors
 /// `listen` is in use or is not an address of this machine.

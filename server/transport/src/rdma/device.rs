@@ -386,7 +386,7 @@ fn numa_node(device: &Path) -> Option<i32> {
     fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok().filter(|&node| node >= 0)
 }
 
-/// Returns the NUMA node of the drive of a folder, if the kernel knows it.
+/// Returns the NUMA node of the drive that a folder is on, if the kernel knows it.
 fn numa_node_of_folder(folder: &Path) -> Option<i32> {
     let number = nix::sys::stat::stat(folder).ok()?.st_dev;
     let (major, minor) = (nix::sys::stat::major(number), nix::sys::stat::minor(number));

@@ -1,11 +1,11 @@
-//! Bounds of the work on a card.
+//! Bounds on the work that a card is given.
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits;
 
 use super::device::DeviceLimits;
 
-/// Bounds of the work on a card. The defaults are those of `dayfly_meta::limits`; tests use smaller ones.
+/// Bounds on the work that a card is given. The defaults are those of `dayfly_meta::limits`; tests use smaller ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Receives posted to the shared receive queue.

@@ -12,16 +12,16 @@ const VERSION: u8 = 2;
 const HELLO_LEN: usize = 48;
 /// Least value for the longest request that an end accepts. A request for a single piece fits into it.
 const REQUEST_LEN_MIN: u32 = 1 << 10;
-/// Length of a request before its ranges and its message.
+/// Length of the part of a request that precedes its ranges and its message.
 const REQUEST_HEAD_LEN: usize = 32;
 /// Length of a memory range in a request.
 const RANGE_LEN: usize = 12;
 /// Stands in place of the length of a piece that could not be read.
 const UNREAD: u32 = u32::MAX;
-/// Length of an answer before its lengths and its message.
+/// Length of the part of an answer that precedes its lengths and its message.
 const ANSWER_HEAD_LEN: usize = 12;
 
-/// The description of one end of a queue pair, which the other end uses to join it.
+/// The description of one end of a queue pair, which the other end uses to connect to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueuePairHello {
     pub(super) end: Endpoint,

@@ -173,7 +173,7 @@ fn on_runtime(future: impl Future<Output = ()>) {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(future);
 }
 
-/// Not a test by itself: the child processes of the other tests run this.
+/// Not a test in itself: the child processes of the other tests run this.
 #[test]
 fn role_of_a_child_process() {
     let role = std::env::var(ROLE).unwrap_or_default();
