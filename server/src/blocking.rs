@@ -13,7 +13,7 @@ pub type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs jobs that block.
 pub trait Blocking: Send + Sync + 'static {
-    /// Starts a job and returns at once. The caller must be within a tokio runtime, and so will the job be.
+    /// Starts a job and returns at once. The caller must be within a tokio runtime, and the job will run within it, too.
     fn start(&self, job: Job);
 
     /// Waits for a future. Only a job may call this.

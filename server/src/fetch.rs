@@ -101,7 +101,7 @@ impl PendingFetch {
         Self { ready, in_flight: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, awaited: Vec::new() }
     }
 
-    /// Returns the next results; waits until there is at least one. `None` once all results were returned.
+    /// Returns the next results; waits until there is at least one. Returns `None` once all results have been returned.
     pub(crate) async fn next(&mut self) -> Option<FetchedChunks> {
         if self.ready.is_empty() {
             self.ready = self.in_flight.next().await?;
@@ -121,12 +121,12 @@ impl PendingFetch {
         })
     }
 
-    /// Drops all results that were not returned yet, and ends the request.
+    /// Drops all results that have not been returned yet, and ends the request.
     pub(crate) fn cancel(&mut self) {
         *self = Self::completed(FetchedChunks::new());
     }
 
-    /// Returns whether all results were returned.
+    /// Returns whether all results have been returned.
     pub(crate) fn is_done(&self) -> bool {
         self.ready.is_empty() && self.in_flight.is_empty()
     }
@@ -264,8 +264,8 @@ impl Fetcher {
                         self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
-                    // Another attempt for this chunk alone may succeed: its owner's drive may do better, or the chunk was withdrawn
-                    // while it was read.
+                    // Another attempt for this chunk alone may succeed: its owner's drive may
+                    // succeed, or the chunk may have been withdrawn while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
                 errors[number] = Some(read_error(&dataset, chunks[number], error));

@@ -1,8 +1,8 @@
 //! The nodes of the session as one node sees them: their addresses, and a way to ask each of them something.
 //!
-//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this
-//! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
-//! same messages, the same deadlines and the same errors, and no caller distinguishes the two.
+//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this very
+//! node it holds a [`Loopback`], a connection that calls the local service. Asking oneself is therefore the same as asking a peer:
+//! the same messages, the same deadlines and the same errors, and no caller distinguishes the two.
 //!
 //! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward it. The loopback refers
 //! to the service weakly, so that it does not keep a closed node alive.
@@ -37,7 +37,7 @@ pub(crate) enum PeerError {
     /// The request did not get through, or its answer did not get back.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The peer answered that it will not do it.
+    /// The peer rejected the request.
     #[error("node {node}: {rejection}")]
     Rejected {
         node: NodeId,
@@ -114,7 +114,7 @@ impl Peers {
 
     /// Has requests to this very node answered by its own service.
     pub(crate) fn set_loopback(&self, address: SocketAddr, service: Weak<dyn Service>, blocking: Arc<dyn Blocking>) {
-        // A node has one service for its whole life, so a second call sets the same.
+        // A node has one service for its whole life, so a second call would set the same one.
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_meet_all_and_many_meet_a_few() {
+    fn a_node_meets_all_peers_in_a_small_session_and_a_few_in_a_large_one() {
         assert_eq!(met_at_start(1, 3), [0, 2]);
         assert_eq!(met_at_start(0, 1), []);
         assert_eq!(met_at_start(15, 17), [16, 0, 2, 6, 14]);

@@ -304,7 +304,7 @@ pub struct Summary {
     pub counts: Counts,
     /// Milliseconds from the request to this summary.
     pub elapsed_ms: u64,
-    /// The fullest node's share over the mean, in thousandths.
+    /// How much more than the mean the fullest node holds, in thousandths of the mean.
     pub imbalance_permille: u64,
     /// Source bytes that were read a second time, because a worker had started its range at a wrong
     /// position.

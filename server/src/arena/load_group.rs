@@ -15,8 +15,8 @@ use super::lease::{Lease, ResidentChunk};
 use super::{Arena, LoadFailure, PendingLoad, Wanted};
 use crate::store::Dataset;
 
-/// The right, and the duty, to load chunks of one owner. When it is dropped before it was filled, the next request for one of
-/// its chunks loads that chunk.
+/// The right, and the duty, to load chunks of one owner. If it is dropped before it has been
+/// filled, the next request for one of its chunks loads that chunk.
 pub(crate) struct LoadGroup {
     arena: Arena,
     pub(crate) owner: NodeId,
@@ -80,8 +80,8 @@ impl LoadGroup {
         self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
     }
 
-    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded. Returns a lease for each
-    /// chunk that was, by index in the request.
+    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded.
+    /// Returns the index of each chunk in the request, with a lease if the chunk was loaded.
     pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
         let arena = self.arena.clone();
         let mut filled = Vec::with_capacity(slots.len());

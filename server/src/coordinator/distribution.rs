@@ -10,7 +10,7 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// The most classes times nodes that fit in a summary.
+/// The largest product of classes and nodes that fits into a summary.
 const SHARES_MAX: usize = 16 << 10;
 /// The most classes that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;

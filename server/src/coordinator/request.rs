@@ -1,4 +1,4 @@
-//! Asking the coordinator for a stage-in, from any node: starts it there and relays its events.
+//! Requests a stage-in from the coordinator, on any node, and relays its events.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Decides how far to fetch ahead, and how many requests to have in flight. It finds both by feedback, for links and readers of
-//! any speed.
+//! Decides how far to fetch ahead, and how many requests to have in flight. It uses feedback to
+//! find both, for links and readers of any speed.
 //!
 //! The control law runs once every [`INTERVAL`]. Let `rate` be the bytes read per second, smoothed over 100 ms, and `latency`
 //! the shortest time that a request took:

@@ -117,7 +117,7 @@ impl Session<'_> {
         // From here on, faults happen.
         let faults = draw(&mut random, nodes);
         let is_truncated = faults.iter().any(|(_, fault)| matches!(fault, Fault::Truncate));
-        // Three of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
+        // Three out of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
         let (changed, left_out) = (random.below(3) as usize, if random.is_one_in(4) { random.below(3) as usize } else { 3 });
         let truncated = is_truncated.then(|| Sources::copy(&sources.second[changed], self.folder));
         let unchanged = sources.second.iter().enumerate().filter(|(number, _)| *number != left_out || *number == changed);
@@ -339,12 +339,12 @@ impl Session<'_> {
         sleep(QUIET).await;
         for (node, peers) in weak {
             if peers.strong_count() > 0 {
-                self.broken(format!("a task of node {node} still runs after its end"));
+                self.broken(format!("a task of node {node} is still running after its end"));
             }
         }
         let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
         if tasks > 0 {
-            self.broken(format!("{tasks} tasks still run after the end"));
+            self.broken(format!("{tasks} tasks are still running after the end"));
         }
         for node in self.net.leaks() {
             self.broken(format!("node {node} has a slot that was never freed"));

@@ -130,7 +130,7 @@ impl NodeStageIn {
         if let Some(replaced) = publication.replaced.take() {
             self.context.store.show(replaced, None);
         }
-        // Peers that show the dataset already may be reading it. From here on, what is sent to them does not count.
+        // Peers that show the dataset already may be reading it. Whatever is sent to them from now on must not be used.
         if let Some(prepared) = publication.prepared.take() {
             prepared.set_gone(true);
         }

@@ -157,7 +157,7 @@ impl Selection {
         Self { preference, agreed: watch::Sender::default() }
     }
 
-    /// Follows the agreement from then on.
+    /// Records the agreement, which the transport follows from then on.
     pub(crate) fn agree(&self, agreement: Agreement) {
         self.agreed.send_replace(Some(agreement));
     }

@@ -37,7 +37,7 @@ pub enum CoordinatorRequest {
         stage_in: u64,
         /// What was counted since the last report.
         progress: Counted,
-        /// What the node's threads wait for, if nothing was counted.
+        /// What the node's threads are waiting for, if nothing was counted.
         waits: Vec<String>,
         /// Path conflicts that this node, as an owner of blocks, suspects.
         suspects: Vec<SuspectPath>,

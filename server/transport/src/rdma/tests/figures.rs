@@ -196,8 +196,8 @@ async fn the_two_providers_are_compared() {
         let (cache, grown) = growth(&before);
         let (batches, longest_batch) = run(20, &[110_000; 64]).await;
         let figures = format!(
-            "{name}: {rate:.0} reads per second of 4 KB each, one at a time, the longest {longest:?}; after 10,000 reads {cache} has grown by \
-             {grown} objects; {:.0} MiB/s in batches of 64 pieces of 110 KB each, the longest {longest_batch:?}",
+            "{name}: {rate:.0} reads per second of 4 KB each, one by one, the longest {longest:?}; after 10,000 reads {cache} has \
+             grown by {grown} objects; {:.0} MiB/s in batches of 64 pieces of 110 KB each, the longest {longest_batch:?}",
             batches * 64.0 * 110_000.0 / f64::from(1 << 20)
         );
         let _ = writeln!(std::io::stderr(), "{figures}");
