@@ -80,20 +80,20 @@ impl SharedWords {
         self.words == 0
     }
 
-    /// Reads a word. Writes that came before the `store` of its value are visible afterwards.
+    /// Reads a word. Writes that came before the `store` of its value are visible afterward.
     /// Returns 0 if the index is out of range.
     pub fn load(&self, index: usize) -> u64 {
         self.word(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Writes a word. Does nothing if the mapping is read-only or the index out of range.
+    /// Writes a word. Does nothing if the mapping is read-only or the index is out of range.
     pub fn store(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.store(value, Ordering::Release);
         }
     }
 
-    /// Adds to a counter. Does nothing if the mapping is read-only or the index out of range.
+    /// Adds to a counter. Does nothing if the mapping is read-only or the index is out of range.
     pub fn add(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.fetch_add(value, Ordering::Relaxed);

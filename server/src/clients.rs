@@ -114,7 +114,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
                 continue;
             }
         };
-        // The folder's mode is 0700 already. This check protects the socket even if somebody changes the mode.
+        // The folder's mode is already 0700. This check protects the socket even if somebody changes the mode.
         let pid = match stream.peer_cred() {
             Ok(peer) if peer.uid() == geteuid().as_raw() => peer.pid().unwrap_or(0),
             _ => {

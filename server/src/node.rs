@@ -255,8 +255,8 @@ impl Node {
         Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
     }
 
-    /// Like [`Self::start`], on a transport that is open already, over which peers reach this node at `address`. Blocking
-    /// work runs on `blocking`.
+    /// Like [`Self::start`], on a transport that is already open, over which peers reach this node
+    /// at `address`. Blocking work runs on `blocking`.
     ///
     /// # Errors
     /// As [`Self::start`].

@@ -124,7 +124,7 @@ impl Peers {
         let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
     }
 
-    /// Connects to the peers that this node meets at the start of a session.
+    /// Connects to the peers that this node needs to reach at the start of a session.
     pub(crate) async fn meet(&self) -> Result<(), PeerError> {
         let connecting = met_at_start(self.node.index(), self.count())
             .into_iter()
@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are the nodes 1,
-/// 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of nodes, and
-/// near and far paths through the network are tried.
+/// Returns the peers that a node connects to at the start. In a small session these are all peers. In a large one, they are the
+/// nodes 1, 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of
+/// nodes, and near and far paths through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_meets_all_peers_in_a_small_session_and_a_few_in_a_large_one() {
+    fn a_node_connects_to_all_peers_in_a_small_session_and_to_a_few_in_a_large_one() {
         assert_eq!(met_at_start(1, 3), [0, 2]);
         assert_eq!(met_at_start(0, 1), []);
         assert_eq!(met_at_start(15, 17), [16, 0, 2, 6, 14]);

@@ -161,12 +161,12 @@ impl NodeStageIns {
         Ok(self.context.room.make_headroom(0).await?)
     }
 
-    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has ended already.
+    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has already ended.
     pub(crate) async fn settle(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::settle).await.map(drop)
     }
 
-    /// Ends a stage-in and undoes all that it did. Does nothing if it has ended already.
+    /// Ends a stage-in and undoes everything that it did. Does nothing if it has already ended.
     pub(crate) async fn abort(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::abort).await.map(drop)
     }

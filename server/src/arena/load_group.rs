@@ -131,7 +131,7 @@ impl Drop for LoadGroup {
 }
 
 impl Arena {
-    /// Publishes a chunk that is a whole block, unless processes already find that block elsewhere on this node.
+    /// Publishes a chunk that is a whole block, unless processes can already find that block elsewhere on this node.
     fn make_resident(&self, dataset: &Dataset, load: &Load, slot: Slot) -> ResidentChunk {
         let block = load.chunk.block;
         let unit = (slot.offset() / ARENA_UNIT) as u32;

@@ -47,7 +47,7 @@ pub(crate) struct CoordinatedStageIn {
     /// When each node last reported; before its first report, when the stage-in was planned.
     reported_at: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<Arc<CoordinatorError>>>,
-    /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know the stage-in.
+    /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know about the stage-in.
     all_begun: SetOnce<()>,
     all_read: watch::Sender<bool>,
     /// Notified when a unit is reported: another may have become free, or none may be left.
@@ -95,7 +95,7 @@ impl CoordinatedStageIn {
 
     /// Lets workers have units, because all nodes have begun.
     pub(super) fn set_all_begun(&self) {
-        // A failure may have set it already.
+        // A failure may already have set it.
         let _ = self.all_begun.set(());
     }
 
@@ -257,7 +257,7 @@ impl CoordinatedStageIn {
             failure.get_or_insert_with(|| error.share());
             is_first
         });
-        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is set already.
+        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is already set.
         let _ = self.all_begun.set(());
         self.unit_reported.notify_waiters();
     }
@@ -274,7 +274,7 @@ impl CoordinatedStageIn {
         failure.unwrap_or_else(|| Arc::new(CoordinatorError::Cancelled))
     }
 
-    /// Returns a node that has not reported for so long that it has given up on the stage-in by itself.
+    /// Returns a node that has not reported for so long that it has given up on the stage-in on its own.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
         let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
         silent.map(|node| NodeId(node as u16))

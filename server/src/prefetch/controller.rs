@@ -17,8 +17,8 @@
 //! requests that queue behind each other do not lead to still more requests. When the rate halves or doubles, `boost` is learned
 //! again.
 //!
-//! While other requests wait for room in the arena, the memory halves in each interval. Afterwards it grows back by a twentieth
-//! in each interval.
+//! While other requests wait for room in the arena, the memory halves in each interval. Afterward
+//! it grows back by a twentieth in each interval.
 
 use std::time::Duration;
 

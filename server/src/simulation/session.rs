@@ -29,7 +29,7 @@ use crate::fetch::Fetched;
 use crate::store::Dataset;
 use crate::{Config, Node};
 
-/// Longer than any session takes. A session that is not over by then has hung.
+/// This is longer than any session takes. A session that is not over by then has hung.
 const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
 const STAGE_IN_MAX: Duration = Duration::from_secs(150);

@@ -1,4 +1,4 @@
-//! The worker threads of a stage-in on one node: each takes units from the coordinator until there are none.
+//! The worker threads of a stage-in on one node: each takes units from the coordinator until none are left.
 
 use std::fs::File;
 use std::sync::Arc;

@@ -200,7 +200,7 @@ impl Dataset {
         })
     }
 
-    /// Publishes a block's location in the arena, unless processes already find the block on this node. Returns whether it did.
+    /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether it did.
     pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
         self.locations.publish_absent(block, location)
     }

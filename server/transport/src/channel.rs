@@ -30,7 +30,7 @@ const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// The sending half of a channel.
 pub struct Sender {
     half: WriteHalf,
-    /// Longest time that sending one message may take.
+    /// The longest time that sending one message may take.
     timeout: Duration,
 }
 

@@ -23,7 +23,7 @@ use crate::tcp::{Identity, Purpose};
 const PINGS: usize = 50;
 /// Number of large requests that are timed.
 const BULKS: usize = 16;
-/// Most bytes that the answering side sends for one request.
+/// The most bytes that the answering side sends for one request.
 const ROOM_MAX: u64 = 4 * CHUNK_LEN;
 
 /// The performance of a network between two nodes.

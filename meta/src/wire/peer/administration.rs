@@ -44,7 +44,7 @@ pub enum AgreedNetwork {
 /// The answer to an [`AdministrationRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum AdministrationReply {
-    /// The node and all nodes below it have met their peers.
+    /// The node and all nodes below it have connected to their peers.
     Joined {
         /// One sentence for each pair of nodes that cannot reach each other over the network that was tried.
         fallen_back: Vec<String>,

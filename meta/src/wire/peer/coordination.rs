@@ -82,6 +82,6 @@ pub enum CoordinatorReply {
     },
     /// The stage-in has become a dataset on all nodes: free what it replaced.
     Settle,
-    /// The stage-in has failed: forget all of it, even if its dataset is visible on this node already.
+    /// The stage-in has failed: forget all of it, even if its dataset is already visible on this node.
     Abort,
 }

@@ -20,7 +20,7 @@ pub(super) const BUFFER_LEN: usize = 8 << 20;
 const BUFFER_ALIGN: usize = 2 << 20;
 /// Number of buffers for each queue pair. This also bounds the number of its operations under way.
 const BUFFERS_MAX: usize = 8;
-/// Longest operation in bytes.
+/// The longest operation in bytes.
 const OPERATION_LEN_MAX: usize = 1 << 20;
 /// How long the peer may use a buffer.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(3600);

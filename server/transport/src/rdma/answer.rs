@@ -28,9 +28,9 @@ use crate::fair_queue::{FairPermit, FairQueue};
 use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
 use crate::region::{Region, Slot};
 
-/// Most operations that are posted together.
+/// The most operations that are posted together.
 const WORKS_TOGETHER: usize = 64;
-/// Shortest piece whose read bypasses the page cache, if the piece is not cached and its offset allows it.
+/// The shortest piece whose read bypasses the page cache, if the piece is not cached and its offset allows it.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
 /// The most reads bypassing the page cache that one answer may have under way.
 const DIRECT_READS_MAX: usize = 8;
@@ -61,7 +61,7 @@ impl Events for Requests {
 #[derive(Clone)]
 pub(super) struct Answerer {
     pub(super) engine: Arc<Engine>,
-    /// Longest operation in bytes. Longer pieces are written by several operations.
+    /// The longest operation in bytes. Longer pieces are written by several operations.
     pub(super) write_len: u64,
     /// Registered memory through which the bytes of pieces pass.
     pub(super) staging: Region,

@@ -1,7 +1,7 @@
 //! The thread that posts work to the card and takes its completions. The memory that an operation touches belongs to this thread
 //! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
 //!
-//! The thread sleeps on one `poll` for completions, commands and events of the card. A queue pair that fails is drained first: a
+//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained first: a
 //! marker is posted after its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
 
 use std::any::Any;
@@ -28,10 +28,10 @@ use crate::region::Slot;
 
 /// The thread keeps polling for this long after the last activity before it sleeps, because a wake-up takes about as long.
 const SPIN: Duration = Duration::from_micros(20);
-/// Longest wait for the work of a failed queue pair. Then the queue pair is destroyed, after which the card no longer touches the
-/// memory of that work.
+/// The longest wait for the work of a failed queue pair. When it is over, the queue pair is
+/// destroyed, and the card no longer touches the memory of that work.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Longest wait, after the marker, for receives that a failed queue pair had consumed. Receives
+/// The longest wait, after the marker, for receives that a failed queue pair had consumed. Receives
 /// that come back later are never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 /// Completions taken with one call.
@@ -518,7 +518,7 @@ impl EngineThread {
         late.into_iter().for_each(|id| self.finish(id));
     }
 
-    /// Sleeps until there is a completion, a command or an event of the card. Returns whether it slept.
+    /// Sleeps until there is a completion, a command or an event from the card. Returns whether it slept.
     fn sleep(&mut self) -> bool {
         if let Err(error) = self.completions.arm() {
             self.end_all(&error.to_string());
@@ -550,7 +550,7 @@ impl EngineThread {
         true
     }
 
-    /// Handles the events of the card.
+    /// Handles the events from the card.
     fn handle_device_events(&mut self) {
         for (kind, port, description) in self.device.events() {
             tracing::debug!(device = self.device.name, event = description, "the card reported an event");

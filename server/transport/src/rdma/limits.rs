@@ -10,7 +10,7 @@ use super::device::DeviceLimits;
 pub(crate) struct Limits {
     /// Receives posted to the shared receive queue.
     pub(crate) receives: u32,
-    /// Longest request in bytes.
+    /// The longest request in bytes.
     pub(crate) request_len: u32,
     /// Entries of the completion queue.
     pub(crate) completions: u32,
@@ -18,7 +18,7 @@ pub(crate) struct Limits {
     pub(crate) send_depth: u32,
     /// Bytes under way on a queue pair.
     pub(crate) bytes_in_flight: u64,
-    /// Longest single operation in bytes.
+    /// The longest single operation in bytes.
     pub(crate) write_len: u32,
     /// Requests under way on a queue pair on which this node asks.
     pub(crate) window: u32,
