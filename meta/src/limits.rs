@@ -21,11 +21,11 @@ pub const PAGE_SIZE: u64 = 4096;
 /// first chunk while the next ones are on their way.
 pub const CHUNK_LEN: u64 = 4 << 20;
 
-/// Length of one name, as Linux's `NAME_MAX`: a longer name could not be exported.
+/// Length of one name. It equals Linux's `NAME_MAX`, because a longer name could not be exported.
 pub const NAME_LEN_MAX: usize = 255;
-/// Length of one path within a dataset, as Linux's `PATH_MAX`.
+/// Length of one path within a dataset. It equals Linux's `PATH_MAX`.
 pub const PATH_LEN_MAX: usize = 4096;
-/// Length of a symlink's target, as Linux's `PATH_MAX` without the final NUL.
+/// Length of a symlink's target. It equals Linux's `PATH_MAX` without the final NUL.
 pub const SYMLINK_LEN_MAX: usize = 4095;
 /// Symlinks followed in one lookup. Linux follows the same number before it fails with `ELOOP`.
 pub const SYMLINKS_FOLLOWED_MAX: usize = 40;

@@ -8,7 +8,7 @@ use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// Work that may wait for a drive, or for a future with [`Blocking::wait`].
+/// Work that may wait for a drive or, with [`Blocking::wait`], for a future.
 pub type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs jobs that block.

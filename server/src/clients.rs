@@ -1,4 +1,4 @@
-//! The processes of this node: a Unix socket that only the same user may use.
+//! Serves the processes of this node through a Unix socket that only the same user may use.
 //!
 //! Each connection is served by a [`Client`], which answers one request at a time. A process holds leases on memory of the
 //! arena through its connection. They end with the connection, or with the process that made it, even if a forked child has

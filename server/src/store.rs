@@ -5,7 +5,7 @@
 //! # Parts
 //!
 //! - [`Store`]: the node's drives and visible datasets, and the memory that it shares with all processes of the node.
-//! - [`drive`]: a data dir, the share of the capacity that it got, and reservations of it.
+//! - [`drive`]: a data dir, its share of the node's capacity, and reservations of that share.
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.

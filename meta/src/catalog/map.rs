@@ -166,7 +166,7 @@ impl Catalog {
         Ok(Self { map, header, columns: record.columns })
     }
 
-    /// Facts about the dataset as a whole.
+    /// Returns facts about the dataset as a whole.
     pub fn header(&self) -> &Header {
         &self.header
     }

@@ -8,7 +8,7 @@ use super::control::{Command, Event};
 use crate::chunk::Chunk;
 use crate::id::{DatasetId, NodeId, SampleId, SessionId};
 
-/// A request of a client.
+/// A request from a client.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromClient {
     /// The first message of a connection. Answer: `Welcome`.
@@ -56,7 +56,7 @@ pub enum FromClient {
     Control(Command),
 }
 
-/// An answer of a server.
+/// An answer from a server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
     /// Describes the session. Descriptors: the status page, the counters, the arena, its marks.

@@ -85,7 +85,7 @@ impl LoadGroup {
     pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
         let arena = self.arena.clone();
         let mut filled = Vec::with_capacity(slots.len());
-        // These are dropped after the lock: evicted chunks withdraw their locations and free their slots.
+        // These are dropped after the lock is released, because evicted chunks withdraw their locations and free their slots.
         let mut evicted = Vec::new();
         let mut table = arena.table();
         for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
@@ -108,7 +108,7 @@ impl LoadGroup {
         let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
         self.abandon();
         if let Some(end) = self.end.take() {
-            // No request may have joined.
+            // Perhaps no request has joined.
             let _ = end.send(failure);
         }
         failed

@@ -43,7 +43,7 @@ pub(crate) struct Drive {
     write_back: Arc<dyn WriteBack>,
     /// Identifies the file system, because two data dirs may share one.
     device: u64,
-    /// The share of the node's capacity that the drive got.
+    /// The share of the node's capacity that the drive was given.
     share: u64,
     /// The current capacity, which is less than the share if the file system has been full.
     capacity: AtomicU64,

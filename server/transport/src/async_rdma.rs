@@ -2,7 +2,7 @@
 //! the two.
 //!
 //! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker
-//! copies them one extra time. This module works around defects of the crate:
+//! copies them one extra time. This module works around defects in the crate:
 //! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes use the crate's WRITE and
 //!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.

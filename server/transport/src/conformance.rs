@@ -24,8 +24,8 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn. `"file"` is
-/// answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
+/// A service whose answer depends on the message. A pull is answered alternately with bytes from a file and from memory. `"file"`
+/// is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
 /// `"wait"` never. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,

@@ -76,7 +76,7 @@ pub enum TransportError {
 pub struct Refusal(String);
 
 impl Refusal {
-    /// Refuses for this reason: a text, or an error, whose message is kept.
+    /// Creates a refusal for this reason, which is a text or an error. The message of an error is kept.
     ///
     /// ```
     /// use dayfly_transport::Refusal;

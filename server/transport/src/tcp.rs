@@ -46,7 +46,7 @@ pub use identity::{Identity, Purpose};
 /// The TCP transport of one node.
 pub struct Tcp {
     identity: Identity,
-    /// Taken by [`Transport::serve`], so that a node serves once.
+    /// Taken by [`Transport::serve`], so that a node serves only once.
     listener: Mutex<Option<TcpListener>>,
 }
 

@@ -181,7 +181,7 @@ impl Device {
         unsafe { CStr::from_ptr((self.verbs.wc_status_str)(status)) }.to_string_lossy().into_owned()
     }
 
-    /// Returns the port in use, for the choice of the network.
+    /// Describes the port in use, so that the nodes can choose a network.
     pub(super) fn describe(&self) -> Port {
         Port {
             device: format!("{}:{}", self.name, self.port),

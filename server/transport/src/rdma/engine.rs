@@ -34,7 +34,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest wait, after the marker, for receives that a failed queue pair had consumed. Receives
 /// that come back later are never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
-/// Completions taken with one call.
+/// The number of completions taken with one call.
 const POLLED_TOGETHER: usize = 64;
 /// A flag in the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;

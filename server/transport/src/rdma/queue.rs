@@ -149,7 +149,7 @@ impl Drop for Receives {
 /// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Sends to a receive of the peer.
+    /// Sends into a receive that the peer has posted.
     Send,
     /// Writes into the peer's memory.
     Write(Remote),

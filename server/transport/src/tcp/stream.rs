@@ -56,7 +56,7 @@ pub(super) struct Timestamp {
 }
 
 impl Timestamp {
-    /// Creates a time that means never. Times are relative to `start`.
+    /// Creates a timestamp that means "never". Times are relative to `start`.
     pub(super) fn new(start: Instant) -> Arc<Self> {
         Arc::new(Self { start, ms: AtomicU64::new(0) })
     }
@@ -172,9 +172,9 @@ fn late(_: tokio::time::error::Elapsed) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer took no bytes in time")
 }
 
-/// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were
-/// announced, so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the
-/// piece does not count.
+/// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were announced,
+/// so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the piece must not
+/// be used.
 async fn write_file(
     half: &mut WriteHalf,
     request: u64,
