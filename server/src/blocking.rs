@@ -1,5 +1,6 @@
-//! Runs blocking work apart from the runtime's threads, which move messages. The server receives an implementation of
-//! [`Blocking`], so that a simulation can decide in which order such work proceeds.
+//! Runs blocking work on threads other than the runtime's, which move messages. The server receives
+//! an implementation of [`Blocking`], so that a simulation can decide in which order such work
+//! proceeds.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};

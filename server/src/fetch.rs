@@ -8,7 +8,7 @@
 //!
 //! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
 //! - [`PendingFetch`] is a request in flight.
-//! - [`verify`] compares what an owner sent with the catalog's checksums.
+//! - [`verify`] checks the bytes that an owner sent against the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
@@ -362,7 +362,7 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
 /// Waits for a load that another request performs, and shares its failure. If the chunk was evicted again in the meantime, the
 /// result is empty, and the caller asks for it again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
-    // The deadlines of the request that loads bound this wait.
+    // This wait is bounded by the deadlines of the request that loads the chunk.
     if let Ok(failure) = load.await {
         return vec![(index, Fetched::Failed(read_error(&dataset, chunk, ReadError::Joined(failure))))];
     }

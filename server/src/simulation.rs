@@ -60,7 +60,7 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// Returns the cores that this process may use, each as its own set.
+/// Returns the cores that this process may use, each as a set of its own.
 fn cores() -> Vec<CpuSet> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
     let alone = |core| {

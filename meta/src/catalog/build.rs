@@ -1,4 +1,4 @@
-//! Building a catalog from resolved members that arrive in walk order. Memory does not grow with
+//! Builds a catalog from resolved members that arrive in walk order. Memory does not grow with
 //! their number: each column streams into an unnamed file of its own, and
 //! [`CatalogBuilder::finish`] joins the columns.
 

@@ -17,7 +17,7 @@ const CLASSES_MAX: usize = 200;
 /// The most top-level directories that are counted. Samples in any others belong to no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
-/// Figures of the whole catalog, for the summary.
+/// Figures about the whole catalog, for the summary.
 pub(super) struct Distribution {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,

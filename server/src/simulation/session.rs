@@ -248,7 +248,7 @@ impl Session<'_> {
             () = cancelled => Err("canceled".to_owned()),
         };
         drop(events);
-        // The stage-in must end by itself, even if nobody receives its events.
+        // The stage-in must end on its own, even if nobody receives its events.
         let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
         self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
