@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn four_equal_nodes_hold_at_most_8_percent_over_the_mean() {
+    fn four_equal_nodes_hold_at_most_8_percent_more_than_the_mean() {
         for seed in 0..10 {
             let placement = Placement::new(seed, &equal(4));
             let mut held = [0_u32; 4];

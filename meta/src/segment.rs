@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn locations_read_back_and_absent_is_zero() {
+    fn locations_read_back_as_written_and_zero_means_absent() {
         let position = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
             Location::Owned(position),

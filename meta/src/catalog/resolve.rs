@@ -367,7 +367,7 @@ mod tests {
     /// directory. Archive members that would do so are refused, counted, and named in the summary; the
     /// rest is staged in, as tar also continues."
     #[test]
-    fn conflicts_come_out_as_gnu_tar_leaves_them() {
+    fn conflicts_are_resolved_as_gnu_tar_resolves_them() {
         check("f a\nf a", &["a=1x1"], 0);
         check("f a\nd a", &["a/"], 0);
         check("d a\nf a", &["a=1x1"], 0);
@@ -386,7 +386,7 @@ mod tests {
     /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
     /// links than fit there are an error."
     #[test]
-    fn hard_links_take_no_more_memory_than_there_is() {
+    fn hard_links_take_no_more_memory_than_is_allowed() {
         let mut collector = LinkCollector::new(10_000);
         let kind = MemberKind::HardLink(b"target".to_vec());
         let key = MemberKey { source: 0, offset: 0 };
@@ -398,7 +398,7 @@ mod tests {
 
     /// SEMANTICS: "A hard link refers to the file that its target was at that point of the order."
     #[test]
-    fn hard_links_mean_what_their_target_was_then() {
+    fn hard_links_refer_to_what_their_target_was_at_that_point() {
         check("f a\nh b a", &["a=0x2", "b=0x2"], 0);
         check("f a\nh b a\nf a", &["a=2x1", "b=0x1"], 0);
         check("f a\nh b a\nh c b\nf b", &["a=0x2", "b=3x1", "c=0x2"], 0);

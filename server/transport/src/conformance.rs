@@ -323,7 +323,7 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
 /// Random bytes from strangers get no answer, cause no panic, and do not block the listener. Only a recorded first message gets an
 /// answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn fuzzed_handshakes_get_nowhere() {
+async fn fuzzed_handshakes_never_succeed() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let seconds = std::env::var("DAYFLY_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(0.5);
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
